@@ -82,6 +82,19 @@ def sigmoid_slopes(z, r, P: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
+def exp_weights(z, r, P: tl.constexpr, FAST: tl.constexpr):
+    """exp of -(a squared distance), which rounding must not make positive."""
+    p = tl.exp2(tl.minimum(z, 0.0, propagate_nan=tl.PropagateNan.ALL))
+    return p, p
+
+
+@triton.jit
+def exp_slopes(z, r, P: tl.constexpr, FAST: tl.constexpr):
+    p, _ = exp_weights(z, r, P, FAST)
+    return p, p, p
+
+
+@triton.jit
 def _power(x, P: tl.constexpr):
     result = x
     for _ in tl.static_range(P - 1):
@@ -217,6 +230,7 @@ MAPS: dict[str, TileMap] = {
     ),
     "polynomial": TileMap(polynomial_weights, polynomial_slopes, Reference.NONE, normalised=True),
     "sigmoid": TileMap(sigmoid_weights, sigmoid_slopes, Reference.NONE, normalised=False, lift=1024.0),
+    "exp": TileMap(exp_weights, exp_slopes, Reference.NONE, normalised=False),
     "relu": TileMap(relu_weights, relu_slopes, Reference.NONE, normalised=False, lift=32.0),
     "power": TileMap(polynomial_weights, polynomial_slopes, Reference.NONE, normalised=False),
 }

@@ -1,0 +1,90 @@
+"""The Gaussian kernel as dot products of longer vectors, on the one-pass kernels: against its blocks in float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnorm
+from attnorm.engines.inputs import validate_inputs
+from attnorm.mechanisms import gaussian
+from attnorm.mechanisms.gaussian import Gaussian, as_dot_products
+from tests.attention.kernel_calls import DEVICE, GROUPS, PAST_THE_EDGES, SMALL, SQUARE, draw, exactly, mask_of
+
+pytestmark = pytest.mark.as_installed
+FLOAT32 = 5e-6 if DEVICE == "cpu" else 5e-5  # products in three passes of tf32 have fewer digits
+
+
+def run(tensors: tuple[Tensor, ...], mechanism: Gaussian, **options: object) -> list[Tensor]:
+    output = attnorm.attention(*tensors, mechanism, **options)
+    probe = torch.linspace(-1, 1, output.numel(), device=DEVICE, dtype=torch.float64).reshape(output.shape)
+    return [output, *torch.autograd.grad((output.double() * probe).sum(), tensors)]
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """One entry for each call that reached the kernels."""
+    calls: list[object] = []
+    launch = gaussian.one_pass.one_pass
+    monkeypatch.setattr(gaussian.one_pass, "one_pass", lambda *given: (calls.append(given), launch(*given))[1])
+    return calls
+
+
+@pytest.mark.parametrize("normalised", [False, True], ids=["summed", "normalised"])
+@pytest.mark.parametrize(
+    ("shape", "mask", "causal"),
+    [(SQUARE, "rows", True), (GROUPS, "padding", False), (PAST_THE_EDGES, "heads", True), (SMALL, "none", False)],
+    ids=str,
+)
+def test_outputs_and_gradients_equal_the_blocks(
+    shape: tuple[int, ...], mask: str, causal: bool, normalised: bool, kernel_calls: list[object]
+) -> None:
+    tensors = draw(shape, spread=0.5)
+    options = {"mask": mask_of(mask, shape), "causal": causal}
+    found = run(tensors, Gaussian(normalised=normalised), **options)
+    assert kernel_calls
+    expected = run(exactly(tensors), Gaussian(normalised=normalised), **options)
+    assert len(kernel_calls) == 1  # float64 stays in blocks
+    for ours, exact in zip(found, expected, strict=True):
+        assert (ours.double() - exact).norm() <= FLOAT32 * exact.norm()
+
+
+def test_an_offset_of_all_points_costs_no_precision(kernel_calls: list[object]) -> None:
+    """Steps of 1/64 survive the offset exactly, so that only the kernel can lose digits."""
+    q, k, v = ((64 * t.detach()).round() / 64 for t in draw(SMALL, spread=0.5))
+    expected = attnorm.attention(q.double(), k.double(), v.double(), "gaussian")
+    found = attnorm.attention(q + 1000, k + 1000, v, "gaussian")
+    assert kernel_calls
+    assert (found - expected).abs().max() < FLOAT32 * expected.abs().max()
+
+
+def test_hidden_keys_that_are_not_numbers_reach_nothing(kernel_calls: list[object]) -> None:
+    q, k, v = (t.detach() for t in draw(SMALL))
+    mask = torch.ones(20, dtype=torch.bool, device=DEVICE)
+    mask[[0, 7, 19]] = False
+    expected = run(tuple(t.requires_grad_() for t in (q, k, v)), Gaussian(), mask=mask)
+    k, v = (torch.where(mask[:, None], t, float("nan")).detach().requires_grad_() for t in (k, v))
+    found = run((q, k, v), Gaussian(), mask=mask)
+    assert len(kernel_calls) == 2
+    for ours, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, exact, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("offset", [0.0, 10.0])
+def test_three_columns_of_bfloat16_have_the_digits_of_float32(offset: float) -> None:
+    """The interpreter knows no bfloat16; its products, which are exact in float32, are computed here by torch."""
+    q, k, v = (t.detach() + offset for t in draw(SMALL, torch.bfloat16, spread=0.5))
+    inputs = validate_inputs(q, k, v, mask=None, causal=False, scale=None, positions=None)
+    wide = as_dot_products(inputs)
+    assert wide.q_BHQD.shape[-1] == wide.k_BGKD.shape[-1] == 32
+    found = wide.q_BHQD.double() @ wide.k_BGKD.double().mT
+    exact = -0.5 * torch.cdist(q.double(), k.double()).square()
+    largest_square = max(t.double().square().sum(-1).max() for t in (q, k))
+    assert (found - exact).abs().max() <= 2**-23 * largest_square
+
+
+def test_keys_too_wide_for_the_kernels_stay_in_blocks(kernel_calls: list[object]) -> None:
+    wide = tuple(t.detach() for t in draw((1, 1, 1, 20, 20, 128, 16)))  # with the squares 256 columns
+    expected = attnorm.attention(*(t.double() for t in wide), "gaussian")
+    found = attnorm.attention(*wide, "gaussian")
+    assert not kernel_calls
+    assert (found - expected).abs().max() < 1e-4
