@@ -132,7 +132,8 @@ def attention(
     dropout_p: probability of dropping each weight; the others are divided by 1 - dropout_p, as in torch (default: 0).
     Applies whenever it is above 0: pass 0 in evaluation. return_weights: also return the weights (B, H, Q, K) after
     dropout, in at least float32; for matrices of at most 1 GiB. return_statistics: also return the statistics of every
-    row, as attnorm.attention_statistics does, without gradient.
+    row, as attnorm.attention_statistics does, without gradient. On CUDA softmax takes one pass for both if the output
+    needs no gradient, and two passes otherwise.
 
     >>> attention(q, k, v, "entmax15", causal=True)
     >>> output, statistics = attention(q, k, v, causal=True, return_statistics=True)
@@ -177,17 +178,24 @@ def _attend_with_statistics(
 ) -> "tuple[Tensor, AttentionStatistics]":
     """Return the output and the statistics of its rows.
 
-    Both come from the same weights if attention runs in blocks, without gradients, dropout and torch.compile. Otherwise
-    the rows are computed twice.
+    Both come from one pass without gradients and dropout: softmax and its rescalings on a GPU, and other maps if their
+    attention runs in blocks, without torch.compile. Otherwise the rows are computed twice.
     """
-    from attnorm.metrics.attention_statistics import output_and_statistics, statistics_of  # takes time to import
+    from attnorm.metrics import fused_output
+    from attnorm.metrics.attention_statistics import (  # takes time to import
+        output_and_statistics,
+        softmax_output_and_statistics,
+        statistics_of,
+    )
     from attnorm.metrics.normalized import MeasuredNormalizer
 
     in_blocks = engine == "blocked" or (engine == "auto" and choose_engine(inputs, normalizer) == "blocked")
     softmax = MeasuredNormalizer(normalizer.name, normalizer).scaled_softmax
-    plain_call = not torch.compiler.is_compiling() and not needs_gradient(inputs, normalizer)
-    if in_blocks and not softmax and not inputs.dropout and plain_call:
-        return output_and_statistics(inputs, normalizer)
+    if not inputs.dropout and not needs_gradient(inputs, normalizer):
+        if softmax and engine == "auto" and fused_output.applies(inputs):
+            return softmax_output_and_statistics(inputs, normalizer)
+        if not softmax and in_blocks and not torch.compiler.is_compiling():
+            return output_and_statistics(inputs, normalizer)
     return attend(inputs, normalizer, engine), statistics_of(inputs, normalizer)
 
 

@@ -8,6 +8,8 @@ Every class of keys (see row_tiles.py) has its own largest key, runner-up and su
 thread waits for another one within a tile.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -47,6 +49,25 @@ COLUMNS = (
 )
 
 
+class Sums(NamedTuple):
+    """Sums over the keys of each class so far, relative to its runner-up, and the two products that are set apart."""
+
+    leader: Any
+    runner_up: Any
+    s1: Any
+    e_log_e: Any
+    s2: Any
+    s3: Any
+    s4: Any
+
+
+@triton.jit
+def no_sums(ROWS: tl.constexpr):
+    leader = tl.full([ROWS, CLASSES], float("-inf"), tl.float32)
+    s1 = tl.zeros([ROWS, CLASSES], tl.float32)
+    return Sums(leader, leader, s1, s1, s1, s1, s1)
+
+
 @triton.jit
 def _powers(lost, unit, base, s1, e_log_e, s2, s3, s4, EDGE: tl.constexpr):
     """Add the sums of e = exp2(unit * lost - base) to those of each class."""
@@ -68,60 +89,74 @@ def _powers(lost, unit, base, s1, e_log_e, s2, s3, s4, EDGE: tl.constexpr):
 
 
 @triton.jit
-def _fold(
-    state, leader, runner_up, s1, e_log_e, s2, s3, s4, span, given, unit,
-    C: tl.constexpr, EDGE: tl.constexpr, LEVELS: tl.constexpr,
-):  # fmt: skip
+def products_of_tile(at, given, state, C: tl.constexpr, EDGE: tl.constexpr):
+    """The products of a tile, -inf where they do not count, and the state with the tile added."""
+    s, seen, first, found_sink, count = key_tile(at, given, state.first, C, EDGE)
+    n, sink = state.n, state.sink
+    if EDGE:
+        n += count
+        sink += found_sink
+        lows = by_class(tl.where(seen, s, float("inf")))
+        s = tl.where(seen, s, float("-inf"))
+    else:
+        lows = by_class(s)
+    return s, RowState(n, first, sink, smaller(state.smallest, tl.min(lows, 1)))
+
+
+@triton.jit
+def winners_of(s, LEVELS: tl.constexpr):
+    """A knock-out: the winner of each class is its largest key, and every other key loses once. And the second."""
+    even, odd = neighbours(s)
+    second = tl.max(by_class(smaller(even, odd)), 1)
+    winners = larger(even, odd)
+    for _ in tl.static_range(LEVELS):
+        left, right = halves(winners)
+        second = tl.maximum(second, tl.max(by_class(smaller(left, right)), 1))
+        winners = larger(left, right)
+    return winners, second
+
+
+@triton.jit
+def add_products(sums, s, winners, second, unit, EDGE: tl.constexpr, LEVELS: tl.constexpr):
+    """The sums with a tile of products added, whose winners and seconds are known."""
+    leader, runner_up, s1, e_log_e, s2, s3, s4 = sums
+    demoted = smaller(leader, winners)
+    new_runner_up = tl.maximum(tl.maximum(runner_up, second), demoted)
+    reference = tl.where(new_runner_up == float("-inf"), 0.0, new_runner_up) if EDGE else new_runner_up
+    drop = (runner_up - reference) * unit[:, None]
+    fall = (demoted - reference) * unit[:, None]
+    shrink, e = tl.exp2(drop), tl.exp2(fall)
+    if EDGE:
+        none, first_one = runner_up == float("-inf"), demoted == float("-inf")
+        drop, shrink = tl.where(none, 0.0, drop), tl.where(none, 0.0, shrink)
+        fall, e = tl.where(first_one, 0.0, fall), tl.where(first_one, 0.0, e)
+    e_log_e = shrink * (e_log_e + drop * s1) + e * fall
+    square, e_square = shrink * shrink, e * e
+    s1 = s1 * shrink + e
+    s2 = s2 * square + e_square
+    s3 = s3 * square * shrink + e_square * e
+    s4 = s4 * square * square + e_square * e_square
+    leader = larger(leader, winners)
+
+    base = reference * unit[:, None]
+    even, odd = neighbours(s)
+    s1, e_log_e, s2, s3, s4 = _powers(smaller(even, odd), unit, base, s1, e_log_e, s2, s3, s4, EDGE)
+    winners = larger(even, odd)
+    for _ in tl.static_range(LEVELS):
+        left, right = halves(winners)
+        s1, e_log_e, s2, s3, s4 = _powers(smaller(left, right), unit, base, s1, e_log_e, s2, s3, s4, EDGE)
+        winners = larger(left, right)
+    return Sums(leader, new_runner_up, s1, e_log_e, s2, s3, s4)
+
+
+@triton.jit
+def _fold(state, sums, span, given, unit, C: tl.constexpr, EDGE: tl.constexpr, LEVELS: tl.constexpr):
     """The state of a block of rows with some tiles of keys added."""
     for tile in range(span.tiles):
-        at = tile_of_span(span, tile, C)
-        s, seen, first, found_sink, count = key_tile(at, given, state.first, C, EDGE)
-        n, sink = state.n, state.sink
-        if EDGE:
-            n += count
-            sink += found_sink
-            lows = by_class(tl.where(seen, s, float("inf")))
-            s = tl.where(seen, s, float("-inf"))
-        else:
-            lows = by_class(s)
-        state = RowState(n, first, sink, smaller(state.smallest, tl.min(lows, 1)))
-
-        # A knock-out: the winner of each class is its largest key, and every other key loses once.
-        even, odd = neighbours(s)
-        second = tl.max(by_class(smaller(even, odd)), 1)
-        winners = larger(even, odd)
-        for _ in tl.static_range(LEVELS):
-            left, right = halves(winners)
-            second = tl.maximum(second, tl.max(by_class(smaller(left, right)), 1))
-            winners = larger(left, right)
-
-        demoted = smaller(leader, winners)
-        new_runner_up = tl.maximum(tl.maximum(runner_up, second), demoted)
-        reference = tl.where(new_runner_up == float("-inf"), 0.0, new_runner_up) if EDGE else new_runner_up
-        drop = (runner_up - reference) * unit[:, None]
-        fall = (demoted - reference) * unit[:, None]
-        shrink, e = tl.exp2(drop), tl.exp2(fall)
-        if EDGE:
-            none, first_one = runner_up == float("-inf"), demoted == float("-inf")
-            drop, shrink = tl.where(none, 0.0, drop), tl.where(none, 0.0, shrink)
-            fall, e = tl.where(first_one, 0.0, fall), tl.where(first_one, 0.0, e)
-        e_log_e = shrink * (e_log_e + drop * s1) + e * fall
-        square, e_square = shrink * shrink, e * e
-        s1 = s1 * shrink + e
-        s2 = s2 * square + e_square
-        s3 = s3 * square * shrink + e_square * e
-        s4 = s4 * square * square + e_square * e_square
-        leader = larger(leader, winners)
-        runner_up = new_runner_up
-
-        base = reference * unit[:, None]
-        s1, e_log_e, s2, s3, s4 = _powers(smaller(even, odd), unit, base, s1, e_log_e, s2, s3, s4, EDGE)
-        winners = larger(even, odd)
-        for _ in tl.static_range(LEVELS):
-            left, right = halves(winners)
-            s1, e_log_e, s2, s3, s4 = _powers(smaller(left, right), unit, base, s1, e_log_e, s2, s3, s4, EDGE)
-            winners = larger(left, right)
-    return state, leader, runner_up, s1, e_log_e, s2, s3, s4
+        s, state = products_of_tile(tile_of_span(span, tile, C), given, state, C, EDGE)
+        winners, second = winners_of(s, LEVELS)
+        sums = add_products(sums, s, winners, second, unit, EDGE, LEVELS)
+    return state, sums
 
 
 @triton.jit
@@ -150,6 +185,25 @@ def _joined(
 
 
 @triton.jit
+def columns_of(state, sums, given, unit, logit, C: tl.constexpr):
+    """The values of COLUMNS, with the classes joined."""
+    leader, runner_up, s1, e_log_e, s2, s3, s4 = sums
+    n = visible_keys(state.n, given, C)
+    extremes = tl.max(leader, 1) * logit, tl.min(state.smallest, 1) * logit
+    largest, least = tl.maximum(extremes[0], extremes[1]), tl.minimum(extremes[0], extremes[1])
+    empty = tl.max(leader, 1) == float("-inf")
+    largest = tl.where(empty, float("-inf"), largest)
+    least = tl.where(empty, float("inf"), least)
+    leader = tl.where(leader == float("-inf"), leader, leader * unit[:, None])
+    runner_up = tl.where(runner_up == float("-inf"), runner_up, runner_up * unit[:, None])
+    level, second, s1, e_log_e, s2, s3, s4 = tl.reduce((leader, runner_up, s1, e_log_e, s2, s3, s4), 1, _joined)
+    return (
+        n.to(tl.float32), state.sink * logit * LN2, largest * LN2, least * LN2, level * LN2, second * LN2,
+        s1, e_log_e * LN2, s2, s3, s4,
+    )  # fmt: skip
+
+
+@triton.jit
 def softmax_sums(
     q, k, mask, factor, row_queries, out,
     q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_column,
@@ -166,34 +220,12 @@ def softmax_sums(
         FACTORED,
     )  # fmt: skip
     outer, inner, _high = spans_of_rows(row_queries, own.index, rows_total, given.sight, C)
-    state = no_keys(keys, ROWS)
-    leader = tl.full([ROWS, CLASSES], float("-inf"), tl.float32)
-    runner_up = leader
-    s1 = tl.zeros([ROWS, CLASSES], tl.float32)
-    e_log_e, s2, s3, s4 = s1, s1, s1, s1
+    state, sums = no_keys(keys, ROWS), no_sums(ROWS)
     for whole in tl.static_range(2):
-        state, leader, runner_up, s1, e_log_e, s2, s3, s4 = _fold(
-            state, leader, runner_up, s1, e_log_e, s2, s3, s4, inner if whole else outer, given, unit, C, not whole,
-            LEVELS,
-        )  # fmt: skip
-
-    n = visible_keys(state.n, given, C)
-    extremes = tl.max(leader, 1) * logit, tl.min(state.smallest, 1) * logit
-    largest, least = tl.maximum(extremes[0], extremes[1]), tl.minimum(extremes[0], extremes[1])
-    empty = tl.max(leader, 1) == float("-inf")
-    largest = tl.where(empty, float("-inf"), largest)
-    least = tl.where(empty, float("inf"), least)
-    leader = tl.where(leader == float("-inf"), leader, leader * unit[:, None])
-    runner_up = tl.where(runner_up == float("-inf"), runner_up, runner_up * unit[:, None])
-    level, second, s1, e_log_e, s2, s3, s4 = tl.reduce((leader, runner_up, s1, e_log_e, s2, s3, s4), 1, _joined)
+        state, sums = _fold(state, sums, inner if whole else outer, given, unit, C, not whole, LEVELS)
+    values = columns_of(state, sums, given, unit, logit, C)
     column = tl.num_programs(0).to(tl.int64) // tl.cdiv(rows_total, ROWS) * rows_total
-    store_columns(
-        out + (own.batch_head * rows_total + at), column, inside,
-        (
-            n.to(tl.float32), state.sink * logit * LN2, largest * LN2, least * LN2, level * LN2, second * LN2,
-            s1, e_log_e * LN2, s2, s3, s4,
-        ),
-    )  # fmt: skip
+    store_columns(out + (own.batch_head * rows_total + at), column, inside, values)
 
 
 @triton.jit

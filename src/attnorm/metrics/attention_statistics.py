@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from attnorm.engines.inputs import Inputs, validate_inputs
-from attnorm.metrics.compiled_statistics import compiled_statistics
+from attnorm.metrics.compiled_statistics import compiled_output_and_statistics, compiled_statistics
+from attnorm.metrics.fused_output import output_and_rows
 from attnorm.metrics.inputs_as_call import call_of
 from attnorm.metrics.logits import LogitBlock
+from attnorm.metrics.normalized import MeasuredNormalizer
 from attnorm.metrics.rows import OnWeights, measure_rows
 from attnorm.normalizers.block import Positions
 from attnorm.normalizers.contract import Mechanism, Normalizer
@@ -111,6 +113,21 @@ def statistics_of(
     ).values()  # fmt: skip
     numbers = {name: found.values[_NAMES.get(name, name)] for name in _ROW_NUMBERS}
     return AttentionStatistics(n=found.n, **numbers, top_mass=found.top_mass)
+
+
+def softmax_output_and_statistics(inputs: Inputs, normalizer: Normalizer) -> tuple[Tensor, AttentionStatistics]:
+    """Output (B, H, Q, E) and statistics of a rescaled softmax from one pass, without gradient.
+
+    For inputs to which fused_output applies.
+    """
+    wanted = [_NAMES.get(name, name) for name in _ROW_NUMBERS]
+    if torch.compiler.is_compiling():
+        output, n, *numbers = compiled_output_and_statistics(inputs, normalizer, wanted)
+    else:
+        output, found = output_and_rows(call_of(inputs), MeasuredNormalizer(normalizer.name, normalizer), wanted)
+        n, numbers = found.n, [found.values[name] for name in wanted]
+    no_masses = numbers[0].new_empty((*n.shape, 0))
+    return output, AttentionStatistics._make([n, *numbers, no_masses])
 
 
 def output_and_statistics(inputs: Inputs, normalizer: Normalizer) -> tuple[Tensor, AttentionStatistics]:

@@ -1,8 +1,8 @@
-"""Statistics under torch.compile: three operators of torch.library, so that the graph stays whole.
+"""Statistics under torch.compile: four operators of torch.library, so that the graph stays whole.
 
 Softmax with its rescalings and, on devices that run Triton kernels, the maps that have one are called with tensors
 alone: what the rules multiply the logits by, the sink's logit, and the other numbers of each row are computed before.
-All other normalizers are called by a handle.
+All other normalizers are called by a handle. One operator returns the output of softmax as well.
 """
 
 import copy
@@ -19,6 +19,7 @@ from attnorm.engines.threads import in_new_thread
 from attnorm.engines.triton_support import runs_kernels
 from attnorm.metrics import fused_maps
 from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.fused_output import output_and_rows
 from attnorm.metrics.inputs_as_call import mask_of, positions_of, states_of
 from attnorm.metrics.logits import LogitBlock
 from attnorm.metrics.normalized import MeasuredNormalizer
@@ -107,16 +108,52 @@ def compiled_softmax_statistics(
     inputs: Inputs, normalizer: Normalizer, names: Sequence[str], top_n: Sequence[int]
 ) -> list[Tensor]:
     """n, the numbers of these names and the masses, for inputs whose normalizer is a rescaled softmax."""
+    n, numbers, masses = torch.ops.attnorm.softmax_statistics(
+        inputs.q_BHQD.detach(), inputs.k_BGKD.detach(), mask_of(inputs), *_factor_and_sink(inputs, normalizer),
+        inputs.scale, inputs.causal, inputs.softcap, " ".join(names), list(top_n),
+    )  # fmt: skip
+    return [n, *numbers.unbind(), masses]
+
+
+def _factor_and_sink(inputs: Inputs, normalizer: Normalizer) -> tuple[Tensor | None, Tensor | None]:
     factor = row_factors(inputs, normalizer)
     sink = None
     if normalizer.sink is not None:
         sink = normalizer.sink.logit.detach().expand(inputs.q_BHQD.shape[1])
-    n, numbers, masses = torch.ops.attnorm.softmax_statistics(
-        inputs.q_BHQD.detach(), inputs.k_BGKD.detach(), mask_of(inputs),
-        None if factor is None else factor.detach(), sink, inputs.scale, inputs.causal, inputs.softcap,
-        " ".join(names), list(top_n),
+    return None if factor is None else factor.detach(), sink
+
+
+@torch.library.custom_op("attnorm::softmax_output_and_statistics", mutates_args=())
+def output_and_statistics_operator(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    factor: Tensor | None,
+    sink: Tensor | None,
+    scale: float,
+    causal: bool,
+    softcap: float | None,
+    names: str,
+) -> list[Tensor]:
+    """The output (B, H, Q, D), n, and the numbers of these names, from one kernel (see metrics/fused_output.py)."""
+    call = AttentionCall(0, "decoder" if causal else "encoder", q, k, v, scale, causal, mask, softcap)
+    output, found = output_and_rows(call, RescaledSoftmax("softmax", None, factor, sink), names.split())
+    return [output, found.n, torch.stack([found.values[name] for name in names.split()])]
+
+
+@output_and_statistics_operator.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> list[Tensor]:
+    return [torch.empty_like(q, memory_format=torch.contiguous_format), *_empty(q, *others, ())[:2]]
+
+
+def compiled_output_and_statistics(inputs: Inputs, normalizer: Normalizer, names: Sequence[str]) -> list[Tensor]:
+    """The output, n, and the numbers of these names, for inputs whose normalizer is a rescaled softmax."""
+    output, n, numbers = torch.ops.attnorm.softmax_output_and_statistics(
+        inputs.q_BHQD.detach(), inputs.k_BGKD.detach(), inputs.v_BGKE.detach(), mask_of(inputs),
+        *_factor_and_sink(inputs, normalizer), inputs.scale, inputs.causal, inputs.softcap, " ".join(names),
     )  # fmt: skip
-    return [n, *numbers.unbind(), masses]
+    return [output, n, *numbers.unbind()]
 
 
 @torch.library.custom_op("attnorm::map_statistics", mutates_args=())

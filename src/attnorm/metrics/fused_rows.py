@@ -112,10 +112,14 @@ def fused_rows(
     factor: multiplies the logits, broadcastable to (B, H, R, 1). learned_sink (H,): one more logit of each head that
     takes weight.
     """
+    launch = RowsLaunch.of(call, rows, factor)
+    return rows_of_sums(launch, launch.softmax_sums(), names, learned_sink)
+
+
+def rows_of_sums(launch: "RowsLaunch", sums: Tensor, names: Sequence[str], learned_sink: Tensor | None) -> FusedRows:
+    """Return the named statistics of the rows with these sums, (COLUMNS, B, H, R)."""
     from attnorm.kernels.softmax_statistics import MORE_NUMBERS, NUMBERS, WIDE_NUMBERS, softmax_root, softmax_statistics
 
-    launch = RowsLaunch.of(call, rows, factor)
-    sums = launch.softmax_sums()
     sink = None if learned_sink is None else learned_sink.to(sums).contiguous()
     roots = poles = None
     for _ in range(EXTRA_PASSES[launch.q.dtype]):

@@ -1,0 +1,64 @@
+"""Output and statistics of softmax from one pass, on a GPU, against float64 and against two passes."""
+
+import pytest
+import torch
+
+import attnorm
+from attnorm.metrics import fused_output
+from tests.cuda.on_device import DEVICE, NEEDS_DEVICE
+from tests.metrics.naive_softmax import KINDS, assert_at_most_twice_the_naive_error, drawn
+
+pytestmark = NEEDS_DEVICE
+
+# Relative errors of the Jacobian norm: that of the inputs, see EXTRA_PASSES in metrics/fused_rows.py.
+NORM_ERROR = {torch.bfloat16: 5e-3, torch.float16: 6e-4, torch.float32: 1e-4}
+
+
+@pytest.fixture(autouse=True)
+def any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_output, "MIN_KERNEL_ROWS", 1)
+
+
+@pytest.mark.parametrize("dtype", NORM_ERROR, ids=str)
+@pytest.mark.parametrize("width", [64, 80, 128])
+@pytest.mark.parametrize("length", [63, 100, 2000])
+@pytest.mark.parametrize("kind", KINDS)
+def test_at_most_twice_the_error_of_the_plain_formula(
+    kind: str, length: int, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
+    q, k, v, visible = drawn(kind, length, dtype, width=width, device=DEVICE)
+    unmasked = kind not in ("padded", "rows that see nothing")
+    options = {"causal": unmasked, "mask": None if unmasked else visible}
+    output, found = attnorm.attention(q, k, v, return_statistics=True, **options)
+    norm = found.jacobian_norm
+    exact = attnorm.attention_statistics(q.double(), k.double(), **options).jacobian_norm
+    if kind != "huge":  # there the rounding of logits in float32 dominates, which the plain formula has too
+        torch.testing.assert_close(norm.double(), exact, rtol=NORM_ERROR[dtype], atol=1e-6, equal_nan=True)
+    found = found._replace(jacobian_norm=exact)
+    # In float32 a product is the sum of three in tf32, which errs by some more roundings.
+    roundings = 4.0 if dtype == torch.float32 else 0.0
+    assert_at_most_twice_the_naive_error((output, found), q, k, v, visible, roundings)
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("name", ["softmax", "ssmax", "sink"])
+def test_the_numbers_of_two_passes(name: str, width: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 1500, width, generator=generator) for heads in (6, 3, 3))
+    q, k, v = (t.to(DEVICE, torch.bfloat16) for t in (2 * q, k, v))
+    normalizer = attnorm.get(name).to(DEVICE).requires_grad_(False)
+    output, found = attnorm.attention(q, k, v, normalizer, causal=True, return_statistics=True)
+    torch.testing.assert_close(output, attnorm.attention(q, k, v, normalizer, causal=True), rtol=2e-2, atol=1e-2)
+    two = attnorm.attention_statistics(q, k, normalizer, causal=True)
+    torch.testing.assert_close(found, two, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+def test_every_candidate_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (torch.randn(1, 4, 700, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    expected = attnorm.attention(q, k, v, causal=True, return_statistics=True)
+    for tile in ((64, 64, 4, 2), (128, 64, 8, 3)):
+        monkeypatch.setitem(fused_output.TILES, (2, 128), tile)
+        found = attnorm.attention(q, k, v, causal=True, return_statistics=True)
+        torch.testing.assert_close(found[0], expected[0], rtol=2e-2, atol=1e-2)
+        torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-4)

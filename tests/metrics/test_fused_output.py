@@ -1,0 +1,226 @@
+"""attention(..., return_statistics=True) of softmax by the kernel that computes both, in Triton's interpreter."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnorm
+from attnorm.engines.triton_support import HAS_TRITON, runs_kernels
+from attnorm.metrics import compiled_statistics, fused_output
+from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.normalized import resolve_normalizers
+from attnorm.metrics.reference import dense_weights
+from tests.attention.kernel_calls import assert_compiles
+from tests.fast_interpreter import speed_up_interpreter
+from tests.metrics.naive_softmax import KINDS, LENGTHS, assert_at_most_twice_the_naive_error, drawn
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton, which runs on Linux alone")
+
+speed_up_interpreter()
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Let the kernel take these small calls, on a CPU too; returns the launches."""
+    made: list[Any] = []
+    kernel = fused_output._output_and_sums
+
+    def recorded(*arguments: Any) -> tuple[Tensor, Tensor]:
+        made.append(arguments)
+        return kernel(*arguments)
+
+    monkeypatch.setattr(fused_output, "_output_and_sums", recorded)
+    monkeypatch.setattr(fused_output, "_on_gpu", runs_kernels)
+    monkeypatch.setattr(fused_output, "MIN_KERNEL_ROWS", 1)
+    return made
+
+
+def both(*tensors: Tensor, normalizer: Any = "softmax", **options: Any) -> tuple[Tensor, attnorm.AttentionStatistics]:
+    return attnorm.attention(*tensors, normalizer, return_statistics=True, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_at_most_twice_the_error_of_the_plain_formula(
+    kind: str, length: int, dtype: torch.dtype, launches: list[Any]
+) -> None:
+    q, k, v, visible = drawn(kind, length, dtype, device=DEVICE)
+    unmasked = kind not in ("padded", "rows that see nothing")
+    found = both(q, k, v, causal=unmasked, mask=None if unmasked else visible)
+    assert_at_most_twice_the_naive_error(found, q, k, v, visible)
+    if kind == "rows that see nothing":
+        assert (found[0][:, :, :7] == 0).all()
+    assert len(launches) == 1
+
+
+MASKS = {
+    "causal": {"causal": True},
+    "every key": {},
+    "window": {"mask": (torch.ones(70, 90).tril(20) * torch.ones(70, 90).triu(-5)).bool()},
+    "mask per head": {"mask": torch.rand(2, 4, 70, 90, generator=torch.Generator().manual_seed(1)) < 0.2},
+    "padding": {"causal": True, "mask": (torch.arange(90) >= torch.tensor([0, 35])[:, None])[:, None, None]},
+}
+NORMALIZERS = {
+    "softmax": lambda: attnorm.get("softmax"),
+    "ssmax": lambda: attnorm.get("ssmax", s=0.7),
+    "a negative factor": lambda: attnorm.get("ssmax", s=-1.3),
+    "a factor of 0": lambda: attnorm.get("ssmax", s=0.0),
+    "log_scaled": lambda: attnorm.get("log_scaled", train_length=16),
+    "sink": lambda: attnorm.get("sink", heads=4, logit=1.5),
+    "a sink above every key": lambda: attnorm.get("sink", heads=4, logit=400.0),
+    "ssmax with a sink": lambda: attnorm.compose(scale="ssmax", sink=attnorm.Sink(heads=4)),
+}
+
+
+def other_lengths(queries: int = 70, keys: int = 90, width: int = 10) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((4, queries), (2, keys), (2, keys))
+    q, k, v = (torch.randn(2, heads, length, width, generator=generator).to(DEVICE) for heads, length in sizes)
+    return 2 * q, k, v
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", NORMALIZERS)
+def test_every_rescaled_softmax_with_every_mask(name: str, mask: str, launches: list[Any]) -> None:
+    q, k, v = other_lengths()
+    options = {key: one.to(DEVICE) if isinstance(one, Tensor) else one for key, one in MASKS[mask].items()}
+    normalizer = NORMALIZERS[name]().to(DEVICE)
+    output, found = both(q, k, v, normalizer=normalizer.requires_grad_(False), **options)
+    assert len(launches) == 1
+    q, k, v = (t.cpu().double() for t in (q, k, v))
+    normalizer = NORMALIZERS[name]().double().requires_grad_(False)
+    exact = attnorm.attention(q, k, v, normalizer, engine="blocked", **MASKS[mask])
+    torch.testing.assert_close(output.cpu().double(), exact, rtol=1e-5, atol=1e-5)
+    for column, value in attnorm.attention_statistics(q, k, normalizer, **MASKS[mask])._asdict().items():
+        got = getattr(found, column).cpu()
+        torch.testing.assert_close(
+            got.double(), value.double(), rtol=3e-5, atol=3e-5, equal_nan=True, msg=lambda t, c=column: f"{c}: {t}"
+        )
+
+
+def test_more_queries_than_keys_and_tensors_in_another_layout(launches: list[Any]) -> None:
+    q, k, v = other_lengths(70, 40)
+    q, k, v = (t.mT.contiguous().mT for t in (q, k, v))
+    output, found = both(q, k, v, causal=True)
+    exact = attnorm.attention(*(t.cpu().double() for t in (q, k, v)), causal=True, engine="blocked")
+    torch.testing.assert_close(output.cpu().double(), exact, rtol=1e-5, atol=1e-5)
+    assert (output[:, :, :30] == 0).all()
+    assert found.entropy[:, :, :30].isnan().all()
+    assert len(launches) == 1
+
+
+def test_capped_logits_and_sinks_of_a_model() -> None:
+    tensors = other_lengths()
+    sinks = torch.tensor([0.0, 5.0, -30.0, 2.0])
+    call, exact = (
+        AttentionCall(0, "decoder", *(t.to(like) for t in tensors), 0.4, True, softcap=3.0, sinks_H=sinks.to(like))
+        for like in (tensors[0], torch.zeros(0, dtype=torch.float64))
+    )
+    (one,) = resolve_normalizers(call, [None])
+    output, found = fused_output.output_and_rows(call, one, ["entropy_nats", "max_logit"])
+    weights = dense_weights(exact)
+    expected = weights @ exact.value_BGKE.repeat_interleave(2, 1)
+    torch.testing.assert_close(output.cpu().double(), expected, rtol=1e-5, atol=1e-5)
+    p = weights / weights.sum(-1, keepdim=True)
+    entropy = found.values["entropy_nats"].cpu().double()
+    torch.testing.assert_close(entropy, -torch.xlogy(p, p).sum(-1), rtol=1e-5, atol=0)
+    assert float(found.values["max_logit"].max()) <= 3
+
+
+def test_a_key_that_is_not_finite_breaks_the_rows_that_see_it_and_no_others() -> None:
+    q, k, v = other_lengths(70, 70)
+    k[:, 0, 40] = torch.nan
+    output, found = both(q, k, v, causal=True)
+    assert output[:, :2, 40:].isnan().all()
+    assert found.entropy[:, :2, 40:].isnan().all()
+    assert output[:, :2, :40].isfinite().all()
+    assert output[:, 2:].isfinite().all()
+
+
+@pytest.mark.parametrize("why", ["width of values", "gradient", "learned", "dropout", "engine", "few rows", "no rows"])
+def test_calls_that_take_two_passes(why: str, launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = other_lengths()
+    options: dict[str, Any] = {}
+    if why == "width of values":
+        v = v[..., :7]
+    elif why == "gradient":
+        v.requires_grad_()
+    elif why == "learned":
+        options = {"normalizer": attnorm.get("ssmax", heads=4).to(DEVICE)}
+    elif why == "dropout":
+        options = {"dropout_p": 0.5}
+    elif why == "engine":
+        options = {"engine": "blocked"}
+    elif why == "few rows":
+        monkeypatch.setattr(fused_output, "MIN_KERNEL_ROWS", 71)
+    else:
+        q, k, v = q[:0], k[:0], v[:0]
+    output, found = both(q, k, v, **options)
+    assert not launches
+    assert output.shape == (*q.shape[:-1], v.shape[-1])
+    assert found.entropy.shape == q.shape[:-1]
+    assert output.requires_grad == (why in ("gradient", "learned"))
+
+
+@pytest.mark.parametrize("name", ["softmax", "ssmax with a sink"])
+def test_a_graph_has_one_operator_for_both(name: str, launches: list[Any]) -> None:
+    q, k, v = other_lengths()
+    normalizer = NORMALIZERS[name]().to(DEVICE).requires_grad_(False)
+    operators: set[str] = set()
+
+    def read(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
+        operators.update(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    def measure(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, attnorm.AttentionStatistics]:
+        return both(q, k, v, normalizer=normalizer, causal=True)
+
+    found = torch.compile(measure, fullgraph=True, backend=read)(q, k, v)
+    assert {one for one in operators if one.startswith("attnorm.")} == {"attnorm.softmax_output_and_statistics"}
+    torch.testing.assert_close(found, measure(q, k, v), equal_nan=True)
+    assert len(launches) == 2
+
+
+def test_the_operator_is_sound() -> None:
+    q, k, v = other_lengths()
+    inputs = (q, k, v, None, torch.rand(2, 4, 70, 1).to(q), torch.zeros(4).to(q), 0.3, True, None, "entropy_nats")
+    operator = compiled_statistics.output_and_statistics_operator
+    torch.library.opcheck(operator, inputs, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_the_kernel_compiles_for_gpus_that_are_not_here() -> None:
+    assert_compiles("""
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from attnorm.kernels.softmax_output import softmax_output as kernel
+types = dict(q="*bf16", k="*bf16", v="*bf16", output="*bf16", mask="*u8", row_queries="*i32", scale="fp32", cap="fp32")
+types |= dict.fromkeys(("factor", "learned_sink", "out"), "*fp32")
+for flag in (False, True):
+    given = dict(
+        CAUSAL=True, MASKED=flag, CAPPED=flag, FACTORED=flag, SINK=flag, PRECISION="tf32", ROWS=64, KEYS=16, WIDTH=16,
+        FULL=not flag, LEVELS=1,
+    )
+    signature = {name: "constexpr" if name in given else types.get(name, "i32") for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constexprs=given)
+    assert "ptx" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm
+""")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "key"),
+    [
+        (torch.float32, 5, (4, 64)),
+        (torch.float32, 65, (4, 128)),
+        (torch.bfloat16, 64, (2, 64)),
+        (torch.float16, 96, (2, 128)),
+        (torch.bfloat16, 256, (2, 256)),
+    ],
+)
+def test_tiles_by_dtype_and_width(dtype: torch.dtype, width: int, key: tuple[int, int]) -> None:
+    assert fused_output._tile(torch.zeros(1, 1, 1, width, dtype=dtype)) == fused_output.TILES[key]
