@@ -19,7 +19,8 @@ from attnorm.bench.attention import WAYS, WIDTH, attention_call
 from attnorm.bench.results import ApproximationError, CostCurve, CostPoint, Result
 from attnorm.bench.timing import time_alone
 from attnorm.mechanisms.gaussian import gaussian_logits
-from attnorm.mechanisms.soft import NEWTON_STEPS, RIDGE, newton_inverse, segment_means
+from attnorm.mechanisms.newton import NEWTON_STEPS, RIDGE, newton_inverse
+from attnorm.mechanisms.soft import segment_means
 from attnorm.normalizers.registry import get
 
 SOFTMAX = "softmax (SDPA)"

@@ -9,7 +9,6 @@ Theirs is followed by a layer norm and GELU; here the convolution starts as the 
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +16,10 @@ from torch.nn.functional import avg_pool2d, conv2d
 
 from attnorm.engines.inputs import Inputs, validate_inputs, without_autocast
 from attnorm.mechanisms.gaussian import gaussian_logits
+from attnorm.mechanisms.newton import newton_inverse
 from attnorm.normalizers.block import Positions
 from attnorm.normalizers.contract import Mechanism, Properties
 from attnorm.normalizers.declaration import WarmStart, declare
-
-RIDGE = 0.01
-NEWTON_STEPS = 20
 
 Landmarks = Callable[[Tensor], Tensor]  # keys (B, H, L, D) -> landmarks (B, H, m, D)
 
@@ -145,34 +142,3 @@ def patch_landmarks(k: Tensor, stride: int, sampling: Tensor | None = None) -> T
     found = avg_pool2d(grid, stride) if sampling is None else conv2d(grid, sampling.to(k.dtype), stride=stride)
     squares = found.flatten(-2).transpose(-1, -2).unflatten(0, k.shape[:2])
     return torch.cat([k[..., :extra, :], squares], dim=-2)
-
-
-class _NewtonInverse(torch.autograd.Function):
-    """Inverse of symmetric A + ridge; its backward is the derivative of the inverse, not of the iteration."""
-
-    @staticmethod
-    def forward(a: Tensor, steps: int) -> Tensor:
-        unit = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-        regular = a + RIDGE * unit
-        # The authors start from a multiple of A. From a multiple of I the same steps reach the inverse even where
-        # landmarks crowd or coincide, and only at the inverse is backward the derivative of forward.
-        inverse = unit / regular.abs().sum(-1).amax(-1)[..., None, None]
-        for _ in range(steps):  # written with the residual, which keeps the digits of 2V - V A V
-            inverse = inverse + inverse @ (unit - regular @ inverse)
-        return inverse
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (inverse,) = ctx.saved_tensors
-        transposed: Tensor = inverse.transpose(-1, -2)
-        return -transposed @ grads[0] @ transposed, None
-
-
-def newton_inverse(a: Tensor, steps: int = NEWTON_STEPS) -> Tensor:
-    """(A + ridge)^-1 of a kernel matrix A, to rounding for up to a few hundred landmarks."""
-    inverse: Tensor = _NewtonInverse.apply(a, steps)  # type: ignore[no-untyped-call]
-    return inverse
