@@ -151,7 +151,7 @@ def test_finished_models_are_not_trained_again(
     trained: tuple[Path, list[vision.Record]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts, records = trained
-    monkeypatch.setattr(vision, "train_vit", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(vision, "train_vit", lambda *_, **__: pytest.fail("trained again"))
     assert vision.records_of(PLAN, QUICK, silent, parts) == records
     of_a_gpu = [{**one, "settings": {**one["settings"], "dtype": "bfloat16"}} for one in records]
     append_jsonl(tmp_path / vision.RECORDS, of_a_gpu)
@@ -164,7 +164,7 @@ def test_a_model_that_another_process_trains_is_left_to_it(
 ) -> None:
     _, records = trained
 
-    def train(settings: VisionSettings, *_: Any) -> tuple[None, vision.Record]:
+    def train(settings: VisionSettings, *_: Any, **__: Any) -> tuple[None, vision.Record]:
         return None, records[1] | {"settings": settings.as_dict()}
 
     monkeypatch.setattr(vision, "train_vit", train)
@@ -180,7 +180,7 @@ def test_records_of_other_settings_are_not_used(
     parts, records = trained
     seen: list[float] = []
 
-    def train(settings: VisionSettings, *_: Any) -> tuple[None, vision.Record]:
+    def train(settings: VisionSettings, *_: Any, **__: Any) -> tuple[None, vision.Record]:
         seen.append(settings.learning_rate)
         return None, records[0] | {"settings": settings.as_dict()}
 

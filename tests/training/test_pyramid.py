@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 import attnorm
 from attnorm.cli import app
 from attnorm.models.patch_state import normalizer_of, patched_modules
+from attnorm.training.vision import train
 from attnorm.training.vision.images import generated_textures
 from attnorm.training.vision.train import VisionSettings, build_model, save_vit, train_vit
 
@@ -116,3 +117,25 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert '"architecture": "pyramid"' in done.stdout
     assert (tmp_path / "run" / "preprocessor_config.json").exists()
+
+
+def test_compiled_layers_train_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = settings(normalizer="linear", layers=3, epochs=1)
+    images = generated_textures(32, 16, SIDE)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setitem(train.COMPILE_OPTIONS, "backend", backend)
+    torch.compiler.reset()
+    _, eager = train_vit(chosen, images, torch.device("cpu"))
+    model, compiled = train_vit(chosen, images, torch.device("cpu"), compiled=True)
+    assert len(graphs) == 3  # one for each stage, the last one too
+    assert compiled["compiled"]
+    assert not eager["compiled"]
+    assert compiled["training_loss"] == pytest.approx(eager["training_loss"], rel=1e-4)
+    assert compiled["test_loss"] == pytest.approx(eager["test_loss"], rel=1e-4)
+    model(pixel_values=torch.randn(5, 3, SIDE, SIDE))
+    assert len(graphs) == 3  # after training nothing is compiled

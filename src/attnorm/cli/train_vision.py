@@ -46,6 +46,9 @@ def vision(
         str | None, typer.Option(help="float32 or bfloat16 (autocast).", show_default="bfloat16 on CUDA, else float32")
     ] = None,
     device: Device = None,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile the layers: faster on a GPU after the first steps.")
+    ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="A tiny model on generated textures: seconds.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -99,7 +102,9 @@ def vision(
             **(tiny | {name: value for name, value in given.items() if value is not None}),
         )  # fmt: skip
         found = generated_textures(128, 64, 16) if images is None else read_archive(images)
-        model, record = train_vit(settings, found, place, report=lambda step, steps: progress("training", step, steps))
+        model, record = train_vit(
+            settings, found, place, compiled=compiled, report=lambda step, steps: progress("training", step, steps)
+        )
         save_vit(model, record, found.train.side, out)
     if as_json:
         show_json(record)

@@ -13,6 +13,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 import pyarrow as pa
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.stats import t as student
@@ -138,10 +139,11 @@ def records_of(plan: VisionPlan, subject: ExperimentSubject, progress: ProgressC
                 progress("reading images", 0, len(missing))
                 images = read_images(subject)
             progress(f"training {label}", done, len(missing))
-            _, trained = train_vit(settings, images, device)
+            _, trained = train_vit(settings, images, device, compiled=device.type == "cuda")
             record = {"model": model.name, "images": source, **trained, **machine(device)}
             with lock(parts / "locks" / "records.lock"):
                 append_jsonl(parts / RESULTS, [record])
+            torch.compiler.reset()  # or torch stops compiling after eight models
             free_memory()
     known = _known_records(parts)
     found = [(model, _key(settings.as_dict(), source)) for model, settings in wanted]

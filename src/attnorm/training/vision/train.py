@@ -7,8 +7,9 @@ products stay exact (no TF32): Newton's inverse of SOFT needs their digits. The 
 """
 
 import math
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ STAGES = 3  # of a pyramid: 32 x 32 pixels with patches of 2 become 16 x 16, 8 x
 ARCHITECTURES = ("vit", "pyramid")
 LANDMARKS = ("segments", "squares", "convolution")
 UNTIMED_STEPS = STEPS_BEFORE + 1  # the first steps compile kernels, one captures a graph
+COMPILE_OPTIONS: dict[str, Any] = {"dynamic": False}
 Record = dict[str, Any]
 
 
@@ -214,12 +216,17 @@ def train_vit(
     images: ImageSplits,
     device: torch.device,
     *,
+    compiled: bool = False,
     report: Callable[[int, int], None] = lambda step, steps: None,
 ) -> tuple[Any, Record]:
-    """Train and test one model. A loss that is not finite ends the training and is part of the record."""
+    """Train and test one model. A loss that is not finite ends the training and is part of the record.
+
+    compiled: compile the layers with torch.compile for training.
+    """
     train, test = images.train.to(device), images.test.to(device)
     model = build_model(settings, train.classes, train.side).to(device)
-    update = _Update(model, settings)
+    blocks = repeated_blocks(model) if compiled else []
+    update = _Update(model, settings, blocks)
     steps = settings.epochs * (len(train) // settings.batch)
     if not steps:
         raise ValueError(f"expected at least one batch of {settings.batch} images, got {len(train)} images.")
@@ -249,10 +256,13 @@ def train_vit(
             break
     _finish(device)
     seconds = time.perf_counter() - clock
+    for block in blocks:
+        block._compiled_call_impl = None  # testing has other shapes, for which it would be compiled again
     record: Record = {
         "settings": settings.as_dict(), "tokens": (train.side // settings.patch) ** 2, "problem": problem,
         "training_loss": [loss if math.isfinite(loss) else None for loss in course],
         "images_per_second": settings.batch * (step - timed) / seconds, "cuda_graph": update.captured is not None,
+        "compiled": compiled,
         "peak_bytes": peak.bytes() if device.type == "cuda" else None,
         "seconds": time.perf_counter() - started,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -279,11 +289,23 @@ def _schedule(step: int, steps: int, warmup_share: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the layers, those without a patch too: all modules of the class of `encoder.layer.3`, if it is patched."""
+    patched = next(iter(patched_modules(model)))  # such as encoder.layer.3.attention
+    numbered = re.match(r".*\.\d+(?=\.)", patched)
+    assert numbered is not None
+    kind = type(model.get_submodule(numbered[0]))
+    return [module for module in model.modules() if type(module) is kind]
+
+
 class _Update:
     """One update of the weights per call. On a GPU loss and gradients are a CUDA graph from the fourth call on."""
 
-    def __init__(self, model: Any, settings: VisionSettings) -> None:
+    def __init__(self, model: Any, settings: VisionSettings, blocks: Sequence[nn.Module]) -> None:
+        """blocks: the parts of the model to compile."""
         self.model, self.settings, self.optimizer = model, settings, _optimizer(model, settings)
+        for block in blocks:
+            block.compile(**COMPILE_OPTIONS)
         self.captured: CapturedStep | None = None
         self._calls = 0
 
