@@ -1,4 +1,4 @@
-"""Output and statistics of softmax from one pass, on a GPU, against float64 and against two passes."""
+"""Output and statistics of softmax from one pass, and statistics of other maps, on a GPU against float64."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ import attnorm
 from attnorm.metrics import fused_output
 from tests.cuda.on_device import DEVICE, NEEDS_DEVICE
 from tests.metrics.naive_softmax import KINDS, assert_at_most_twice_the_naive_error, drawn
+from tests.metrics.test_fused_maps import MAPS, assert_close_to_float64, call_of, make
 
 pytestmark = NEEDS_DEVICE
 
@@ -62,3 +63,9 @@ def test_every_candidate_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None
         found = attnorm.attention(q, k, v, causal=True, return_statistics=True)
         torch.testing.assert_close(found[0], expected[0], rtol=2e-2, atol=1e-2)
         torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["random", "peaked", "nearly equal", "huge", "padded"])
+@pytest.mark.parametrize("name", MAPS)
+def test_every_row_of_2000_keys_of_every_map(name: str, kind: str) -> None:
+    assert_close_to_float64(call_of(kind, 2000), make(name), exact_logits=kind == "huge")

@@ -141,6 +141,12 @@ def test_every_number_of_every_row(name: str, kind: str, length: int) -> None:
     assert_close_to_float64(call_of(kind, length), make(name), exact_logits=kind == "huge")
 
 
+@pytest.mark.parametrize("name", MAPS)
+def test_some_rows_of_2000_keys(name: str) -> None:
+    """tests/cuda has all rows, and every kind of logits."""
+    assert_close_to_float64(call_of("random", 2000), make(name), torch.tensor([0, 1000, 1999]))
+
+
 @pytest.mark.parametrize("name", [name for name in MAPS if name != "softpick"])
 def test_logits_far_from_zero_keep_their_differences(name: str) -> None:
     """Of softpick the kernel rounds logits, in bits, before it subtracts the largest one."""
