@@ -156,22 +156,43 @@ def _blocked_against_dense(quick: bool, notes: list[str]) -> Iterator[Ratio]:
 
 
 def attention_call(
-    attend: Callable[..., Tensor], tensors: Sequence[Tensor], *, backward: bool, queued: int = 1
+    attend: Callable[..., Tensor],
+    tensors: Sequence[Tensor],
+    *,
+    backward: bool,
+    queued: int = 1,
+    from_graph: bool = False,
 ) -> Call:
-    """Return a call of `attend`, forward or with backward: `queued` times, then synchronized on CUDA."""
+    """Return a call of `attend`, forward or with backward: `queued` times, then synchronized on CUDA.
+
+    from_graph: replay it from a CUDA graph, without the launches by Python.
+    """
     leaves = [t.detach().requires_grad_(backward) for t in tensors]
     upstream = torch.ones_like(tensors[0])
 
-    def call() -> None:
+    def work() -> None:
         with torch.set_grad_enabled(backward):
             for _ in range(queued):
                 output = attend(*leaves)
                 if backward:
                     torch.autograd.grad(output, leaves, upstream)
+
+    run = _recorded(work) if from_graph else work
+
+    def call() -> None:
+        run()
         if upstream.is_cuda:
             torch.cuda.synchronize()
 
     return call
+
+
+def _recorded(work: Call) -> Call:
+    work()  # compiles the kernels, which cannot be done while the graph is recorded
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, normalizer: Normalizer, *, causal: bool) -> Tensor:

@@ -8,7 +8,7 @@ queries and keys that give logits of standard deviation 2. Memory is the peak th
 
 import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
@@ -33,6 +33,7 @@ from attnorm.normalizers.registry import get
 CUDA_SHAPES = ((4, 16, 4096, 64), (2, 16, 8192, 128), (1, 16, 32768, 64))  # batch, heads, length, width
 QUICK_CUDA_SHAPE = (1, 2, 512, 64)
 QUEUED = 4  # calls per synchronization
+DECODED_WAYS = {"called": False, "from a CUDA graph": True}
 Promises = tuple[float | None, float | None]  # the least speed against a rival, forward and with backward
 ON_CUDNN: dict[str, Promises] = dict.fromkeys(("softmax", "ssmax", "log_scaled"), (0.9, 0.9))
 ON_FLASH: dict[str, Promises] = {
@@ -99,36 +100,15 @@ def _compare_decoding(quick: bool) -> Iterator[Ratio]:
         assert isinstance(normalizer, Normalizer)
         for engine in dict.fromkeys((choose_engine(inputs, normalizer), "triton")):
             ours = partial(attention, normalizer=normalizer, causal=True, engine=engine)
-            for way, made in DECODED_WAYS.items():
-                timed = time_alternating(
-                    *(made(attend, (q, k, v)) for attend in (ours, _decoded)), rounds=1 if quick else 5
-                )
+            for way, from_graph in DECODED_WAYS.items():
+                calls = [
+                    attention_call(attend, (q, k, v), backward=False, queued=QUEUED, from_graph=from_graph)
+                    for attend in (ours, _decoded)
+                ]
+                timed = time_alternating(*calls, rounds=1 if quick else 5)
                 timed = Timed(timed.ours_ms / QUEUED, timed.theirs_ms / QUEUED, timed.speedup)
                 what = f"{name} ({engine}), {way}"
                 yield Ratio(topic=topic, what=what, against="torch SDPA", target=1 / 1.5, **asdict(timed))
-
-
-def _called(attend: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Call:
-    return attention_call(attend, tensors, backward=False, queued=QUEUED)
-
-
-def _replayed(attend: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Call:
-    """Return a call of `attend` from a CUDA graph, as servers decode: without the launches by Python."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad():
-        attend(*tensors)  # compiles the kernels, which cannot be done while the graph is recorded
-        with torch.cuda.graph(graph):
-            for _ in range(QUEUED):
-                attend(*tensors)
-
-    def call() -> None:
-        graph.replay()
-        torch.cuda.synchronize()
-
-    return call
-
-
-DECODED_WAYS = {"called": _called, "from a CUDA graph": _replayed}
 
 
 def _decoded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Benchmark attention that claims linear cost: time against the number of tokens, and what SOFT's low rank loses.
 
-Time: softmax (torch SDPA; FlashAttention on CUDA), `soft` and `linear`, without a mask. The exponent is the slope of
-time against length, both logarithmic, over the longer half of the lengths, where constants matter least.
+Time: softmax (torch SDPA; FlashAttention on CUDA), `soft` and `linear`, without a mask; on CUDA from a CUDA graph,
+since Python launches the kernels of a short call more slowly than they run. The exponent is the slope of time against
+length, both logarithmic, over the longer half of the lengths, where constants matter least.
 
 Error: SOFT against the full Gaussian kernel that it approximates, in float64 with K = Q as in the paper, by the number
 of landmarks and by the steps of Newton's inverse.
@@ -44,7 +45,7 @@ def measure_linear(*, quick: bool = False) -> Iterator[Result]:
 def measure_costs(*, quick: bool = False) -> Iterator[CostCurve]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    where = f"{torch.cuda.get_device_name()}, from a CUDA graph" if device.type == "cuda" else "CPU"
     setting = f"{where}, {str(dtype).removeprefix('torch.')}, batch 1, {HEADS} heads, width {WIDTH}, no mask"
     methods: dict[str, Callable[..., Tensor]] = {
         SOFTMAX: scaled_dot_product_attention,
@@ -73,6 +74,7 @@ def _cost(
         torch.cuda.reset_peak_memory_stats()
         call()
         extra_mb = (torch.cuda.max_memory_allocated() - before) / MEGABYTE
+        call = attention_call(attend, tensors, backward=backward, from_graph=True)
     return CostPoint(length=length, ms=time_alone(call, rounds=1 if quick else 3), extra_mb=extra_mb)
 
 
