@@ -189,13 +189,14 @@ def _attend_with_statistics(
     )
     from attnorm.metrics.normalized import MeasuredNormalizer
 
-    in_blocks = engine == "blocked" or (engine == "auto" and choose_engine(inputs, normalizer) == "blocked")
     softmax = MeasuredNormalizer(normalizer.name, normalizer).scaled_softmax
     if not inputs.dropout and not needs_gradient(inputs, normalizer):
         if softmax and engine == "auto" and fused_output.applies(inputs):
             return softmax_output_and_statistics(inputs, normalizer)
-        if not softmax and in_blocks and not torch.compiler.is_compiling():
-            return output_and_statistics(inputs, normalizer)
+        if not softmax and not torch.compiler.is_compiling():
+            chosen = choose_engine(inputs, normalizer) if engine == "auto" else engine
+            if chosen == "blocked":
+                return output_and_statistics(inputs, normalizer)
     return attend(inputs, normalizer, engine), statistics_of(inputs, normalizer)
 
 

@@ -24,10 +24,7 @@ def any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("width", [64, 80, 128])
 @pytest.mark.parametrize("length", [63, 100, 2000])
 @pytest.mark.parametrize("kind", KINDS)
-def test_at_most_twice_the_error_of_the_plain_formula(
-    kind: str, length: int, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
+def test_at_most_twice_the_error_of_the_plain_formula(kind: str, length: int, width: int, dtype: torch.dtype) -> None:
     q, k, v, visible = drawn(kind, length, dtype, width=width, device=DEVICE)
     unmasked = kind not in ("padded", "rows that see nothing")
     options = {"causal": unmasked, "mask": None if unmasked else visible}
