@@ -359,3 +359,16 @@ def test_mechanisms_are_left_out() -> None:
 def test_settings_that_make_no_sense(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         AttentionMonitor(**options)
+
+
+@torch.no_grad()
+def test_in_a_sliding_window_the_means_are_over_the_last_rows_too() -> None:
+    """Where all rows are measured, as on a GPU: earlier rows see as many keys as the last ones."""
+    model = tiny("gemma3")
+    calls: list[AttentionCall] = []
+    with observe(model, calls.append):
+        model(input_ids=tokens(1, 40))
+    rows = torch.arange(40)
+    every, last = (measure._measure_call(calls[0], some, start, 5) for some, start in ((rows, 28), (rows[28:], 0)))
+    compared = [number for number, name in enumerate(REPORTED) if name != LARGEST]
+    torch.testing.assert_close(every[compared], last[compared])
