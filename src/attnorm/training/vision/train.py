@@ -301,7 +301,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 class _Update:
     """One update of the weights per call. On a GPU loss and gradients are a CUDA graph from the fourth call on."""
 
-    def __init__(self, model: Any, settings: VisionSettings, blocks: Sequence[nn.Module]) -> None:
+    def __init__(self, model: Any, settings: VisionSettings, blocks: Sequence[nn.Module] = ()) -> None:
         """blocks: the parts of the model to compile."""
         self.model, self.settings, self.optimizer = model, settings, _optimizer(model, settings)
         for block in blocks:
