@@ -472,7 +472,13 @@ def test_bfloat16_in_the_interpreter_is_an_error_and_not_a_wrong_number() -> Non
         attnorm.attention(*draw(SQUARE, torch.bfloat16), "ssmax", engine="triton")
 
 
-def test_the_kernels_compile_for_gpus_that_are_not_here() -> None:
+# On every commit each kernel once, in small tiles and without pipelines, which takes a third of the time.
+EVERY_DAY = "16, 1, [(90, constants, every_kernel)]"
+AT_NIGHT = "32, 3, [(80, constants, attention), (90, constants, every_kernel), (90, frozen_factor, attention)]"
+
+
+@pytest.mark.parametrize("which", [EVERY_DAY, pytest.param(AT_NIGHT, marks=pytest.mark.nightly)])
+def test_the_kernels_compile_for_gpus_that_are_not_here(which: str) -> None:
     script = """
 import triton
 from triton.backends.compiler import GPUTarget
@@ -483,8 +489,8 @@ map_ = MAPS["softpick"]
 constants = dict(
     MAP=map_.weights, SLOPES=map_.slopes, RULE=RULES["distance"], P=1, FAST=True, REFERENCE=int(map_.reference),
     NORMALISED=True, RULED=True, CAPPED=True, FACTORED=True, SHIFTED=True, SELECTED=True, SINK=False, PLAIN=False,
-    CAUSAL=True, WINDOWED=True, MASKED=True, PRECISION="tf32", WIDTH=32, V_WIDTH=32, ROWS=32, COLUMNS=32, FULL=True,
-    V_FULL=False, LIFT=1.0, SOFT_FACTORED=True, GRAD_OF_FACTOR=True,
+    CAUSAL=True, WINDOWED=True, MASKED=True, PRECISION="tf32", FULL=True, V_FULL=False, LIFT=1.0, SOFT_FACTORED=True,
+    GRAD_OF_FACTOR=True,
 )
 soft = MAPS["softmax"]
 frozen_factor = constants | dict(
@@ -499,22 +505,22 @@ types |= dict.fromkeys(("soft_factor", "entropy", "soft_reference", "grad_entrop
 types |= dict.fromkeys(("variance", "mean", "count", "slope", "lift"), "*fp32")
 types |= dict.fromkeys(("low_key", "high_key", "wanted", "index"), "*i32")
 types |= dict.fromkeys(("q", "k", "v", "out", "rows_in", "sums", "grad", "grad_q", "grad_k", "grad_v"), "*bf16")
-for capability in (80, 90):
-    constants["ENTROPY"] = capability == 90
-    backward = (one_pass_backward.backward_queries, one_pass_backward.backward_keys)
-    searches = (extremes.extreme_logits, extremes.sum_by_key, kth_largest.kth_largest) if capability == 90 else ()
-    entropies = (entropy.row_entropy, entropy.backward_queries) if capability == 90 else ()
-    variances = (variance.row_variance, variance.backward_queries, variance.backward_keys) if capability == 90 else ()
-    kernels = [(kernel, constants) for kernel in (one_pass.forward, *backward, *searches, *entropies, *variances)]
-    if capability == 90:
-        kernels += [(kernel, frozen_factor) for kernel in (one_pass.forward, *backward)]
-    for kernel, known in kernels:
+attention = (one_pass.forward, one_pass_backward.backward_queries, one_pass_backward.backward_keys)
+searches = (extremes.extreme_logits, extremes.sum_by_key, kth_largest.kth_largest)
+entropies = (entropy.row_entropy, entropy.backward_queries)
+variances = (variance.row_variance, variance.backward_queries, variance.backward_keys)
+every_kernel = (*attention, *searches, *entropies, *variances)
+size, stages, wanted = WHICH
+tiles = dict.fromkeys(("WIDTH", "V_WIDTH", "ROWS", "COLUMNS"), size)
+for capability, known, kernels in wanted:
+    known = dict(ENTROPY=capability == 90) | known | tiles
+    for kernel in kernels:
         given = {name: value for name, value in known.items() if name in kernel.arg_names}
         signature = {name: "constexpr" if name in given else types.get(name, "i32") for name in kernel.arg_names}
-        target = GPUTarget("cuda", capability, 32)
-        assert "ptx" in triton.compile(ASTSource(kernel, signature, constexprs=given), target=target).asm
+        source, target = ASTSource(kernel, signature, constexprs=given), GPUTarget("cuda", capability, 32)
+        assert "ptx" in triton.compile(source, target=target, options={"num_stages": stages}).asm
 """
-    assert_compiles(script)
+    assert_compiles(script.replace("WHICH", which))
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "sa_softmax", "topk", "adaptive_temperature", "norm_softmax"])
