@@ -11,15 +11,16 @@ from attnorm.report.html import page as report
 from tests.report.html.sample import Sample
 
 Open = Callable[..., Page]
+BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")  # the first takes 3/4 of the time
 PATIENCE = 20_000  # milliseconds: a busy machine is no failure
 expect.set_options(timeout=PATIENCE)
 
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    found = shutil.which("chromium") or shutil.which("google-chrome")
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
     if found is None:
-        pytest.skip("no chromium or google-chrome on the path; install one to test the report in a browser")
+        pytest.skip(f"none of {', '.join(BROWSERS)} on the path; install one to test the report in a browser")
     flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
     with sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=found, args=flags)
