@@ -43,7 +43,11 @@ def test_one_graph_gives_the_same_outputs_and_gradients(name: str) -> None:
 
 @pytest.mark.as_installed
 def test_compiled_code_gives_the_same_outputs_and_gradients() -> None:
-    assert_compiles("ssmax", "inductor", causal=True)
+    """Scalar C++ without precompiled headers takes two thirds of the time. At night the code is as users get it."""
+    from torch._inductor import config
+
+    with config.patch({"cpp.simdlen": 1, "cpp_cache_precompile_headers": False}):
+        assert_compiles("ssmax", "inductor", causal=True)
 
 
 @pytest.mark.nightly
