@@ -178,7 +178,7 @@ def of_smollm2(smollm2: Path, layers: int) -> Numbers:
 
 @pytest.mark.slow
 @pytest.mark.real_model
-@pytest.mark.nightly  # the bundled model is measured on every commit, and SmolLM2 patched (models/test_patch_real.py)
+@pytest.mark.nightly  # the bundled model is measured on every commit
 @pytest.mark.parametrize(NAMES, DTYPES)
 def test_smollm2(
     of_smollm2: Numbers, smollm2: Path, layers: int, dtype: torch.dtype, absolute: float, relative: float, apart: float

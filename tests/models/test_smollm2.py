@@ -70,7 +70,7 @@ def test_a_failed_download_leaves_nothing(
     assert not list(tmp_path.glob("*.part*"))
 
 
-@pytest.mark.nightly  # 3 s; test_observe.py sees small models of every family, and test_patch_real.py runs this one
+@pytest.mark.nightly  # 3 s; test_observe.py sees small models of every family
 @pytest.mark.real_model
 def test_a_real_model_is_seen_as_it_computes(smollm2: Path) -> None:
     loaded = load(smollm2, device="cpu")
