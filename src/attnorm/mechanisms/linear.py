@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from attnorm.engines.blocked import blocked
 from attnorm.engines.inputs import Inputs, validate_inputs, without_autocast
+from attnorm.mechanisms.token_sums import sum_over_tokens
 from attnorm.normalizers.block import Block, Positions
 from attnorm.normalizers.contract import Map, Mechanism, Normalizer, Properties
 from attnorm.normalizers.declaration import WarmStart, declare
@@ -89,7 +90,7 @@ class Linear(Mechanism):
         if inputs.mask is not None:
             k = torch.where(inputs.mask.transpose(-1, -2), k, 0.0)
         v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)  # the last column sums the weights themselves
-        summed = _causal_sums(q, k, v, inputs.offset) if inputs.causal else q @ (k.transpose(-1, -2) @ v)
+        summed = _causal_sums(q, k, v, inputs.offset) if inputs.causal else q @ sum_over_tokens(k, v)
         total = summed[..., -1:]
         return (summed[..., :-1] / torch.where(total > 0, total, 1.0)).to(dtype)
 

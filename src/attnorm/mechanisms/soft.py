@@ -17,6 +17,7 @@ from torch.nn.functional import avg_pool2d, conv2d
 from attnorm.engines.inputs import Inputs, validate_inputs, without_autocast
 from attnorm.mechanisms.gaussian import gaussian_logits
 from attnorm.mechanisms.newton import newton_inverse
+from attnorm.mechanisms.token_sums import sum_over_tokens
 from attnorm.normalizers.block import Positions
 from attnorm.normalizers.contract import Mechanism, Properties
 from attnorm.normalizers.declaration import WarmStart, declare
@@ -97,7 +98,7 @@ class Soft(Mechanism):
         if self.normalised:
             root = among.sum(-1).rsqrt()
             inverse = root[..., :, None] * inverse * root[..., None, :]
-        return from_q @ (inverse @ (from_k.transpose(-1, -2) @ v))
+        return from_q @ (inverse @ sum_over_tokens(from_k, v))
 
     def _landmarks(self, k: Tensor, visible: Tensor) -> Tensor:
         if self.stride is not None:
@@ -118,7 +119,7 @@ def segment_means(k: Tensor, visible: Tensor, count: int) -> Tensor:
     segment = (order * count).div(total.clamp(min=1), rounding_mode="floor").clamp(0, count - 1)
     member = (segment == torch.arange(count, device=k.device)) & visible  # (B, H, L, m)
     size = member.sum(-2)[..., None]
-    means = member.to(k.dtype).transpose(-1, -2) @ k / size.clamp(min=1)
+    means = sum_over_tokens(member.to(k.dtype), k) / size.clamp(min=1)
     # With fewer keys than landmarks some segments are empty: they repeat the mean of all keys.
     overall = (visible * k).sum(-2, keepdim=True) / total.clamp(min=1)
     return torch.where(size > 0, means, overall)
