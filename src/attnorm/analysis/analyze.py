@@ -131,12 +131,12 @@ def analyze(
         source = model.asked or model.model
     check_observable(loaded.model)
     named = started_at_length(named, loaded.model, normalizers)
-    given = texts_from(default_text(bundled=source == BUNDLED) if inputs is None else inputs)
-    texts = [with_model_inputs(text, loaded) for text in given]
+    source_texts = texts_from(default_text(bundled=source == BUNDLED) if inputs is None else inputs)
+    texts = [with_model_inputs(text, loaded) for text in source_texts]
     parts_plan = plan(loaded, texts, lengths, windows=windows, budget=budget, bos=bos)
     pictures = _pictures(texts, loaded) if read_keys else {}
     settings = replace(
-        whole_pictures(settings, [(one.rows, one.columns) for one in pictures.values()]),
+        whole_pictures(settings, [(picture.rows, picture.columns) for picture in pictures.values()]),
         normalizers={name: description(normalizer) for name, normalizer in named.items()},
         windows=windows,
         window_count=parts_plan.windows,
@@ -166,12 +166,12 @@ def analyze(
     if "circuits" in settings.metrics:
         longest = max((part.length or 0 for part in parts_plan.parts), default=0)
         lengths = circuits.probe_lengths(max(longest, circuits.SHORTEST))
-        found = circuits.measure_circuits(loaded, named, lengths, seed=settings.seed)
-        tables["heads"] = circuits.with_circuits(tables["heads"], found)
+        circuit_table = circuits.measure_circuits(loaded, named, lengths, seed=settings.seed)
+        tables["heads"] = circuits.with_circuits(tables["heads"], circuit_table)
     if "output" in settings.metrics:
-        finished["output"] = measure_output(loaded, given).as_dict()
+        finished["output"] = measure_output(loaded, source_texts).as_dict()
     if pictures:
-        finished["pictures"] = {name: one.as_dict() for name, one in pictures.items()}
+        finished["pictures"] = {name: picture.as_dict() for name, picture in pictures.items()}
     analysis = Analysis.of(tables, finished, thresholds)
     if folder is not None:
         analysis.save(folder)
@@ -180,10 +180,10 @@ def analyze(
 
 def _pictures(texts: Sequence[Text], loaded: LoadedModel) -> dict[str, PatchPicture]:
     """Return the images among the inputs by name."""
-    found = {
+    pictures = {
         text.name: picture_of(text.content, loaded.model.config) for text in texts if isinstance(text.content, Mapping)
     }
-    return {name: picture for name, picture in found.items() if picture is not None}
+    return {name: picture for name, picture in pictures.items() if picture is not None}
 
 
 def _is_finished(folder: Path) -> bool:

@@ -74,7 +74,7 @@ def repeated_tokens(
     # The token after the last one of the first copy is in the second copy: that row has another right key.
     rows = evenly_spaced(torch.arange(max(last - last // 4, last - period), last), ROWS)
     targets = {"induction": rows - period + 1, "previous_token": rows - 1}
-    return CircuitProbe(ids, rows, {name: one.expand(sequences, -1) for name, one in targets.items()})
+    return CircuitProbe(ids, rows, {name: keys.expand(sequences, -1) for name, keys in targets.items()})
 
 
 def needles(
@@ -156,24 +156,26 @@ def circuit_columns(table: pa.Table) -> dict[tuple[str, int, int], dict[str, flo
     for row in sorted(table.to_pylist(), key=lambda row: row["n"]):
         key = row["normalizer"], row["layer"], row["head"]
         curves.setdefault(key, {}).setdefault(row["circuit"], []).append((row["n"], row["weight"]))
-    found: dict[tuple[str, int, int], dict[str, float]] = {}
+    columns: dict[tuple[str, int, int], dict[str, float]] = {}
     for key, by_circuit in curves.items():
         scores = {name: max(weight for _, weight in points) for name, points in by_circuit.items()}
-        found[key] = {**scores, "circuit_probed": max(n for points in by_circuit.values() for n, _ in points)}
+        columns[key] = {**scores, "circuit_probed": max(n for points in by_circuit.values() for n, _ in points)}
     for key, by_circuit in curves.items():
-        own = found.get(("model", *key[1:]), found[key])
-        circuit = circuit_of(own)
+        model_scores = columns.get(("model", *key[1:]), columns[key])
+        circuit = circuit_of(model_scores)
         if circuit is not None:
             n, weights = zip(*by_circuit[circuit], strict=True)
-            found[key] |= {"circuit_reach": reach(n, weights), "circuit_probed": n[-1]}
-    return found
+            columns[key] |= {"circuit_reach": reach(n, weights), "circuit_probed": n[-1]}
+    return columns
 
 
 def with_circuits(heads: pa.Table, table: pa.Table) -> pa.Table:
     """Return the table `heads` with the columns of the circuits filled for its causal heads."""
-    found = circuit_columns(table)
+    columns_by_head = circuit_columns(table)
     keys = zip(*(heads[name].to_pylist() for name in ("kind", "normalizer", "layer", "head")), strict=True)
-    rows = [found.get((name, layer, head), {}) if kind == "decoder" else {} for kind, name, layer, head in keys]
+    rows = [
+        columns_by_head.get((name, layer, head), {}) if kind == "decoder" else {} for kind, name, layer, head in keys
+    ]
     for column in COLUMNS:
         values = pa.array([row.get(column, np.nan) for row in rows], pa.float64())
         heads = heads.set_column(heads.schema.get_field_index(column), column, values)
@@ -199,7 +201,7 @@ def _probes(
             needles(hay, cue, ordinary, (), length, sequences, generator),
         )
     words = text or next(iter(default_text(bundled=loaded.asked == BUNDLED).values()))
-    hay, cue = (_ids(tokenizer, one) for one in (words[: 16 * length], CUE))
+    hay, cue = (_ids(tokenizer, string) for string in (words[: 16 * length], CUE))
     empty = tokenizer("", verbose=False)["input_ids"]
     before = [token for token in empty if token != tokenizer.eos_token_id or token == tokenizer.bos_token_id]
     return (
@@ -233,7 +235,7 @@ def _measure_probe(
         for circuit, targets in probe.targets.items():
             for name, numbers in measure_targets(call, list(normalizers.values()), probe.rows, targets).items():
                 weight, share, n = (
-                    one.double().mean((0, 2)).tolist() for one in (numbers.weight, numbers.heaviest, numbers.n)
+                    values.double().mean((0, 2)).tolist() for values in (numbers.weight, numbers.heaviest, numbers.n)
                 )
                 gap = numbers.gap.transpose(0, 1).flatten(1).median(-1).values.tolist()
                 pieces.extend(

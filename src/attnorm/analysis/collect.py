@@ -70,7 +70,7 @@ class Collector:
         self.tokens = tokens
         self.after_layer = after_layer
         self.texts: Tokens = texts or {}
-        self.found = 0  # layers read from the disk
+        self.layers_read = 0  # layers read from the disk
         self.repeats = False  # whether a layer made more than one attention call (differential attention)
         self._heads: dict[tuple[str, int], Before] = {}  # (kind, layer) -> heads and key/value heads so far
         self._finished = finished
@@ -82,16 +82,16 @@ class Collector:
         self._unfinished: list[Callable[[], None]] = []  # functions that make tables once numbers are on the CPU
         self._calls = 0
         self._together = together and not any(
-            one is not None and has_parameters_per_head(one) for one in normalizers.values()
+            normalizer is not None and has_parameters_per_head(normalizer) for normalizer in normalizers.values()
         )
 
     def __call__(self, call: AttentionCall) -> None:
         before = self._heads.get((call.kind, call.layer), (0, 0))
         self._heads[call.kind, call.layer] = before[0] + call.query_BHQD.shape[1], before[1] + call.key_BGKD.shape[1]
         self.repeats |= before[0] > 0
-        found = None if self._finished is None else self._finished.find(self._calls, call)
+        layer_on_disk = None if self._finished is None else self._finished.find(self._calls, call)
         self._calls += 1
-        waits = found is None and not before[0] and self._together and can_be_stacked(call)
+        waits = layer_on_disk is None and not before[0] and self._together and can_be_stacked(call)
         if self._waiting and not (waits and same_shape(self._waiting[0], call)):
             self._measure_waiting()
         if waits:
@@ -103,11 +103,11 @@ class Collector:
                 self._measure_waiting()
             return
         self._make_tables()
-        if found is None:
+        if layer_on_disk is None:
             self._measure([call], before, self.tokens.get(call.kind))()
         else:
-            self.found += 1
-            self._add(found)
+            self.layers_read += 1
+            self._add(layer_on_disk)
 
     def finish(self) -> None:
         """Measure the waiting calls, and wait for the GPU."""
@@ -168,8 +168,14 @@ class Collector:
         items = list(sequences(call, tokens, self.settings.rows))
         choices = list(self.normalizers.values())
         statistics = [measure_rows(item.call, choices, item.rows, self.settings.top_n) for item in items]
-        longest = max((_longest_row(item, found) for item, found in zip(items, statistics, strict=True)), default=0)
-        calls_without_data = [without_data(one) for one in calls]
+        longest = max(
+            (
+                _longest_row(item, statistics_of_item)
+                for item, statistics_of_item in zip(items, statistics, strict=True)
+            ),
+            default=0,
+        )
+        calls_without_data = [without_data(original) for original in calls]
         if not longest:
             return lambda: self._store_layers(calls_without_data, [MeasuredLayer(0, {}) for _ in calls_without_data])
         bins = length_bins(longest)
@@ -177,11 +183,11 @@ class Collector:
         reads = listed_reads(call, tokens, self.normalizers, self.settings, self.texts)
         summaries = {
             name: summarise_rows(
-                pool_rows([found[name] for found in statistics]), bins, self.settings.top_n, len(calls)
+                pool_rows([by_normalizer[name] for by_normalizer in statistics]), bins, self.settings.top_n, len(calls)
             )
             for name in self.normalizers
         }
-        worst = {name: _worst_norm(call, one, bins[0][1]) for name, one in self.normalizers.items()}
+        worst = {name: _worst_norm(call, normalizer, bins[0][1]) for name, normalizer in self.normalizers.items()}
         kv_heads = call.key_BGKD.shape[1]
         wait = arrival(call.query_BHQD.device)
 
@@ -196,8 +202,8 @@ class Collector:
                 for table, of_layers in _split_by_layer(calls_without_data, name, columns, from_sampled[name], before):
                     for tables, of_layer in zip(layers, of_layers, strict=True):
                         tables.setdefault(table, []).append(of_layer)
-            found = [{table: pa.concat_tables(parts) for table, parts in tables.items()} for tables in layers]
-            self._store_layers(calls_without_data, [MeasuredLayer(longest, tables) for tables in found])
+            joined = [{table: pa.concat_tables(parts) for table, parts in tables.items()} for tables in layers]
+            self._store_layers(calls_without_data, [MeasuredLayer(longest, tables) for tables in joined])
 
         return make_tables
 
@@ -217,19 +223,22 @@ class Collector:
         ahead: Sequence[DrawnAhead],
     ) -> Callable[[], ByNormalizer]:
         """Measure sampled rows. The returned function gives their table columns by normalizer, for all layers."""
-        found: ByNormalizer = {name: {} for name in self.normalizers}
+        no_columns: ByNormalizer = {name: {} for name in self.normalizers}
         if not SAMPLED & {*self.settings.metrics}:
-            return lambda: found
+            return lambda: no_columns
         at_once = max(1, SAMPLED_WEIGHTS // max(1, sampled_weights(calls[0], self.settings)))
         inside: list[Tensor] | None = None
         parts = []
         for start in range(0, len(calls), at_once):
-            some = calls[start : start + at_once]
-            items = list(sequences(stack_calls(some), tokens, self.settings.rows))
+            stacked = calls[start : start + at_once]
+            items = list(sequences(stack_calls(stacked), tokens, self.settings.rows))
             inside = inside or self._rows_in_longest_bin(items, statistics, longest_bin)
-            long = [Sequences(item.call, item.rows[which]) for item, which in zip(items, inside, strict=True)]
+            long = [
+                Sequences(item.call, item.rows[in_longest_bin])
+                for item, in_longest_bin in zip(items, inside, strict=True)
+            ]
             drawn = ahead[start : start + at_once]
-            parts.append(sampled_columns(long, some, self.normalizers, self.settings, drawn))
+            parts.append(sampled_columns(long, stacked, self.normalizers, self.settings, drawn))
 
         def columns() -> ByNormalizer:
             collected = [part() for part in parts]
@@ -248,20 +257,20 @@ class Collector:
     ) -> list[Tensor]:
         """Return which rows of each item are in the longest bin. Synchronizes only if there is a mask."""
         first = next(iter(self.normalizers))
-        found = []
+        in_longest_bin = []
         for item, of_rows in zip(items, statistics, strict=True):
             n = known_n(item.call, item.rows)
             n = of_rows[first].n.flatten(0, 1).amax(0).cpu() if n is None else n
-            found.append(n >= longest_bin[0])
-        return found
+            in_longest_bin.append(n >= longest_bin[0])
+        return in_longest_bin
 
 
-def _longest_row(item: Sequences, found: Mapping[str, RowStatistics]) -> int:
+def _longest_row(item: Sequences, statistics: Mapping[str, RowStatistics]) -> int:
     """Return the largest number of visible keys of a row. Synchronizes only if there is a mask."""
     n = known_n(item.call, item.rows)
     if n is not None and len(n):
         return int(n.max())
-    return max((int(one.n.max()) for one in found.values() if one.n.numel()), default=0)
+    return max((int(rows.n.max()) for rows in statistics.values() if rows.n.numel()), default=0)
 
 
 def _split_by_layer(
@@ -282,22 +291,22 @@ def _split_by_layer(
             continue
         columns = {**rows.get(table, {}), **sampled.get(table, {})}
         if table in rows:
-            which = columns["head"] // heads
+            call_index = columns["head"] // heads
             columns |= {"head": columns["head"] % heads + before[0]}
         else:
-            which = np.repeat(np.arange(len(calls)), len(next(iter(columns.values()))) // len(calls))
+            call_index = np.repeat(np.arange(len(calls)), len(next(iter(columns.values()))) // len(calls))
             columns |= {"head": columns["head"] + before[0]} if "head" in columns else {}
         if "kv_head" in columns:
             columns["kv_head"] = columns["kv_head"] % kv_heads + before[1]
-        key = {"normalizer": normalizer, "kind": calls[0].kind, "layer": layers[which]}
-        whole = layer_table(SCHEMAS[table], [{**columns, **key}])
-        edges = np.searchsorted(which, np.arange(len(calls) + 1))
-        yield table, [whole.slice(start, stop - start) for start, stop in pairwise(edges.tolist())]
+        key = {"normalizer": normalizer, "kind": calls[0].kind, "layer": layers[call_index]}
+        table_of_calls = layer_table(SCHEMAS[table], [{**columns, **key}])
+        edges = np.searchsorted(call_index, np.arange(len(calls) + 1))
+        yield table, [table_of_calls.slice(start, stop - start) for start, stop in pairwise(edges.tolist())]
 
 
 def _concatenate(columns: Sequence[Columns]) -> Columns:
     """Concatenate the columns of several layers."""
-    return {name: np.concatenate([one[name] for one in columns]) for name in columns[0]} if columns else {}
+    return {name: np.concatenate([part[name] for part in columns]) for name in columns[0]} if columns else {}
 
 
 def _worst_norm(call: AttentionCall, choice: Normalizer | None, n: int) -> float:

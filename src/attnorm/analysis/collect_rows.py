@@ -67,25 +67,25 @@ def summarise_rows(
     )
 
 
-def row_columns(found: RowSummaries, top_n: tuple[int, ...], kv_heads: int) -> dict[str, Columns]:
+def row_columns(summaries: RowSummaries, top_n: tuple[int, ...], kv_heads: int) -> dict[str, Columns]:
     """Return the columns of one normalizer by table."""
-    n, bins = found.means["n"], found.bins
+    n, bins = summaries.means["n"], summaries.bins
     heads = len(n.rows)
     return {
         "heads": {
             "head": np.arange(heads),
             "kv_head": np.arange(heads) // (heads // kv_heads),
             "rows": n.rows[:, 0],
-            "broken_rows": found.broken,
+            "broken_rows": summaries.broken,
             "n_low": bins[0][0],
             "n_high": bins[0][1],
-            **_longest_bin_columns(found.metrics),
-            **_slopes(found.metrics, n.mean),
-            "forced_share": found.means["forced"].mean[:, 0],
+            **_longest_bin_columns(summaries.metrics),
+            **_slopes(summaries.metrics, n.mean),
+            "forced_share": summaries.means["forced"].mean[:, 0],
         },
-        "by_length": _length_columns(found.metrics, n, bins),
-        "top_n": _masses(found.means, top_n),
-        "blocks": found.blocks(),
+        "by_length": _length_columns(summaries.metrics, n, bins),
+        "top_n": _masses(summaries.means, top_n),
+        "blocks": summaries.blocks(),
     }
 
 
@@ -97,11 +97,11 @@ def by_head(values: Tensor) -> np.ndarray:
 def _summaries(rows: RowStatistics, bins: list[tuple[int, int]]) -> dict[str, Summary]:
     """Summarise every metric, several at once for speed, but not all at once: a long layer has gigabytes of them."""
     at_once = max(1, SUMMARISED_AT_ONCE[rows.n.device.type == "cpu"] // max(1, rows.n.numel()))
-    found: dict[str, Summary] = {}
+    summaries: dict[str, Summary] = {}
     for start in range(0, len(PER_ROW), at_once):
         values = {name: rows.values[name] for name in PER_ROW[start : start + at_once]}
-        found |= summarise_all(values, rows.n, bins, rows.broken, quantiles=_SHARES)
-    return found
+        summaries |= summarise_all(values, rows.n, bins, rows.broken, quantiles=_SHARES)
+    return summaries
 
 
 def _longest_bin_columns(summaries: Mapping[str, Summary]) -> Columns:
@@ -187,7 +187,7 @@ def _blocks_on_device(rows: RowStatistics, longest_bin: tuple[int, int], layers:
     block = torch.where(beyond < 0, rank // (size + 1), longer + beyond // size.clamp(min=1))
     block, many = ((t.repeat_interleave(heads // layers, 0)) for t in (block, count > 1))
     ids = torch.where(inside & many, block, -1).int()
-    found = {
+    quantiles_and_members = {
         name: tuple(sent_to_cpu(t).numpy() for t in (quantiles, members))
         for name, quantiles, members in _summarise_blocks(rows, ids, heads)
     }
@@ -200,12 +200,12 @@ def _blocks_on_device(rows: RowStatistics, longest_bin: tuple[int, int], layers:
         columns: Columns = {
             "head": head,
             "block": block,
-            "rows": found[BLOCK_METRICS[0]][1][exists].astype(np.int64),
+            "rows": quantiles_and_members[BLOCK_METRICS[0]][1][exists].astype(np.int64),
         }
         for name in BLOCK_METRICS:
-            columns[name] = found[name][0][exists, 0]
+            columns[name] = quantiles_and_members[name][0][exists, 0]
             if name == "jacobian_norm":
-                columns[BLOCK_NORM] = found[name][0][exists, 1]
+                columns[BLOCK_NORM] = quantiles_and_members[name][0][exists, 1]
         return columns
 
     return columns
@@ -216,10 +216,10 @@ def _summarise_blocks(rows: RowStatistics, ids: Tensor, heads: int) -> Iterator[
     for dtype in {rows.values[name].dtype for name in BLOCK_METRICS}:
         names = [name for name in BLOCK_METRICS if rows.values[name].dtype == dtype]
         numbers = torch.stack([rows.values[name] for name in names])
-        found = binned(numbers.transpose(1, 2).flatten(0, 1).flatten(1), ids, BLOCKS, (0.5, 0.75))
+        block_summary = binned(numbers.transpose(1, 2).flatten(0, 1).flatten(1), ids, BLOCKS, (0.5, 0.75))
         for index, name in enumerate(names):
-            here = slice(index * heads, (index + 1) * heads)
-            yield name, found.quantiles[here], found.members[here]
+            rows_of_metric = slice(index * heads, (index + 1) * heads)
+            yield name, block_summary.quantiles[rows_of_metric], block_summary.members[rows_of_metric]
 
 
 def _blocks(rows: RowStatistics, longest_bin: tuple[int, int]) -> Columns:

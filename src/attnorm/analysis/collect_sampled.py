@@ -54,11 +54,11 @@ def draw_ahead(
     None if the rows of the call are not known without waiting for the GPU. rows: rows of a call of the same shape.
     """
     if rows is None:
-        (whole,) = sequences(call, None, settings.rows)
-        n = known_n(call, whole.rows)
+        (all_rows,) = sequences(call, None, settings.rows)
+        n = known_n(call, all_rows.rows)
         if n is None or not len(n):
             return None
-        rows = _sample_rows(call, whole.rows[n >= length_bins(int(n.max()))[0][0]], settings)
+        rows = _sample_rows(call, all_rows.rows[n >= length_bins(int(n.max()))[0][0]], settings)
     shape = without_data(call)
     permutations, directions = (_generator(seed.format(settings.seed), call) for seed in (VECTORS, SENSITIVITY))
     return DrawnAhead(
@@ -82,27 +82,33 @@ def sampled_columns(
     The result returns by normalizer and table the columns, ordered by layer, head and N. It may be called once the
     numbers have arrived from a GPU: see device_sync.arrival.
     """
-    chosen = [Sequences(one.call, _sample_rows(one.call, one.rows, settings)) for one in longest if len(one.rows)]
-    found: ByNormalizer = {name: {} for name in normalizers}
-    if not chosen:
-        return lambda: found
-    fits = len(chosen) == 1 and len(ahead) == len(layers)
-    ahead = ahead if fits and all(torch.equal(one.rows, chosen[0].rows) for one in ahead) else ()
+    sampled_sequences = [
+        Sequences(item.call, _sample_rows(item.call, item.rows, settings)) for item in longest if len(item.rows)
+    ]
+    columns_by_normalizer: ByNormalizer = {name: {} for name in normalizers}
+    if not sampled_sequences:
+        return lambda: columns_by_normalizer
+    fits = len(sampled_sequences) == 1 and len(ahead) == len(layers)
+    ahead = ahead if fits and all(torch.equal(drawn.rows, sampled_sequences[0].rows) for drawn in ahead) else ()
     tables: dict[str, Callable[[], dict[str, Columns]]] = {}
     if "vectors" in settings.metrics:
-        _check_vectors(chosen[0].call, settings)
-        tables["heads"] = _isotropy(chosen, normalizers, settings)
-        tables["top_n"] = _vectors(chosen, layers, normalizers, settings, [one.permutations for one in ahead])
+        _check_vectors(sampled_sequences[0].call, settings)
+        tables["heads"] = _isotropy(sampled_sequences, normalizers, settings)
+        tables["top_n"] = _vectors(
+            sampled_sequences, layers, normalizers, settings, [drawn.permutations for drawn in ahead]
+        )
     if "sensitivity" in settings.metrics:
-        tables["sensitivity"] = _sensitivity(chosen, layers, normalizers, settings, [one.directions for one in ahead])
+        tables["sensitivity"] = _sensitivity(
+            sampled_sequences, layers, normalizers, settings, [drawn.directions for drawn in ahead]
+        )
     if "coverage" in settings.metrics:
-        tables["coverage"] = _coverage(chosen, layers, normalizers, settings)
+        tables["coverage"] = _coverage(sampled_sequences, layers, normalizers, settings)
 
     def columns() -> ByNormalizer:
         for table, collected in tables.items():
-            for name, some in collected().items():
-                found[name][table] = some
-        return found
+            for name, columns_of_table in collected().items():
+                columns_by_normalizer[name][table] = columns_of_table
+        return columns_by_normalizer
 
     return columns
 
@@ -119,16 +125,16 @@ def _sample_rows(call: AttentionCall, rows: Tensor, settings: AnalysisSettings) 
 
 
 def _vectors(
-    chosen: Sequence[Sequences],
+    sampled_sequences: Sequence[Sequences],
     layers: Sequence[AttentionCall],
     normalizers: Mapping[str, Normalizer | None],
     settings: AnalysisSettings,
     ahead: Sequence[Future[list[Tensor]]],
 ) -> Callable[[], dict[str, Columns]]:
-    def measure(one: Sequences, choices: Choices, sources: Sources) -> Numbers:
-        return measure_vectors(one.call, choices, one.rows, settings.top_n, settings.vectors, sources)
+    def measure(item: Sequences, choices: Choices, sources: Sources) -> Numbers:
+        return measure_vectors(item.call, choices, item.rows, settings.top_n, settings.vectors, sources)
 
-    collected = _measure_and_join(chosen, layers, normalizers, measure, VECTORS.format(settings.seed), ahead)
+    collected = _measure_and_join(sampled_sequences, layers, normalizers, measure, VECTORS.format(settings.seed), ahead)
     return lambda: {
         name: {column: _reduce_rows(np.nanmean, value).ravel() for column, value in numbers.items()}
         | {"rows": (~np.isnan(numbers["d_tilde"])).sum(1).ravel()}
@@ -146,23 +152,25 @@ def _excess_error(numbers: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def _sensitivity(
-    chosen: Sequence[Sequences],
+    sampled_sequences: Sequence[Sequences],
     layers: Sequence[AttentionCall],
     normalizers: Mapping[str, Normalizer | None],
     settings: AnalysisSettings,
     ahead: Sequence[Future[list[Tensor]]],
 ) -> Callable[[], dict[str, Columns]]:
-    def measure(one: Sequences, choices: Choices, sources: Sources) -> Numbers:
-        return measure_sensitivity(one.call, choices, one.rows, settings.temperatures, settings.epsilons, sources)
+    def measure(item: Sequences, choices: Choices, sources: Sources) -> Numbers:
+        return measure_sensitivity(item.call, choices, item.rows, settings.temperatures, settings.epsilons, sources)
 
-    collected = _measure_and_join(chosen, layers, normalizers, measure, SENSITIVITY.format(settings.seed), ahead)
-    heads, temperatures = chosen[0].call.query_BHQD.shape[1], np.array(settings.temperatures)
+    collected = _measure_and_join(
+        sampled_sequences, layers, normalizers, measure, SENSITIVITY.format(settings.seed), ahead
+    )
+    heads, temperatures = sampled_sequences[0].call.query_BHQD.shape[1], np.array(settings.temperatures)
     key: Columns = {
         "head": np.repeat(np.arange(heads) % (heads // len(layers)), len(temperatures)),
         "temperature": np.tile(temperatures, heads),
     }
 
-    def of_one(numbers: Mapping[str, np.ndarray]) -> Columns:
+    def columns_of(numbers: Mapping[str, np.ndarray]) -> Columns:
         means = {column: value for column, value in numbers.items() if column != "bound"}
         return {
             **key,
@@ -172,20 +180,20 @@ def _sensitivity(
             **{column: _reduce_rows(np.nanmean, value).ravel() for column, value in means.items()},
         }
 
-    return lambda: {name: of_one(numbers) for name, numbers in collected().items()}
+    return lambda: {name: columns_of(numbers) for name, numbers in collected().items()}
 
 
 def _coverage(
-    chosen: Sequence[Sequences],
+    sampled_sequences: Sequence[Sequences],
     layers: Sequence[AttentionCall],
     normalizers: Mapping[str, Normalizer | None],
     settings: AnalysisSettings,
 ) -> Callable[[], dict[str, Columns]]:
     choices = list(normalizers.values())
-    parts = [coverage_sums(one.call, choices, one.rows, settings.top_n, len(layers)) for one in chosen]
+    parts = [coverage_sums(item.call, choices, item.rows, settings.top_n, len(layers)) for item in sampled_sequences]
     copies_to_cpu = {name: [tuple(map(sent_to_cpu, part[name])) for part in parts] for name in normalizers}
 
-    def of_one(name: str) -> Columns:
+    def columns_of(name: str) -> Columns:
         sums, rows = (np.sum([part[index].numpy() for part in copies_to_cpu[name]], axis=0) for index in (0, 1))
         means = np.where(rows[:, None] > 0, sums / np.maximum(rows, 1)[:, None], np.nan)  # (3, layers, N)
         return {
@@ -194,25 +202,25 @@ def _coverage(
             **{column: mean.ravel() for column, mean in zip(COVERAGE, means, strict=True)},
         }
 
-    return lambda: {name: of_one(name) for name in normalizers}
+    return lambda: {name: columns_of(name) for name in normalizers}
 
 
 def _isotropy(
-    chosen: Sequence[Sequences], normalizers: Mapping[str, Normalizer | None], settings: AnalysisSettings
+    sampled_sequences: Sequence[Sequences], normalizers: Mapping[str, Normalizer | None], settings: AnalysisSettings
 ) -> Callable[[], dict[str, Columns]]:
     """Return the isotropy of each head's key/value vectors, averaged over sequences; the same for all normalizers."""
-    heads = chosen[0].call.query_BHQD.shape[1]
+    heads = sampled_sequences[0].call.query_BHQD.shape[1]
     names = ("mean_cosine", "effective_rank", "smallest_distance")
     copies_to_cpu = []
-    for one in chosen:
-        inputs = one.call.inputs_BKC
-        vectors = inputs[:, None] if settings.vectors == "inputs" and inputs is not None else one.call.value_BGKE
-        shape = isotropy(vectors, visible_keys(one.call), seed=settings.seed)
+    for item in sampled_sequences:
+        inputs = item.call.inputs_BKC
+        vectors = inputs[:, None] if settings.vectors == "inputs" and inputs is not None else item.call.value_BGKE
+        shape = isotropy(vectors, visible_keys(item.call), seed=settings.seed)
         copies_to_cpu.append(sent_to_cpu(torch.stack([getattr(shape, name) for name in names]).double()))
 
     def columns() -> dict[str, Columns]:
-        found = np.concatenate([part.numpy() for part in copies_to_cpu], axis=1)  # (3, B, G)
-        means = _reduce_rows(np.nanmean, found)
+        shapes = np.concatenate([part.numpy() for part in copies_to_cpu], axis=1)  # (3, B, G)
+        means = _reduce_rows(np.nanmean, shapes)
         of_heads: Columns = {name: np.repeat(mean, heads // len(mean)) for name, mean in zip(names, means, strict=True)}
         return {name: dict(of_heads) for name in normalizers}
 
@@ -228,7 +236,7 @@ def _check_vectors(call: AttentionCall, settings: AnalysisSettings) -> None:
 
 
 def _measure_and_join(
-    chosen: Sequence[Sequences],
+    sampled_sequences: Sequence[Sequences],
     layers: Sequence[AttentionCall],
     normalizers: Mapping[str, Normalizer | None],
     measure: Callable[[Sequences, Choices, Sources], Numbers],
@@ -239,9 +247,9 @@ def _measure_and_join(
     choices = list(normalizers.values())
 
     def sources() -> Sources:
-        return [one.result() for one in ahead] if ahead else [_generator(seed, layer) for layer in layers]
+        return [future.result() for future in ahead] if ahead else [_generator(seed, layer) for layer in layers]
 
-    parts = [measure(one, choices, sources()) for one in chosen]
+    parts = [measure(item, choices, sources()) for item in sampled_sequences]
     columns = list(next(iter(parts[0].values())))
     copies_to_cpu = {
         name: [sent_to_cpu(torch.stack([part[name][column] for column in columns])) for part in parts]
@@ -249,11 +257,11 @@ def _measure_and_join(
     }
 
     def collected() -> dict[str, dict[str, np.ndarray]]:
-        found = {}
+        numbers_by_normalizer = {}
         for name, sent in copies_to_cpu.items():
             of_heads = [numbers.double().transpose(1, 2).flatten(2, 3).numpy() for numbers in sent]
-            found[name] = dict(zip(columns, np.concatenate(of_heads, axis=2), strict=True))
-        return found
+            numbers_by_normalizer[name] = dict(zip(columns, np.concatenate(of_heads, axis=2), strict=True))
+        return numbers_by_normalizer
 
     return collected
 

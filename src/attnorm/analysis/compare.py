@@ -67,19 +67,19 @@ def compare(analyses: Mapping[str, Analysis]) -> Comparison:
     """
     if not analyses:
         raise ValueError("expected at least one analysis, got none")
-    chosen = _label_analyses(analyses)
-    if len(chosen) < 2:
+    labelled = _label_analyses(analyses)
+    if len(labelled) < 2:
         (label,) = analyses
         raise ValueError(
             f"{label}: expected several normalizers to compare, got one. Give a second folder or model, or measure it "
             "again with --normalizers model,ssmax,entmax15"
         )
     rows = {
-        label: representative_rows(head_rows(run.heads), normalizer)[0] for label, (run, normalizer) in chosen.items()
+        label: representative_rows(head_rows(run.heads), normalizer)[0] for label, (run, normalizer) in labelled.items()
     }
-    sides = [_make_side(label, *chosen[label], rows[label]) for label in chosen]
-    first, *others = (_index_by_head(rows[label]) for label in chosen)
-    labels = list(chosen)[1:]
+    sides = [_make_side(label, *labelled[label], rows[label]) for label in labelled]
+    first, *others = (_index_by_head(rows[label]) for label in labelled)
+    labels = list(labelled)[1:]
     matched = {label: heads for label, heads in zip(labels, others, strict=True) if heads.keys() == first.keys()}
     changes = [_change(label, key, first[key], heads[key]) for label, heads in matched.items() for key in heads]
     different = Counter(change.label for change in changes if change.verdicts[0] != change.verdicts[1])
@@ -88,7 +88,7 @@ def compare(analyses: Mapping[str, Analysis]) -> Comparison:
         matched=list(matched),
         changes=sorted(changes, key=lambda change: -change.size),
         changed_verdicts={label: different[label] for label in matched},
-        notes=_notes({label: run for label, (run, _) in chosen.items()}, sides, matched),
+        notes=_notes({label: run for label, (run, _) in labelled.items()}, sides, matched),
     )
 
 
@@ -121,10 +121,10 @@ def _make_side(label: str, run: Analysis, normalizer: str | None, heads: Sequenc
 
 
 def _quartiles(values: Sequence[float | None]) -> tuple[float, float, float] | None:
-    known = [value for value in values if value is not None]
-    if not known:
+    numbers = [value for value in values if value is not None]
+    if not numbers:
         return None
-    low, middle, high = np.quantile(known, (0.25, 0.5, 0.75))
+    low, middle, high = np.quantile(numbers, (0.25, 0.5, 0.75))
     return float(low), float(middle), float(high)
 
 
@@ -166,15 +166,15 @@ def _notes(runs: Mapping[str, Analysis], sides: Sequence[Side], matched: Mapping
         notes.append("the texts differ, so differences between heads may come from the texts")
     if any(run.thresholds != runs[first].thresholds for run in runs.values()):
         notes.append("the thresholds differ: judge all sides by the same ones with --threshold")
-    for section, name, what in (
+    for section, name, difference in (
         ("settings", "rows", "the measured rows differ"),
         ("settings", "metrics", "the metric groups differ"),
         ("model", "dtype", "the dtype differs"),
         ("model", "device", "the device differs"),
     ):
-        found = {label: _text_or_differs(run.manifest[section].get(name)) for label, run in runs.items()}
-        if len(set(found.values())) > 1:
-            notes.append(f"{what}: {', '.join(f'{label} {value}' for label, value in found.items())}")
+        values = {label: _text_or_differs(run.manifest[section].get(name)) for label, run in runs.items()}
+        if len(set(values.values())) > 1:
+            notes.append(f"{difference}: {', '.join(f'{label} {value}' for label, value in values.items())}")
     return notes
 
 

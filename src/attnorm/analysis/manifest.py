@@ -60,7 +60,9 @@ def new_manifest(
     model = {
         **describe(loaded),
         "runs": names.pop() if len(names) == 1 else None,
-        "runs_details": {path: description(one) for path, one in patched.items() if one is not None},
+        "runs_details": {
+            path: description(normalizer) for path, normalizer in patched.items() if normalizer is not None
+        },
     }
     about = {
         text.name: text_facts(text) | (plan.coverage[text.name].as_dict() if text.name in plan.coverage else {})
@@ -146,29 +148,30 @@ def sampling_notes(settings: AnalysisSettings, lengths: Sequence[int]) -> list[s
 
 def readings(parts: Sequence[Mapping[str, Any]], unigrams: Mapping[str, float]) -> dict[str, dict[str, Any]]:
     """Return for each text the loss over all its windows, the first token, and whether the model can read it."""
-    found: dict[str, dict[str, Any]] = {}
+    readings_by_text: dict[str, dict[str, Any]] = {}
     for text in dict.fromkeys(part["text"] for part in parts):
-        own = [part for part in parts if part["text"] == text]
-        tokens = sum(part.get("loss_tokens") or 0 for part in own)
-        loss = sum(part["loss"] * part["loss_tokens"] for part in own if part.get("loss") is not None) / max(tokens, 1)
+        parts_of_text = [part for part in parts if part["text"] == text]
+        tokens = sum(part.get("loss_tokens") or 0 for part in parts_of_text)
+        total = sum(part["loss"] * part["loss_tokens"] for part in parts_of_text if part.get("loss") is not None)
+        loss = total / max(tokens, 1)
         entropy = unigrams.get(text)
-        found[text] = {
-            "first_token": own[0].get("first_token"),
+        readings_by_text[text] = {
+            "first_token": parts_of_text[0].get("first_token"),
             "loss": loss if tokens else None,
             "perplexity": math.exp(min(loss, 700.0)) if tokens else None,
             "unigram_entropy": entropy,
             "readable": loss <= UNREADABLE * entropy if tokens and entropy else None,
         }
-    return found
+    return readings_by_text
 
 
 def unreadable_notes(reading: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [
-        f"the model can hardly read {text!r}: its loss is {one['loss']:.2f} nats per token, the text's own token "
-        f"frequencies reach {one['unigram_entropy']:.2f}. Verdicts on a text that a model cannot read say little; "
+        f"the model can hardly read {text!r}: its loss is {facts['loss']:.2f} nats per token, the text's own token "
+        f"frequencies reach {facts['unigram_entropy']:.2f}. Verdicts on a text that a model cannot read say little; "
         "choose a text like those that it was trained on"
-        for text, one in reading.items()
-        if one["readable"] is False
+        for text, facts in reading.items()
+        if facts["readable"] is False
     ]
 
 
@@ -216,15 +219,23 @@ def part_key(
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """Return one phrase per difference of two manifests; empty if they describe the same run."""
-    ours, theirs = _identity(here), _identity(there)
-    different = [name for name in dict.fromkeys([*ours, *theirs]) if ours.get(name) != theirs.get(name)]
+    identity_here, identity_there = _identity(here), _identity(there)
+    different = [
+        name
+        for name in dict.fromkeys([*identity_here, *identity_there])
+        if identity_here.get(name) != identity_there.get(name)
+    ]
     implied: set[str] = set()  # by a difference that is listed
     if "model" in different:
-        implied |= {_SHOWN_AS.get(name, name) for one in (there, here) for name in one.get("model", {})}
+        implied |= {_SHOWN_AS.get(name, name) for manifest in (there, here) for name in manifest.get("model", {})}
         implied -= {"model", "dtype", "device"}
     implied |= {"normalizer_details"} if "normalizers" in different else set()
     implied |= {"vector_rows"} if "rows" in different else set()
-    return [_difference(name, theirs.get(name), ours.get(name)) for name in different if name not in implied]
+    return [
+        _difference(name, identity_there.get(name), identity_here.get(name))
+        for name in different
+        if name not in implied
+    ]
 
 
 def merged(manifests: Sequence[dict[str, Any]]) -> dict[str, Any]:

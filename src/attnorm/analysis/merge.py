@@ -58,10 +58,10 @@ def merge_runs(name: str, tables: Sequence[pa.Table]) -> pa.Table:
     for column in together.column_names:
         for index, (a, b) in enumerate(zip(once[column].to_pylist(), again[column].to_pylist(), strict=True)):
             if a != b and not (a != a and b != b):
-                where = ", ".join(f"{key} {once[key][index].as_py()!r}" for key in keys)
+                label = ", ".join(f"{key} {once[key][index].as_py()!r}" for key in keys)
                 error = NotMeasuredError if (a != a) != (b != b) else ValueError
                 raise error(
-                    f"expected equal numbers for {where} in {name!r}, got {column} {a} in one run and {b} in another. "
+                    f"expected equal numbers for {label} in {name!r}, got {column} {a} in one run and {b} in another. "
                     "Give the texts different names, or merge only one of the runs."
                 )
     return together.take(pa.array(sorted(first.values())))
@@ -71,9 +71,12 @@ def _average_windows(name: str, table: pa.Table) -> pa.Table:
     """Combine all rows with the same keys into one, in the order of their first appearance."""
     more = {"kv_head", "n_low", "n_high"} if name == "by_length" else {"kv_head"}
     keys = [key for key in table.column_names if key in _KEYS | more]
-    known: dict[tuple[Any, ...], int] = {}
+    group_of_key: dict[tuple[Any, ...], int] = {}
     owner = np.array(
-        [known.setdefault(key, len(known)) for key in zip(*(table[key].to_pylist() for key in keys), strict=True)],
+        [
+            group_of_key.setdefault(key, len(group_of_key))
+            for key in zip(*(table[key].to_pylist() for key in keys), strict=True)
+        ],
         dtype=np.int64,
     )
     first = np.unique(owner, return_index=True)[1] if len(owner) else np.zeros(0, dtype=np.int64)
@@ -85,7 +88,7 @@ def _average_windows(name: str, table: pa.Table) -> pa.Table:
         if field.name in keys or not (pa.types.is_floating(field.type) or pa.types.is_integer(field.type)):
             columns.append(table[field.name].combine_chunks().take(pa.array(first)))
             continue
-        stacked = np.full((len(known), int(slot.max(initial=0)) + 1), np.nan)
+        stacked = np.full((len(group_of_key), int(slot.max(initial=0)) + 1), np.nan)
         stacked[owner, slot] = _floats(table, field.name)
         reduced = _reduce_windows(field.name, stacked)
         if field.name in _ERRORS:
@@ -116,9 +119,9 @@ def _reduce_windows(name: str, values: np.ndarray) -> np.ndarray:
             count = (~np.isnan(values)).sum(1)
             return np.where(count > 0, np.sqrt(np.nansum(values**2, axis=1)) / np.maximum(count, 1), np.nan)
         metric = name.partition("_q")[0].removesuffix("_mean")
-        usual: Reduce = np.nanmedian if metric in _MEDIANS else np.nanmean
+        default: Reduce = np.nanmedian if metric in _MEDIANS else np.nanmean
         exceptions: dict[tuple[str, ...], Reduce] = {_SUMS: np.nansum, _MAXIMA: np.nanmax, _MINIMA: np.nanmin}
-        reduce = next((function for names, function in exceptions.items() if name in names), usual)
+        reduce = next((function for names, function in exceptions.items() if name in names), default)
         return np.asarray(reduce(values, axis=1))
 
 

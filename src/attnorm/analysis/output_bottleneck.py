@@ -46,12 +46,14 @@ class RankCurve:
 
     def kl_at(self, rank: int) -> float:
         """Return the KL at a rank of the grid, or at the next larger one."""
-        return next((kl for one, kl in zip(self.ranks, self.kl, strict=True) if one >= rank), 0.0)
+        return next((kl for grid_rank, kl in zip(self.ranks, self.kl, strict=True) if grid_rank >= rank), 0.0)
 
     @property
     def needed(self) -> int:
         """Smallest rank of the grid that loses no more than NEGLIGIBLE."""
-        return next((one for one, kl in zip(self.ranks, self.kl, strict=True) if kl <= NEGLIGIBLE), self.ranks[-1])
+        return next(
+            (grid_rank for grid_rank, kl in zip(self.ranks, self.kl, strict=True) if kl <= NEGLIGIBLE), self.ranks[-1]
+        )
 
 
 @dataclass(frozen=True)
@@ -100,13 +102,13 @@ class OutputBottleneck:
             f"{self.vocabulary:,}. A rank of {own.needed:,} loses no more than {NEGLIGIBLE:g} nats per token, half of "
             f"the width {own.kl_at(width // 2):.3f}."
         )
-        found = [first]
+        sentences = [first]
         if self.larger is not None:
-            found.append(
+            sentences.append(
                 f"{self.larger.model} predicts with rank {self.larger.needed:,}; cut to rank {width:,} it loses "
                 f"{self.larger.kl_at(width):.3f} nats per token."
             )
-        return found
+        return sentences
 
     def __str__(self) -> str:
         return "\n".join(self.sentences)
@@ -116,7 +118,7 @@ class OutputBottleneck:
         plain = asdict(self)
         for name in ("own", "larger"):
             if plain[name]:
-                plain[name]["singular_values"] = [float(f"{one:.6g}") for one in plain[name]["singular_values"]]
+                plain[name]["singular_values"] = [float(f"{value:.6g}") for value in plain[name]["singular_values"]]
         return {**plain, "verdict": self.verdict, "sentences": self.sentences}
 
 
@@ -146,8 +148,8 @@ def output_bottleneck(
     """
     source = BUNDLED if model is None else model
     loaded = load(source, tokenizer=tokenizer, device=device)
-    given = default_text(bundled=loaded.asked == BUNDLED) if texts is None else texts
-    return measure_output(loaded, given, larger=larger, contexts=contexts, device=device)
+    texts_or_default = default_text(bundled=loaded.asked == BUNDLED) if texts is None else texts
+    return measure_output(loaded, texts_or_default, larger=larger, contexts=contexts, device=device)
 
 
 def measure_output(
@@ -158,9 +160,9 @@ def measure_output(
     vocabulary, width = int(weight.shape[0]), int(weight.shape[1])
     if contexts is not None and contexts < 2:
         raise ValueError(f"contexts: expected at least 2, got {contexts}")
-    wanted = contexts or min(4 * width, MAX_CONTEXTS)
-    windows = _windows(loaded, texts, wanted)
-    own, count = _curve(loaded, windows, wanted, width)
+    context_count = contexts or min(4 * width, MAX_CONTEXTS)
+    windows = _windows(loaded, texts, context_count)
+    own, count = _curve(loaded, windows, context_count, width)
     other = None
     if larger is not None:
         big = load(larger, device=device)
@@ -170,7 +172,7 @@ def measure_output(
                 f"larger: expected the vocabulary of {loaded.name}, {vocabulary:,} tokens, got {size:,} of {big.name}. "
                 "Use a model of the same family."
             )
-        other, _ = _curve(big, windows, wanted, width)
+        other, _ = _curve(big, windows, context_count, width)
     return OutputBottleneck(width=width, vocabulary=vocabulary, contexts=count, own=own, larger=other)
 
 
@@ -182,10 +184,10 @@ def _head(loaded: LoadedModel) -> Any:
     return loaded.model.get_output_embeddings()  # type: ignore[no-untyped-call]
 
 
-def _windows(loaded: LoadedModel, texts: Any, wanted: int) -> list[Tensor]:
+def _windows(loaded: LoadedModel, texts: Any, context_count: int) -> list[Tensor]:
     """Return token ids of disjoint windows, (1, L) each, until there are enough contexts."""
     windows: list[Tensor] = []
-    found = 0
+    collected = 0
     for text in texts_from(texts):
         if not isinstance(text.content, str | Tensor):
             continue
@@ -193,23 +195,23 @@ def _windows(loaded: LoadedModel, texts: Any, wanted: int) -> list[Tensor]:
         body = WINDOW + 1 - tokens.special
         for start in range(0, max(1, int(tokens.ids.shape[1]) - body + 1), body):
             ids = window_inputs(text, tokens, loaded, start, WINDOW + 1)["input_ids"][:1]
-            if found < wanted and ids.shape[1] > 1:
+            if collected < context_count and ids.shape[1] > 1:
                 windows.append(ids)
-                found += ids.shape[1] - 1
-    if found < 2:
+                collected += ids.shape[1] - 1
+    if collected < 2:
         raise ValueError("texts: expected a text of at least 3 tokens, got none")
     return windows
 
 
 @torch.no_grad()
-def _curve(loaded: LoadedModel, windows: Sequence[Tensor], wanted: int, width: int) -> tuple[RankCurve, int]:
+def _curve(loaded: LoadedModel, windows: Sequence[Tensor], context_count: int, width: int) -> tuple[RankCurve, int]:
     states, targets, kind = [], [], None
     for ids in windows:
         output = run(loaded, {"input_ids": ids.to(loaded.model.device)})
         kind = type(output)
         states.append(output.last_hidden_state[0, :-1].cpu())
         targets.append(ids[0, 1:].cpu())
-    hidden, nexts = torch.cat(states)[:wanted], torch.cat(targets)[:wanted]
+    hidden, nexts = torch.cat(states)[:context_count], torch.cat(targets)[:context_count]
     left, values, right = _decomposed(loaded, hidden, kind)
     tolerance = float(values[0]) * max(len(hidden), len(right)) * torch.finfo(torch.float32).eps
     rank = int((values > tolerance).sum())
@@ -230,8 +232,10 @@ def _decomposed(loaded: LoadedModel, hidden: Tensor, kind: Any) -> tuple[Tensor,
     head = _head(loaded)
     W = head.weight.double().cpu()
     bias = getattr(head, "bias", None)
-    some = hidden[:4].to(loaded.model.device)
-    exact = head_logits(loaded.model, torch.zeros(1, len(some), dtype=torch.long, device=some.device), some[None], kind)
+    sample = hidden[:4].to(loaded.model.device)
+    exact = head_logits(
+        loaded.model, torch.zeros(1, len(sample), dtype=torch.long, device=sample.device), sample[None], kind
+    )
     exact = _centred(exact[0].double().cpu())
     H = hidden.double()
     if bias is not None:
@@ -248,8 +252,8 @@ def _decomposed(loaded: LoadedModel, hidden: Tensor, kind: Any) -> tuple[Tensor,
             f"the output layer of {loaded.name} is not linear (capped logits, or a mixture), so all logits are needed "
             f"at once: {len(hidden) * len(W):,}, more than {DENSE:,}. Use at most {DENSE // len(W):,} contexts."
         )
-    ids = torch.zeros(1, len(hidden), dtype=torch.long, device=some.device)
-    logits = head_logits(loaded.model, ids, hidden[None].to(some.device), kind)[0].double().cpu()
+    ids = torch.zeros(1, len(hidden), dtype=torch.long, device=sample.device)
+    logits = head_logits(loaded.model, ids, hidden[None].to(sample.device), kind)[0].double().cpu()
     U, values, V = torch.linalg.svd(_centred(logits), full_matrices=False)
     return U, values, V.T
 
@@ -261,7 +265,7 @@ def _centred(logits: Tensor) -> Tensor:
 def _grid(rank: int, width: int) -> list[int]:
     """Return about 24 ranks up to the numerical rank, with the width and its half among them."""
     steps = {round(rank * share) for share in np.linspace(0.05, 1, 20)} | {1, rank}
-    return sorted(one for one in steps | {width, width // 2} if 1 <= one <= max(rank, 1))
+    return sorted(step for step in steps | {width, width // 2} if 1 <= step <= max(rank, 1))
 
 
 def _losses(scores: Tensor, right: Tensor, ranks: Sequence[int], targets: Tensor) -> tuple[list[float], list[float]]:

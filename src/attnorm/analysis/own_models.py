@@ -112,7 +112,7 @@ class Observation:
         part.seconds += time.perf_counter() - started
         part.tokens = max(part.tokens, call.query_BHQD.shape[0] * call.query_BHQD.shape[2])
         self._about = str(call.query_BHQD.dtype).removeprefix("torch."), call.query_BHQD.device.type
-        if (call.kind, call.layer) not in {(known.kind, known.layer) for known in self.layers}:
+        if (call.kind, call.layer) not in {(layer.kind, layer.layer) for layer in self.layers}:
             path, function = ("", "tensors") if site is None else (site.path, site.function)
             sizes = call.query_BHQD.shape[1], call.key_BGKD.shape[1], call.query_BHQD.shape[3]
             self.layers.append(ObservedLayer(call.kind, call.layer, path, function, *sizes))
@@ -159,8 +159,8 @@ class Observation:
         dtype, device = self._about
 
         def same(values: Iterable[int]) -> int | None:
-            found = set(values)
-            return found.pop() if len(found) == 1 else None
+            distinct = set(values)
+            return distinct.pop() if len(distinct) == 1 else None
 
         return {
             "name": self.name or " and ".join(classes) or "tensors",
@@ -210,9 +210,9 @@ def _tokens(call: AttentionCall) -> dict[str, Tensor]:
 
 def _input_tensors(sites: CallSites | None, number: int, call: AttentionCall) -> dict[str, Tensor]:
     """Return the tensors that identify an input: the model's arguments, or else the first queries."""
-    given = () if sites is None else sites.inputs.get(number, ())
-    found = {str(index): value for index, value in enumerate(given) if isinstance(value, Tensor)}
-    plain = {name: value for name, value in found.items() if type(value) is Tensor and not value.is_nested}
+    arguments = () if sites is None else sites.inputs.get(number, ())
+    tensors = {str(index): value for index, value in enumerate(arguments) if isinstance(value, Tensor)}
+    plain = {name: value for name, value in tensors.items() if type(value) is Tensor and not value.is_nested}
     return plain or {"queries": call.query_BHQD}
 
 
@@ -224,8 +224,8 @@ def _layer_notes(layers: Sequence[ObservedLayer]) -> list[str]:
             stack = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", layer.path)
             stacks.setdefault((layer.kind, stack, layer.function), []).append(layer.layer)
     return [
-        f"{kind} layer{'s' * (len(found) > 1)} {_layer_ranges(found)}: {path} ({function})"
-        for (kind, path, function), found in stacks.items()
+        f"{kind} layer{'s' * (len(indices) > 1)} {_layer_ranges(indices)}: {path} ({function})"
+        for (kind, path, function), indices in stacks.items()
     ]
 
 
@@ -316,7 +316,7 @@ def measure(
     )  # fmt: skip
     layers = [[tensors] if isinstance(tensors, Tensor) else list(tensors) for tensors in (q, k, v)]
     if not layers[0] or len({len(tensors) for tensors in layers}) > 1:
-        counts = ", ".join(f"{len(tensors)} {what}" for tensors, what in zip(layers, "qkv", strict=True))
+        counts = ", ".join(f"{len(tensors)} {letter}" for tensors, letter in zip(layers, "qkv", strict=True))
         raise ValueError(
             f"expected the same number of q, k and v, at least one each, got {counts}. Give one of each per layer."
         )
@@ -350,10 +350,10 @@ def _tensor_call(
     )
     queries, keys = inputs.queries, inputs.keys
     visible = VisibleKeys(causal=False)
-    given = added if added is not None else inputs.mask
-    if given is not None:
-        given = given.reshape(*([1] * (4 - given.dim())), *given.shape)
-        visible = read_mask("sdpa", given.expand(*given.shape[:-1], keys), queries, keys)
+    mask_or_bias = added if added is not None else inputs.mask
+    if mask_or_bias is not None:
+        mask_or_bias = mask_or_bias.reshape(*([1] * (4 - mask_or_bias.dim())), *mask_or_bias.shape)
+        visible = read_mask("sdpa", mask_or_bias.expand(*mask_or_bias.shape[:-1], keys), queries, keys)
     if causal and visible.mask is not None and visible.mask.shape[-2] > 1:
         ordered = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
         visible = replace(visible, mask=visible.mask & ordered)

@@ -78,20 +78,20 @@ def measure_parts(
     for part, entry in zip(plan.parts, manifest["parts"], strict=True):
         state = replace(state, text=part.text.name, length=part.length, layers_done=0, layers_found=0, resumed=False)
         progress(state)
-        found, damaged = _read_finished_part(folder, entry["key"]) if folder is not None and resume else (None, False)
-        if found is None:
+        result, damaged = _read_finished_part(folder, entry["key"]) if folder is not None and resume else (None, False)
+        if result is None:
             layers = None if folder is None else FinishedLayers(folder, entry["key"])
             if layers is not None and not resume:
                 layers.remove()
-            found = _measure(job, part, entry["key"], state, progress, layers)
+            result = _measure(job, part, entry["key"], state, progress, layers)
             if folder is not None and layers is not None:
                 with store.explained_when_full(folder):
-                    store.write_part(folder, found, replace=damaged or not resume)
+                    store.write_part(folder, result, replace=damaged or not resume)
                 layers.remove()
             state = replace(state, layers_done=state.layers_total)
         else:
             state = replace(state, resumed=True)
-        done.append(found)
+        done.append(result)
         state = replace(state, parts_done=len(done), tokens_done=state.tokens_done + part.tokens)
         progress(state)
     return done
@@ -119,7 +119,7 @@ def _measure(
 
     def after_layer(done: int) -> None:
         total = max(done, state.layers_total)
-        progress(replace(state, layers_done=done, layers_found=collector.found, layers_total=total))
+        progress(replace(state, layers_done=done, layers_found=collector.layers_read, layers_total=total))
 
     encoder_decoder = bool(job.loaded.model.config.is_encoder_decoder)
     tokens = query_masks(part.model_inputs, encoder_decoder=encoder_decoder)
@@ -157,8 +157,8 @@ def with_gates(heads: pa.Table, gates: OutputGates) -> pa.Table:
         return heads
     keys = list(zip(*(heads[name].to_pylist() for name in ("normalizer", "kind", "layer", "head")), strict=True))
     for name, values in {
-        "output_gate": {layer: found.gate.tolist() for layer, found in gates.layers.items()},
-        "gated_sink_mass": {layer: found.gated_sink_mass.tolist() for layer, found in gates.layers.items()},
+        "output_gate": {layer: layer_gates.gate.tolist() for layer, layer_gates in gates.layers.items()},
+        "gated_sink_mass": {layer: layer_gates.gated_sink_mass.tolist() for layer, layer_gates in gates.layers.items()},
     }.items():
         column = [
             values[kind, layer][head] if normalizer == MODEL and (kind, layer) in values else math.nan

@@ -90,19 +90,19 @@ def plan(
     coverage: dict[str, TextCoverage] = {}
     for text in texts:
         if not isinstance(text.content, str | Tensor):
-            parts += [PartPlan(text, one, prepared(text, loaded, one)) for one in valid_lengths or (None,)]
+            parts += [PartPlan(text, length, prepared(text, loaded, length)) for length in valid_lengths or (None,)]
             continue
         tokens = tokens_of(text, loaded, bos)
-        chosen = valid_lengths or (_default_length(text, tokens, longest, windows, budget),)
-        count, starts, tokens = _window_starts(text, tokens, loaded, max(chosen), windows, budget, bos)
+        text_lengths = valid_lengths or (_default_length(text, tokens, longest, windows, budget),)
+        count, starts, tokens = _window_starts(text, tokens, loaded, max(text_lengths), windows, budget, bos)
         parts += [
             PartPlan(text, length, window_inputs(text, tokens, loaded, start, length), window, start)
-            for length in chosen
+            for length in text_lengths
             for window, start in enumerate(starts)
         ]
-        measured = count * (max(chosen) - tokens.special) + tokens.special
+        measured = count * (max(text_lengths) - tokens.special) + tokens.special
         coverage[text.name] = TextCoverage(tokens.count, tokens.count - measured, count)
-        notes += _coverage_note(text, coverage[text.name], max(chosen), tokens.whole)
+        notes += _coverage_note(text, coverage[text.name], max(text_lengths), tokens.whole)
         problem = bos_problem(tokens, loaded) if bos is None and isinstance(text.content, str) else None
         notes += [problem] if problem and problem not in notes else []
     return AnalysisPlan(tuple(parts), tuple(notes), coverage)
@@ -125,18 +125,18 @@ def unigram_entropies(parts: Iterable[PartPlan]) -> dict[str, float]:
         ids = part.model_inputs.get("input_ids")
         if ids is not None:
             counts.setdefault(part.text.name, Counter()).update(ids.flatten().tolist())
-    return {text: _entropy(found) for text, found in counts.items()}
+    return {text: _entropy(token_counts) for text, token_counts in counts.items()}
 
 
 def _validate_lengths(lengths: Sequence[int] | int | None) -> tuple[int, ...] | None:
     if lengths is None:
         return None
-    given = [lengths] if isinstance(lengths, int) else list(lengths)
-    if not given or any(isinstance(length, bool) or not isinstance(length, int) for length in given):
+    length_list = [lengths] if isinstance(lengths, int) else list(lengths)
+    if not length_list or any(isinstance(length, bool) or not isinstance(length, int) for length in length_list):
         raise ValueError(f"lengths: expected numbers of tokens, for example (256, 1024), got {lengths!r}")
-    if min(given) < SHORTEST:
-        raise ValueError(f"lengths: expected at least {SHORTEST} tokens, got {min(given)}")
-    return tuple(sorted(set(given)))
+    if min(length_list) < SHORTEST:
+        raise ValueError(f"lengths: expected at least {SHORTEST} tokens, got {min(length_list)}")
+    return tuple(sorted(set(length_list)))
 
 
 def _default_length(text: Text, tokens: Tokens, longest: int | None, windows: Windows, budget: int) -> int:
@@ -151,10 +151,10 @@ def _default_length(text: Text, tokens: Tokens, longest: int | None, windows: Wi
     if tokens.count <= limit:
         return tokens.count
     length = min(limit, max(budget // USUAL_WINDOWS, SHORTEST))
-    whole = tokens.count // length
-    if whole >= budget // length or tokens.count - whole * length <= SMALL_REST * tokens.count:
+    full_windows = tokens.count // length
+    if full_windows >= budget // length or tokens.count - full_windows * length <= SMALL_REST * tokens.count:
         return length
-    return (tokens.count - tokens.special) // (whole + 1) + tokens.special
+    return (tokens.count - tokens.special) // (full_windows + 1) + tokens.special
 
 
 def _window_starts(
@@ -176,9 +176,9 @@ def _window_starts(
         starts = tokens.starts(count, length)
     if starts is not None and body > 0:
         return count, starts, tokens
-    several = f"{count} windows of {length}" if count > 1 else f"the length {length}"
+    requested = f"{count} windows of {length}" if count > 1 else f"the length {length}"
     raise ValueError(
-        f"{text.name!r}: expected at least {count * body + tokens.special} tokens for {several}, got {tokens.count}. "
+        f"{text.name!r}: expected at least {count * body + tokens.special} tokens for {requested}, got {tokens.count}. "
         f"Use a longer text, {'fewer windows ' if count > 1 else ''}or a smaller length."
     )
 

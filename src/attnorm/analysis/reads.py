@@ -58,7 +58,7 @@ class TopKeys:
 
     def __str__(self) -> str:
         lines = [f"layer {self.layer} head {self.head}, row {self.row} {quoted(self.token)} reads"]
-        lines += [f"{one.weight:8.3f}  {one.key:6d}  {quoted(one.token)}" for one in self.keys]
+        lines += [f"{key.weight:8.3f}  {key.key:6d}  {quoted(key.token)}" for key in self.keys]
         return "\n".join(lines)
 
 
@@ -76,9 +76,9 @@ def top_keys(reads: pa.Table, row: int) -> TopKeys:
             f"(--token-rows {row}) to store the keys of that row."
         )
     index = row if row in rows else rows[row]
-    found = reads.filter(pc.equal(reads["row"], index)).sort_by("rank").to_pylist()
-    keys = tuple(ReadKey(one["rank"], one["key"], one["weight"], one["key_token"]) for one in found)
-    return TopKeys(found[0]["layer"], found[0]["head"], index, found[0]["row_token"], keys)
+    entries = reads.filter(pc.equal(reads["row"], index)).sort_by("rank").to_pylist()
+    keys = tuple(ReadKey(entry["rank"], entry["key"], entry["weight"], entry["key_token"]) for entry in entries)
+    return TopKeys(entries[0]["layer"], entries[0]["head"], index, entries[0]["row_token"], keys)
 
 
 def quoted(token: str | None, longest: int = 24) -> str:
@@ -90,13 +90,13 @@ def token_texts(model_inputs: Mapping[str, Tensor], tokenizer: Any, *, encoder_d
     """Return ids and texts of each side; sides whose inputs are not token ids (images, audio) are left out."""
     names = {"encoder": "input_ids", "decoder": "decoder_input_ids"} if encoder_decoder else {INPUT: "input_ids"}
     ids = {side: model_inputs[name] for side, name in names.items() if name in model_inputs}
-    found: dict[str, list[tuple[int, str]]] = {}
-    for side, some in ids.items():
-        if some.dim() == 2 and len(some) and not some.is_floating_point():
-            tokens = some[0].tolist()
+    tokens_by_side: dict[str, list[tuple[int, str]]] = {}
+    for side, side_ids in ids.items():
+        if side_ids.dim() == 2 and len(side_ids) and not side_ids.is_floating_point():
+            tokens = side_ids[0].tolist()
             texts = {token: token_text(tokenizer, token) for token in set(tokens)}  # a long text has few different ones
-            found[side] = [(token, texts[token]) for token in tokens]
-    return found
+            tokens_by_side[side] = [(token, texts[token]) for token in tokens]
+    return tokens_by_side
 
 
 def token_text(tokenizer: Any, token: int) -> str:
@@ -115,16 +115,16 @@ def token_text(tokenizer: Any, token: int) -> str:
     return (text or piece).encode("utf-8", "replace").decode()[:LONGEST_TOKEN]
 
 
-def listed_rows(wanted: int | Sequence[int], queries: int, tokens_Q: Tensor | None) -> Tensor:
-    """Return sorted query indices: `wanted` rows spread over the sequence including the last, or the given rows.
+def listed_rows(read_rows: int | Sequence[int], queries: int, tokens_Q: Tensor | None) -> Tensor:
+    """Return sorted query indices: `read_rows` rows spread over the sequence including the last, or the given rows.
 
     Given rows count tokens without padding, from the end if negative; rows beyond the sequence are ignored.
     """
     present = torch.arange(queries) if tokens_Q is None else tokens_Q.cpu().nonzero().squeeze(-1)
-    if isinstance(wanted, int):
-        return evenly_spaced(present, wanted)
+    if isinstance(read_rows, int):
+        return evenly_spaced(present, read_rows)
     count = len(present)
-    inside = sorted({row % count for row in wanted if -count <= row < count}) if count else []
+    inside = sorted({row % count for row in read_rows if -count <= row < count}) if count else []
     return present[torch.tensor(inside, dtype=torch.long)]
 
 
@@ -145,14 +145,14 @@ def listed_reads(
     if not settings.read_keys or not len(rows):
         return dict
     measured = measure_reads(one_sequence(call, 0), list(normalizers.values()), rows, settings.read_keys)
-    found = {
+    keys_and_weights = {
         name: tuple(sent_to_cpu(t[0]).numpy() for t in (reads.keys, reads.weights)) for name, reads in measured.items()
     }
     sides = zip(SIDES[call.kind], (queries, call.key_BGKD.shape[-2]), strict=True)
     query_texts, key_texts = (_texts(tokens, side, positions) for side, positions in sides)
     return lambda: {
         name: _read_columns(rows, keys, weights, query_texts, key_texts)
-        for name, (keys, weights) in found.items()
+        for name, (keys, weights) in keys_and_weights.items()
         if (keys != NO_KEY).any()
     }
 

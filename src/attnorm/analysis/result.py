@@ -140,14 +140,16 @@ class Analysis:
         normalizer: str | None = None,
     ) -> Head:
         """Return one head; options that are None stand for the first measured value, and for the longest length."""
-        wanted: dict[str, Any] = {"layer": layer, "head": head}
-        given = {"kind": kind, "text": text, "normalizer": normalizer, "length": length}
-        wanted |= {name: value for name, value in given.items() if value is not None}
-        rows = _filter_rows(self.heads, wanted)
+        conditions: dict[str, Any] = {"layer": layer, "head": head}
+        filters = {"kind": kind, "text": text, "normalizer": normalizer, "length": length}
+        conditions |= {name: value for name, value in filters.items() if value is not None}
+        rows = _filter_rows(self.heads, conditions)
         if not rows.num_rows:
-            asked = ", ".join(f"{name} {value!r}" for name, value in wanted.items())
-            known = "; ".join(f"{name} {_format_some(self.heads[name].unique().to_pylist())}" for name, _ in HEAD_KEY)
-            raise KeyError(f"no measured head has {asked}. Measured: {known}")
+            requested = ", ".join(f"{name} {value!r}" for name, value in conditions.items())
+            measured = "; ".join(
+                f"{name} {_format_some(self.heads[name].unique().to_pylist())}" for name, _ in HEAD_KEY
+            )
+            raise KeyError(f"no measured head has {requested}. Measured: {measured}")
         first = rows.slice(0, 1).to_pylist()[0]
         rest = _filter_rows(rows, {name: first[name] for name in ("kind", "text", "normalizer")})
         numbers = max(rest.to_pylist(), key=lambda row: int(row["length"]))
@@ -183,14 +185,14 @@ class Analysis:
 
     def to_pandas(self, table: str = "heads") -> Any:
         """Return one of the tables as a pandas DataFrame."""
-        chosen = self._table(table)
+        arrow_table = self._table(table)
         _needs("pandas", "to_pandas")
-        return chosen.to_pandas()
+        return arrow_table.to_pandas()
 
     def to_polars(self, table: str = "heads") -> Any:
         """Return one of the tables as a polars DataFrame."""
-        chosen = self._table(table)
-        return _needs("polars", "to_polars").from_arrow(chosen)
+        arrow_table = self._table(table)
+        return _needs("polars", "to_polars").from_arrow(arrow_table)
 
     def to_parquet(self, path: str | Path, table: str = "heads") -> Path:
         """Write one of the tables as a Parquet file, atomically."""
@@ -264,9 +266,11 @@ def reject_another_run(folder: Path, manifest: Mapping[str, Any]) -> None:
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder}: expected a folder for the output, got a file")
     if not (folder / store.MANIFEST).exists():
-        taken = [f"{name}.parquet" for name in TABLES if (folder / f"{name}.parquet").exists()]
-        if taken:
-            raise FileExistsError(f"{folder} holds {', '.join(taken)} of another program. Choose another folder.")
+        foreign_files = [f"{name}.parquet" for name in TABLES if (folder / f"{name}.parquet").exists()]
+        if foreign_files:
+            raise FileExistsError(
+                f"{folder} holds {', '.join(foreign_files)} of another program. Choose another folder."
+            )
         return
     different = manifests.differences(store.read_json(folder / store.MANIFEST), manifest)
     if different:
@@ -284,10 +288,10 @@ def reject_other_models(models: Sequence[Mapping[str, Any]]) -> None:
     dtypes = list(dict.fromkeys(str(model.get("dtype")) for model in models))
     alike = ("name", "class", "parameters", "layers", "runs")
     if len(dtypes) > 1 and all(model.get(name) == models[0].get(name) for model in models for name in alike):
-        found = f"one dtype, got {', '.join(dtypes)} of {names[0]}. Measure all of them with one dtype"
+        expected = f"one dtype, got {', '.join(dtypes)} of {names[0]}. Measure all of them with one dtype"
     else:
-        found = f"runs on one model, got {', '.join(names)}. Merge runs on one model only"
-    raise ValueError(f"expected {found}, or compare them with `attnorm compare`.")
+        expected = f"runs on one model, got {', '.join(names)}. Merge runs on one model only"
+    raise ValueError(f"expected {expected}, or compare them with `attnorm compare`.")
 
 
 def _filter_rows(table: pa.Table, values: Mapping[str, Any]) -> pa.Table:
@@ -316,8 +320,8 @@ def text_summary(heads: pa.Table, manifest: Mapping[str, Any], verdict: ModelVer
     lines = [verdict.headline, "", *_describe_run(heads, manifest), "", _counts(verdict)]
     lines += ["", *(f"- {sentence}" for sentence in verdict.sentences)] if verdict.sentences else []
     for title, cautions in (("What to try:", False), ("What not to expect:", True)):
-        given = [f"- {advice.heading}. {advice.text}" for advice in verdict.advice if advice.caution == cautions]
-        lines += ["", title, *given] if given else []
+        items = [f"- {advice.heading}. {advice.text}" for advice in verdict.advice if advice.caution == cautions]
+        lines += ["", title, *items] if items else []
     lines += ["", *(f"Note: {note}" for note in manifest["notes"])] if manifest["notes"] else []
     return visible_lines("\n".join(lines))
 

@@ -118,8 +118,8 @@ def sampled_rows_at(settings: AnalysisSettings, n: int) -> int:
     if settings.vector_rows is not None:
         shared = -(-settings.vector_rows // settings.window_count)
         return max(min(settings.vector_rows, MIN_SAMPLED_PER_WINDOW), shared)
-    given = settings.rows if isinstance(settings.rows, int) else 0
-    return max(MIN_SAMPLED_ROWS, given // 16, min(FAST_SAMPLED_ROWS, FAST_SAMPLED_ROWS * 1024 // max(n, 1)))
+    row_count = settings.rows if isinstance(settings.rows, int) else 0
+    return max(MIN_SAMPLED_ROWS, row_count // 16, min(FAST_SAMPLED_ROWS, FAST_SAMPLED_ROWS * 1024 // max(n, 1)))
 
 
 def whole_pictures(settings: AnalysisSettings, grids: Sequence[tuple[int, int]]) -> AnalysisSettings:
@@ -143,40 +143,40 @@ def groups(metrics: str | Iterable[str]) -> tuple[str, ...]:
     if metrics == "all":
         return GROUPS
     names = [metrics] if isinstance(metrics, str) else list(metrics)
-    known = (*GROUPS, *PROBED_GROUPS)
+    all_groups = (*GROUPS, *PROBED_GROUPS)
     for name in names:
-        if name not in ("all", *known):
-            raise ValueError(f"unknown metric group {name!r}; {did_you_mean(name, ('all', *known))}")
-    every = GROUPS if "all" in names else ()
-    return tuple(name for name in known if name in ("core", "gradient", *every, *names))
+        if name not in ("all", *all_groups):
+            raise ValueError(f"unknown metric group {name!r}; {did_you_mean(name, ('all', *all_groups))}")
+    implied = GROUPS if "all" in names else ()
+    return tuple(name for name in all_groups if name in ("core", "gradient", *implied, *names))
 
 
 def named_normalizers(normalizers: Any) -> dict[str, Normalizer | None]:
     """Return name in the tables -> normalizer; None stands for "model", the normalizer that the model runs."""
-    given = [normalizers] if isinstance(normalizers, str | Normalizer | Mechanism) else list(normalizers)
-    if not given:
+    requested = [normalizers] if isinstance(normalizers, str | Normalizer | Mechanism) else list(normalizers)
+    if not requested:
         raise ValueError("normalizers: expected at least one, got none. Use ('model',) to measure the model as it runs")
     named: dict[str, Normalizer | None] = {}
-    for one in given:
-        found = None if isinstance(one, str) and one == "model" else resolve(one)
-        if isinstance(found, Mechanism):
+    for request in requested:
+        normalizer = None if isinstance(request, str) and request == "model" else resolve(request)
+        if isinstance(normalizer, Mechanism):
             raise TypeError(
-                f"expected row normalizers, got the mechanism {found.name!r}, which has no rows of logits to measure. "
-                "Choose another name."
+                f"expected row normalizers, got the mechanism {normalizer.name!r}, which has no rows of logits to "
+                "measure. Choose another name."
             )
-        if found is not None and isinstance(one, str) and ":" in one:
-            found.name = one  # with its options: entmax may occur with several
-        name = "model" if found is None else found.name
+        if normalizer is not None and isinstance(request, str) and ":" in request:
+            normalizer.name = request  # with its options: entmax may occur with several
+        name = "model" if normalizer is None else normalizer.name
         if name in named:
             raise ValueError(f"two normalizers are named {name!r}; give one of them another .name")
-        if found is not None and one != name and name == "model":
+        if normalizer is not None and request != name and name == "model":
             raise ValueError("the name 'model' stands for the normalizer that the model runs; choose another .name")
-        named[name] = found
+        named[name] = normalizer
     return named
 
 
 def started_at_length(
-    named: Mapping[str, Normalizer | None], model: Any, given: Any, length: int | None = None
+    named: Mapping[str, Normalizer | None], model: Any, requested: Any, length: int | None = None
 ) -> dict[str, Normalizer | None]:
     """Start normalizers that are given by name at this model's context length, as attnorm.patch does.
 
@@ -185,9 +185,9 @@ def started_at_length(
     """
     from attnorm.models.layer_normalizer import trained_length  # loads transformers
 
-    names = {given} if isinstance(given, str) else set()
-    if isinstance(given, Iterable) and not isinstance(given, str):
-        names = {one for one in given if isinstance(one, str)}
+    names = {requested} if isinstance(requested, str) else set()
+    if isinstance(requested, Iterable) and not isinstance(requested, str):
+        names = {item for item in requested if isinstance(item, str)}
     config = model.config.get_text_config(decoder=True)
     length = trained_length(config) if length is None else length
     layer = LayerFacts(heads=1, length=length, causal=not getattr(config, "is_encoder_decoder", False))
@@ -195,9 +195,9 @@ def started_at_length(
     for spec in names & set(named) - {"model"}:
         name, options = parse_spec(spec)
         start = warm_start_of(entries()[name].factory())
-        chosen = {**start.options(layer, options), **options}
-        if start.by_length in chosen and not start.values(layer, options, chosen):
-            normalizer = get(name, **{**options, start.by_length: chosen[start.by_length]})
+        all_options = {**start.options(layer, options), **options}
+        if start.by_length in all_options and not start.values(layer, options, all_options):
+            normalizer = get(name, **{**options, start.by_length: all_options[start.by_length]})
             assert isinstance(normalizer, Normalizer)
             normalizer.name = spec
             started[spec] = normalizer

@@ -60,9 +60,9 @@ def passages(content: str, count: int) -> dict[str, str]:
         )
     edges = [0]
     for number in range(1, count):
-        wanted = number * len(content) // count
-        space = content.find(" ", wanted)
-        edges.append(wanted if space < 0 else space + 1)
+        target = number * len(content) // count
+        space = content.find(" ", target)
+        edges.append(target if space < 0 else space + 1)
     edges.append(len(content))
     return {f"passage {n + 1} of {count}": content[edges[n] : edges[n + 1]] for n in range(count)}
 
@@ -72,29 +72,33 @@ def stability(runs: Mapping[str, Analysis]) -> Stability:
     if len(runs) < 2:
         raise ValueError(f"expected at least two runs to compare, got {len(runs)}")
     verdicts = [_verdicts(run) for run in runs.values()]
-    common = set.intersection(*(set(one) for one in verdicts))
-    found = {head: [one[head] for one in verdicts] for head in sorted(common)}
-    given = {head: {name for name in names if name not in (UNDECIDED, None)} for head, names in found.items()}
-    judged = [head for head, names in given.items() if names]
-    kept = [head for head in judged if len(given[head]) == 1]
+    common = set.intersection(*(set(run_verdicts) for run_verdicts in verdicts))
+    verdicts_by_head = {head: [run_verdicts[head] for run_verdicts in verdicts] for head in sorted(common)}
+    decided = {
+        head: {name for name in names if name not in (UNDECIDED, None)} for head, names in verdicts_by_head.items()
+    }
+    judged = [head for head, names in decided.items() if names]
+    kept = [head for head in judged if len(decided[head]) == 1]
     first = [_first_windows(run) for run in runs.values()]
-    again, uncontradicted = _agreement_over_pairs(list(found.values()), len(runs))
+    again, uncontradicted = _agreement_over_pairs(list(verdicts_by_head.values()), len(runs))
     return Stability(
         runs=len(runs),
-        heads=len(found),
+        heads=len(verdicts_by_head),
         windows=max((text.get("windows") or 1 for run in runs.values() for text in run.manifest["texts"]), default=1),
         length=max((row["length"] or 0 for run in runs.values() for row in head_rows(run.heads)), default=0),
         judged=len(judged),
         kept=len(kept),
-        same=sum(len(set(found[head])) == 1 for head in kept),
+        same=sum(len(set(verdicts_by_head[head])) == 1 for head in kept),
         again=again,
         uncontradicted=uncontradicted,
-        undecided=sum(names.count(UNDECIDED) for names in found.values()) / len(runs),
-        one_window=sum(len({one.get(head) for one in first}) == 1 for head in found),
+        undecided=sum(names.count(UNDECIDED) for names in verdicts_by_head.values()) / len(runs),
+        one_window=sum(len({window_verdicts.get(head) for window_verdicts in first}) == 1 for head in verdicts_by_head),
         changing={
-            f"{kind} layer {layer} head {head}": dict(Counter(str(name) for name in found[kind, layer, head]))
+            f"{kind} layer {layer} head {head}": dict(
+                Counter(str(name) for name in verdicts_by_head[kind, layer, head])
+            )
             for kind, layer, head in judged
-            if len(given[kind, layer, head]) > 1
+            if len(decided[kind, layer, head]) > 1
         },
     )
 
@@ -102,20 +106,23 @@ def stability(runs: Mapping[str, Analysis]) -> Stability:
 def same_numbers(run: Analysis, window: Analysis) -> bool:
     """Whether a run of one window gives the numbers that this window has in `run`, bit for bit."""
     columns = ["kind", "layer", "head", "start", *WINDOW_NUMBERS]
-    here, there = (
-        {(row["start"], head_id(row)): row for row in one.windows.select(columns).to_pylist()} for one in (run, window)
+    run_rows, window_rows = (
+        {(row["start"], head_id(row)): row for row in analysis.windows.select(columns).to_pylist()}
+        for analysis in (run, window)
     )
-    return bool(there) and all(str(here.get(key)) == str(row) for key, row in there.items())  # NaN equals NaN as text
+    return bool(window_rows) and all(
+        str(run_rows.get(key)) == str(row) for key, row in window_rows.items()
+    )  # NaN equals NaN as text
 
 
 def _agreement_over_pairs(verdicts: list[list[str | None]], runs: int) -> tuple[float, float]:
     """`again` and `uncontradicted`: over ordered pairs of runs, the first of which judges the head."""
     pairs = [
-        (names[one], names[other])
+        (names[first], names[second])
         for names in verdicts
-        for one in range(runs)
-        for other in range(runs)
-        if one != other and names[one] not in (UNDECIDED, None)
+        for first in range(runs)
+        for second in range(runs)
+        if first != second and names[first] not in (UNDECIDED, None)
     ]
     if not pairs:
         return float("nan"), float("nan")

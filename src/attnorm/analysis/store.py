@@ -177,10 +177,10 @@ def digest_of(content: bytes) -> str:
 
 def check_digest(path: Path, content: bytes, expected: str | None) -> None:
     """Raise DamagedFileError if the content has another digest; None: the digest is not known."""
-    found = digest_of(content)
-    if expected is not None and found != expected:
+    digest = digest_of(content)
+    if expected is not None and digest != expected:
         raise DamagedFileError(
-            f"{path} is damaged: expected the SHA-256 digest {expected}, got {found}. "
+            f"{path} is damaged: expected the SHA-256 digest {expected}, got {digest}. "
             "Run the same analysis again with this folder: damaged files are written again"
         )
 
@@ -196,10 +196,10 @@ def unsealed(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     if _SEAL not in content:
         return content
     plain = {name: value for name, value in content.items() if name != _SEAL}
-    found = _seal_of(plain)
-    if found != content[_SEAL]:
+    digest = _seal_of(plain)
+    if digest != content[_SEAL]:
         raise DamagedFileError(
-            f"{path} is damaged or was edited: expected the SHA-256 digest {content[_SEAL]}, got {found}. "
+            f"{path} is damaged or was edited: expected the SHA-256 digest {content[_SEAL]}, got {digest}. "
             f"Choose another folder, or delete {path} and run the same analysis again with this one"
         )
     return plain

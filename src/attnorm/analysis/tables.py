@@ -212,11 +212,11 @@ def part_table(schema: pa.Schema, layers: Sequence[pa.Table], fixed: Mapping[str
     """Combine the tables of all layers into one table with the FIXED columns."""
     if not layers:
         return schema.empty_table()
-    whole = pa.concat_tables(layers).combine_chunks()
+    joined = pa.concat_tables(layers).combine_chunks()
     columns = [
-        pa.repeat(pa.scalar(fixed[field.name], field.type), whole.num_rows)
+        pa.repeat(pa.scalar(fixed[field.name], field.type), joined.num_rows)
         if field.name in FIXED
-        else whole[field.name]
+        else joined[field.name]
         for field in schema
     ]
     return pa.Table.from_arrays(columns, schema=schema)
@@ -233,9 +233,9 @@ def with_new_metrics(tables: Mapping[str, pa.Table]) -> dict[str, pa.Table]:
 
 
 def _with_new_metrics(name: str, table: pa.Table) -> pa.Table:
-    known, present = set(ALL_SCHEMAS[name].names), set(table.column_names)
+    schema_columns, present = set(ALL_SCHEMAS[name].names), set(table.column_names)
     for metric in (*PER_ROW, *PER_HEAD):
-        columns = [column for column in with_quantiles(metric) if column in known]
+        columns = [column for column in with_quantiles(metric) if column in schema_columns]
         if present.isdisjoint(columns):
             for column in columns:
                 table = table.append_column(column, pa.array(np.full(table.num_rows, np.nan)))

@@ -28,28 +28,28 @@ MANY_PARKED = 0.25  # share of sink-dominated heads from which there is advice a
 
 
 def advise(
-    chosen: Rows, tables: Mapping[str, Rows], manifest: Mapping[str, Any], runs: str | None = "softmax"
+    model_heads: Rows, tables: Mapping[str, Rows], manifest: Mapping[str, Any], runs: str | None = "softmax"
 ) -> list[Advice]:
     """Return all advice about a model, most important first.
 
-    chosen: judged heads of the model as it runs, one row each. tables: rows of all heads and normalizers, by table.
-    runs: the normalizer that the model runs; None if unknown or if layers differ.
+    model_heads: judged heads of the model as it runs, one row each. tables: rows of all heads and normalizers, by
+    table. runs: the normalizer that the model runs; None if unknown or if layers differ.
     """
-    others = {name: rows for name, rows in _other_normalizers(tables["heads"], chosen).items() if name != runs}
-    given = (
-        _broken(chosen),
-        *advise_normalizer(chosen, others, manifest, runs),
-        _top_k(chosen, tables["top_n"], manifest),
-        _more_heads(chosen, tables["coverage"], manifest),
-        _temperature(chosen, tables["sensitivity"], manifest),
-        _sinks(chosen, tables["heads"], others, runs),
-        _frozen(chosen),
+    others = {name: rows for name, rows in _other_normalizers(tables["heads"], model_heads).items() if name != runs}
+    candidates = (
+        _broken(model_heads),
+        *advise_normalizer(model_heads, others, manifest, runs),
+        _top_k(model_heads, tables["top_n"], manifest),
+        _more_heads(model_heads, tables["coverage"], manifest),
+        _temperature(model_heads, tables["sensitivity"], manifest),
+        _sinks(model_heads, tables["heads"], others, runs),
+        _frozen(model_heads),
     )
-    return [one for one in given if one is not None] or [_no_advice(chosen)]
+    return [advice for advice in candidates if advice is not None] or [_no_advice(model_heads)]
 
 
-def _broken(chosen: Rows) -> Advice | None:
-    broken = select_verdicts(chosen, ("broken",))
+def _broken(model_heads: Rows) -> Advice | None:
+    broken = select_verdicts(model_heads, ("broken",))
     if not broken:
         return None
     return Advice(
@@ -60,64 +60,64 @@ def _broken(chosen: Rows) -> Advice | None:
     )
 
 
-def _top_k(chosen: Rows, top_n: Rows, manifest: Mapping[str, Any]) -> Advice | None:
+def _top_k(model_heads: Rows, top_n: Rows, manifest: Mapping[str, Any]) -> Advice | None:
     """Advise to let top-k grow more slowly than the length, with the weight that two sizes of N hold."""
-    concerned = _unselective(chosen, DISPERSED)
-    if not concerned:
+    dispersed_heads = _unselective(model_heads, DISPERSED)
+    if not dispersed_heads:
         return None
     title = "Keep top-k sub-linear in the length"
-    measured = _same_heads(top_n, concerned)
-    longest = max(row["n_high"] for row in chosen)
+    measured = _same_heads(top_n, dispersed_heads)
+    longest = max(row["n_high"] for row in model_heads)
     sizes = sorted({row["top_n"] for row in measured if 1 < row["top_n"] < longest and number(row, "mass") is not None})
     small, large = sizes[-2:] if len(sizes) > 1 else (0, 0)
-    both = pair_heads(
+    pairs = pair_heads(
         [row for row in measured if row["top_n"] == small], [row for row in measured if row["top_n"] == large]
     )
     change = f"top {large} instead of top {small}"
-    what_if = compare_medians(change, "weight of the row", "mass", both)
+    what_if = compare_medians(change, "weight of the row", "mass", pairs)
     if not what_if:  # fewer than two sizes N, or merged runs without a common one
         return Advice(
             title=title,
             text="A cut that grows as fast as the length keeps what it should leave out; how much weight a small one "
             "loses was not measured.",
-            heads=len(concerned),
+            heads=len(dispersed_heads),
             command=repeat_command(manifest, top_n=[5, 20, 100]),
         )
-    what_if += compare_medians(change, "keys distinguishable", "separability", both)
+    what_if += compare_medians(change, "keys distinguishable", "separability", pairs)
     before, after = what_if[0].before, what_if[0].after
     text = (
         f"The {small} heaviest of {longest:,} keys hold {before:.0%} of the weight of "
-        f"{count_words(len(concerned), 'head')}, the {large} heaviest {after:.0%}. Let a cut grow more slowly than the "
-        "length, and end where the weight does."
+        f"{count_words(len(dispersed_heads), 'head')}, the {large} heaviest {after:.0%}. Let a cut grow more slowly "
+        "than the length, and end where the weight does."
     )
-    return Advice(title=title, text=text, heads=len(concerned), what_if=tuple(what_if))
+    return Advice(title=title, text=text, heads=len(dispersed_heads), what_if=tuple(what_if))
 
 
-def _more_heads(chosen: Rows, coverage: Rows, manifest: Mapping[str, Any]) -> Advice | None:
-    concerned = _unselective(chosen, ("dispersed-forced",))
-    if not concerned:
+def _more_heads(model_heads: Rows, coverage: Rows, manifest: Mapping[str, Any]) -> Advice | None:
+    dispersed_heads = _unselective(model_heads, ("dispersed-forced",))
+    if not dispersed_heads:
         return None
     title = "Broader heads are no way out: more heads reach further"
-    layers = {_layer_key(row) for row in concerned}
+    layers = {_layer_key(row) for row in dispersed_heads}
     names = ("per_head", "union", "independent")
-    at = [
+    layer_rows = [
         row
         for row in coverage
         if _layer_key(row) in layers
-        and row["top_n"] < max(one["n_high"] for one in concerned)
+        and row["top_n"] < max(head["n_high"] for head in dispersed_heads)
         and all(number(row, name) is not None for name in names)
     ]
-    if not at:
+    if not layer_rows:
         return Advice(
             title=title,
             text="Several narrow selections reach more keys than a broad one; how far the heads of a layer overlap was "
             "not measured.",
-            heads=len(concerned),
+            heads=len(dispersed_heads),
             command=repeat_command(manifest, metrics="all"),
             caution=True,
         )
-    N = min((row["top_n"] for row in at), key=lambda size: abs(size - 20))
-    one, together, independent = (median(row[name] for row in at if row["top_n"] == N) for name in names)
+    N = min((row["top_n"] for row in layer_rows), key=lambda size: abs(size - 20))
+    one_head, together, independent = (median(row[name] for row in layer_rows if row["top_n"] == N) for name in names)
     overlap = (
         "They overlap, so that more heads help only if they learn to look elsewhere."
         if together < 0.8 * independent
@@ -125,29 +125,29 @@ def _more_heads(chosen: Rows, coverage: Rows, manifest: Mapping[str, Any]) -> Ad
     )
     return Advice(
         title=title,
-        text=f"In these layers the top {N} keys of one head are {one:.1%} of the context, of all heads together "
+        text=f"In these layers the top {N} keys of one head are {one_head:.1%} of the context, of all heads together "
         f"{together:.1%}; heads that choose independently would reach {independent:.1%}. {overlap}",
-        heads=len(concerned),
+        heads=len(dispersed_heads),
         what_if=(
             WhatIf(
                 change="all heads of the layer",
                 quantity=f"covered by top {N}",
-                before=one,
+                before=one_head,
                 after=together,
-                heads=len(concerned),
+                heads=len(dispersed_heads),
             ),
         ),
         caution=True,
     )
 
 
-def _temperature(chosen: Rows, sensitivity: Rows, manifest: Mapping[str, Any]) -> Advice | None:
-    concerned = _unselective(chosen, (*DISPERSED, "sensitive"))
-    if not concerned:
+def _temperature(model_heads: Rows, sensitivity: Rows, manifest: Mapping[str, Any]) -> Advice | None:
+    unselective_heads = _unselective(model_heads, (*DISPERSED, "sensitive"))
+    if not unselective_heads:
         return None
     title = "A lower temperature is no way out"
-    bounded = any(number(row, "horizon") is not None for row in concerned)
-    measured = [row for row in _same_heads(sensitivity, concerned) if number(row, "jacobian_norm") is not None]
+    bounded = any(number(row, "horizon") is not None for row in unselective_heads)
+    measured = [row for row in _same_heads(sensitivity, unselective_heads) if number(row, "jacobian_norm") is not None]
     lower = max((row["temperature"] for row in measured if row["temperature"] < 1), default=None)
     now = [row for row in measured if row["temperature"] == 1]
     then = [row for row in measured if row["temperature"] == lower]
@@ -159,29 +159,29 @@ def _temperature(chosen: Rows, sensitivity: Rows, manifest: Mapping[str, Any]) -
             title=title,
             text="It sharpens every row alike, and raises the worst case of the Jacobian norm as 1/T"
             + ("; the horizon moves out without becoming infinite." if bounded else "."),
-            heads=len(concerned),
+            heads=len(unselective_heads),
             command=repeat_command(manifest, metrics="all"),
             caution=True,
         )
     what_if += compare_medians(what_if[0].change, "its bound", "bound", pair_heads(now, then))
     text = (
-        f"Dividing the logits by {lower:g} takes the Jacobian norm of {count_words(len(concerned), 'head')} from "
-        f"{what_if[0].before:.2g} to {what_if[0].after:.2g}; its worst case grows as 1/T"
+        f"Dividing the logits by {lower:g} takes the Jacobian norm of {count_words(len(unselective_heads), 'head')} "
+        f"from {what_if[0].before:.2g} to {what_if[0].after:.2g}; its worst case grows as 1/T"
         + (", and the horizon moves out but stays finite." if bounded else ".")
     )
-    return Advice(title=title, text=text, heads=len(concerned), what_if=tuple(what_if), caution=True)
+    return Advice(title=title, text=text, heads=len(unselective_heads), what_if=tuple(what_if), caution=True)
 
 
-def _sinks(chosen: Rows, heads: Rows, others: Mapping[str, Rows], runs: str | None) -> Advice | None:
-    parked = select_verdicts(chosen, ("sink-dominated",))
-    if len(parked) < MANY_PARKED * len(chosen) or not parked:
+def _sinks(model_heads: Rows, heads: Rows, others: Mapping[str, Rows], runs: str | None) -> Advice | None:
+    parked = select_verdicts(model_heads, ("sink-dominated",))
+    if len(parked) < MANY_PARKED * len(model_heads) or not parked:
         return None
     what_if: list[WhatIf] = []
     for name, rows in others.items():
         what_if += compare_medians(name, "sink mass", "sink_mass", pair_heads(parked, rows))
     properties = properties_of(runs)
     on_first, windowed = split_by_window(parked, heads)
-    rest = f"{len(parked)} of {len(chosen)} heads rest on the first key"
+    rest = f"{len(parked)} of {len(model_heads)} heads rest on the first key"
     if windowed:
         rest += f" ({len(windowed)} of them on that of their window, which moves with the text)"
     keep = "; keep the first token in any cache that is cut." if on_first else "."
@@ -202,8 +202,8 @@ def _sinks(chosen: Rows, heads: Rows, others: Mapping[str, Rows], runs: str | No
     )
 
 
-def _frozen(chosen: Rows) -> Advice | None:
-    frozen = select_verdicts(chosen, ("frozen",))
+def _frozen(model_heads: Rows) -> Advice | None:
+    frozen = select_verdicts(model_heads, ("frozen",))
     if not frozen:
         return None
     return Advice(
@@ -219,27 +219,27 @@ def _unselective(rows: Rows, verdicts: Sequence[str]) -> list[Row]:
     return [row for row in rows if row["verdict"] in verdicts or row.get("saturation") == "saturated"]
 
 
-def _no_advice(chosen: Rows) -> Advice:
-    horizons = [value for row in chosen if (value := number(row, "horizon")) is not None]
+def _no_advice(model_heads: Rows) -> Advice:
+    horizons = [value for row in model_heads if (value := number(row, "horizon")) is not None]
     room = f" Half of the heads have a horizon of {format_keys(median(horizons))} keys or more." if horizons else ""
     return Advice(
         title="Nothing needs changing", text=f"No head is shown to be dispersed or saturated here.{room}", heads=0
     )
 
 
-def _other_normalizers(heads: Rows, chosen: Rows) -> dict[str, list[Row]]:
+def _other_normalizers(heads: Rows, model_heads: Rows) -> dict[str, list[Row]]:
     """Return the rows of the same heads with the other measured normalizers, by name."""
-    wanted = {head_key(row): row["normalizer"] for row in chosen}
-    found: dict[str, list[Row]] = {}
+    normalizer_of_head = {head_key(row): row["normalizer"] for row in model_heads}
+    rows_by_normalizer: dict[str, list[Row]] = {}
     for row in heads:
-        if wanted.get(head_key(row), row["normalizer"]) != row["normalizer"]:
-            found.setdefault(row["normalizer"], []).append(row)
-    return found
+        if normalizer_of_head.get(head_key(row), row["normalizer"]) != row["normalizer"]:
+            rows_by_normalizer.setdefault(row["normalizer"], []).append(row)
+    return rows_by_normalizer
 
 
 def _same_heads(rows: Rows, heads: Rows) -> list[Row]:
-    wanted = {(*head_key(row), row["normalizer"]) for row in heads}
-    return [row for row in rows if (*head_key(row), row["normalizer"]) in wanted]
+    keys = {(*head_key(row), row["normalizer"]) for row in heads}
+    return [row for row in rows if (*head_key(row), row["normalizer"]) in keys]
 
 
 def _layer_key(row: Row) -> tuple[Any, ...]:

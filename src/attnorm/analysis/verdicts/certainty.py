@@ -59,15 +59,19 @@ def assess_certainty(
     index_of = {tuple(row[name] for name in _KEY): index for index, row in enumerate(rows)}
     codes = verdict_codes({**judged.numbers, **judged.fixed}, thresholds)
     by_window = _judge_windows(windows, index_of, judged, thresholds)
-    found: list[Certainty] = []
+    certainties: list[Certainty] = []
     for start in range(0, len(rows), HEADS_AT_ONCE):
-        here = slice(start, start + HEADS_AT_ONCE)
-        resampled = _resample(here, judged, by_window, _block_medians(blocks, index_of, here, len(rows)))
-        part_codes = verdict_codes({**resampled, **{k: v[here, None] for k, v in judged.fixed.items()}}, thresholds)
-        for at, row in enumerate(rows[here]):
-            own = {name: value[at] for name, value in resampled.items()}
-            found.append(_certainty_of_head(row, start + at, codes, part_codes[at], own, by_window, judged, thresholds))
-    return found, by_window.verdicts
+        batch = slice(start, start + HEADS_AT_ONCE)
+        resampled = _resample(batch, judged, by_window, _block_medians(blocks, index_of, batch, len(rows)))
+        part_codes = verdict_codes({**resampled, **{k: v[batch, None] for k, v in judged.fixed.items()}}, thresholds)
+        for offset, row in enumerate(rows[batch]):
+            head_numbers = {name: value[offset] for name, value in resampled.items()}
+            certainties.append(
+                _certainty_of_head(
+                    row, start + offset, codes, part_codes[offset], head_numbers, by_window, judged, thresholds
+                )
+            )
+    return certainties, by_window.verdicts
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ def _judge_windows(
     return _Windows(owner, codes, units, np.bincount(owner, minlength=heads), verdicts)
 
 
-def _block_medians(blocks: pa.Table, index_of: Mapping[Any, int], here: slice, heads: int) -> Arrays:
+def _block_medians(blocks: pa.Table, index_of: Mapping[Any, int], batch: slice, heads: int) -> Arrays:
     """Return the medians of each head's blocks, (heads, blocks) by column; empty without blocks."""
     owner = _head_indices(blocks, index_of)
     slot = _indices_within_heads(owner)
@@ -109,15 +113,15 @@ def _block_medians(blocks: pa.Table, index_of: Mapping[Any, int], here: slice, h
     for name in (*BLOCK_METRICS, BLOCK_NORM):
         values = np.full((heads, width), np.nan)
         values[owner, slot] = _column(blocks, name)
-        units[name] = values[here]
+        units[name] = values[batch]
     return units
 
 
-def _resample(here: slice, judged: HeadArrays, windows: _Windows, blocks: Arrays) -> Arrays:
+def _resample(batch: slice, judged: HeadArrays, windows: _Windows, blocks: Arrays) -> Arrays:
     """Return the numbers of each head in each resample, (heads, RESAMPLES); unchanged if there are no units."""
     generator = np.random.default_rng(0)
-    numbers = {name: value[here] for name, value in judged.numbers.items()}
-    many = windows.count[here] >= ENOUGH_WINDOWS
+    numbers = {name: value[batch] for name, value in judged.numbers.items()}
+    many = windows.count[batch] >= ENOUGH_WINDOWS
     width = next(iter(windows.units.values())).shape[1]
     depth = next(iter(blocks.values())).shape[1]
     times = RESAMPLES if depth or many.any() else 1
@@ -126,7 +130,7 @@ def _resample(here: slice, judged: HeadArrays, windows: _Windows, blocks: Arrays
     noise = generator.standard_normal(times)
     has_blocks = np.isfinite(blocks["entropy_ratio"]).any(1) if depth else np.zeros(len(many), dtype=bool)
     error = np.where(has_blocks, np.nan_to_num(numbers["gap_slope_error"]), 0.0)
-    found = {}
+    resampled = {}
     for name, value in numbers.items():
         logarithmic = name in HORIZONS
         if many.all():
@@ -138,11 +142,11 @@ def _resample(here: slice, judged: HeadArrays, windows: _Windows, blocks: Arrays
         else:
             within = np.repeat(value[:, None], times, axis=1)
         if many.any():
-            over_windows = _shift_by_units(value, windows.units[name][here], draws, logarithmic)
+            over_windows = _shift_by_units(value, windows.units[name][batch], draws, logarithmic)
             over_windows = over_windows if name in SLOPES else _clip_at_zero(over_windows)
             within = np.where(many[:, None], over_windows, within)
-        found[name] = within
-    return found
+        resampled[name] = within
+    return resampled
 
 
 def _shift_by_units(value: np.ndarray, units: np.ndarray, counts: np.ndarray, logarithmic: bool) -> np.ndarray:
@@ -151,19 +155,19 @@ def _shift_by_units(value: np.ndarray, units: np.ndarray, counts: np.ndarray, lo
         return np.repeat(value[:, None], counts.shape[0], axis=1)
     with np.errstate(all="ignore"):
         if logarithmic:
-            value, units = (np.minimum(np.log(np.maximum(one, 1e-300)), LARGEST_LOG) for one in (value, units))
-        known = np.isfinite(units)
+            value, units = (np.minimum(np.log(np.maximum(numbers, 1e-300)), LARGEST_LOG) for numbers in (value, units))
+        finite = np.isfinite(units)
         if (
-            known.all() and np.isfinite(value).all()
+            finite.all() and np.isfinite(value).all()
         ):  # the usual case, with three arrays of all resamples instead of ten
             moved: np.ndarray = units @ counts.T
             moved /= units.shape[1]
             moved += value[:, None]  # same order of operations as below, so that results are equal bit for bit
             moved -= (units.sum(1) / units.shape[1])[:, None]
             return np.exp(moved, out=moved) if logarithmic else moved
-        filled = np.where(known, units, 0.0)
-        mean = filled.sum(1) / known.sum(1)
-        drawn = (filled @ counts.T) / (known.astype(float) @ counts.T)
+        filled = np.where(finite, units, 0.0)
+        mean = filled.sum(1) / finite.sum(1)
+        drawn = (filled @ counts.T) / (finite.astype(float) @ counts.T)
         moved = value[:, None] + np.where(np.isfinite(drawn), drawn, mean[:, None]) - mean[:, None]
         moved = np.where(np.isfinite(moved), moved, value[:, None])
         return np.exp(moved) if logarithmic else moved
@@ -192,8 +196,8 @@ def _certainty_of_head(
 ) -> Certainty:
     """Compute the certainty of one head. resampled: its verdict code in each resample; numbers: its numbers in each."""
     code = int(codes[index])
-    own = windows.codes[windows.owner == index] if len(windows.owner) else np.zeros(0, dtype=int)
-    agreeing, count = int((own == code).sum()), len(own)
+    window_codes = windows.codes[windows.owner == index] if len(windows.owner) else np.zeros(0, dtype=int)
+    agreeing, count = int((window_codes == code).sum()), len(window_codes)
     others = resampled[resampled != code]
     other = VERDICTS[int(np.bincount(others[others >= 0]).argmax())] if (others >= 0).any() else None
     deciding, threshold = deciding_number(
@@ -227,12 +231,12 @@ def deciding_number(
     thresholds: Thresholds,
 ) -> tuple[str, float]:
     """Return the column that decides between a verdict and the nearest other one, and its threshold."""
-    both, suffix = (verdict, other), judged_suffix(row, thresholds)
-    if "sink-dominated" in both:
+    verdicts, suffix = (verdict, other), judged_suffix(row, thresholds)
+    if "sink-dominated" in verdicts:
         return "sink_mass", thresholds.sink_dominated
-    if "frozen" in both:
+    if "frozen" in verdicts:
         return "max_weight", thresholds.frozen_weight
-    if "sensitive" in both:
+    if "sensitive" in verdicts:
         worst = float(judged.fixed["worst_norm"][index])
         return f"jacobian_norm_q{thresholds.sensitive_quantile:02d}", thresholds.sensitive_norm * worst
     if verdict in DISPERSED and other in DISPERSED:
@@ -250,10 +254,10 @@ def _quantile(values: np.ndarray, share: float) -> float:
     ordered = np.sort(values[~np.isnan(values)])
     if not len(ordered):
         return float("nan")
-    at = share * (len(ordered) - 1)
-    below = int(at)
+    position = share * (len(ordered) - 1)
+    below = int(position)
     low, high = float(ordered[below]), float(ordered[min(below + 1, len(ordered) - 1)])
-    return low if low == high else low + (at - below) * (high - low)
+    return low if low == high else low + (position - below) * (high - low)
 
 
 def _head_indices(table: pa.Table, index_of: Mapping[Any, int]) -> np.ndarray:

@@ -85,13 +85,13 @@ def judge_all(
     blocks = BLOCKS.empty_table() if blocks is None else blocks
     certainties, by_window = assess_certainty(rows, _as_arrays(heads, cases), windows, blocks, thresholds)
     judged = [
-        _verdict_columns(case, one, saturation(case.row, sets.get(_key_of(case.row, _HEAD), ()), thresholds))
-        for case, one in zip(cases, certainties, strict=True)
+        _verdict_columns(case, certainty, saturation(case.row, sets.get(_key_of(case.row, _HEAD), ()), thresholds))
+        for case, certainty in zip(cases, certainties, strict=True)
     ]
-    known = set(heads.column_names)
-    plain = heads.drop_columns([name for name, _ in VERDICT_COLUMNS if name in known])
+    present = set(heads.column_names)
+    plain = heads.drop_columns([name for name, _ in VERDICT_COLUMNS if name in present])
     for name, kind in VERDICT_COLUMNS:
-        plain = plain.append_column(name, pa.array([one[name] for one in judged], type=kind))
+        plain = plain.append_column(name, pa.array([verdict_columns[name] for verdict_columns in judged], type=kind))
     index = windows.schema.get_field_index("verdict")
     return plain, windows.set_column(index, WINDOWS.field("verdict"), pa.array(by_window, pa.string()))
 
@@ -105,11 +105,11 @@ def judge_head(case: HeadCase) -> Judgement:
     if case.number("entropy_ratio") is None:
         return Judgement(None, (), "Not judged: no row with at least two visible keys.")
     findings = [finding for rule in RULES for finding in rule(case)]
-    found = {name: words for name, words in findings if name != OPEN}
-    flags = tuple(name for name in VERDICTS if name in found and name != "healthy")
+    words_by_verdict = {name: words for name, words in findings if name != OPEN}
+    flags = tuple(name for name in VERDICTS if name in words_by_verdict and name != "healthy")
     verdict = flags[0] if flags else "healthy"
     unknown = "; ".join(words for name, words in findings if name == OPEN)
-    evidence = found.get(verdict) or describe_selection(case)
+    evidence = words_by_verdict.get(verdict) or describe_selection(case)
     circuit = circuit_words(case.row)
     sentence = f"{evidence}{'; not judged: ' if unknown else ''}{unknown}."
     return Judgement(verdict, flags, f"{circuit[0].upper()}{circuit[1:]}. {sentence}" if circuit else sentence)
@@ -141,7 +141,7 @@ def saturation(row: Row, top_n: Sequence[Row], thresholds: Thresholds) -> Satura
     The power is the probability that a head without excess is shown to be saturated, given the error of these rows.
     row: the head's row of the heads table. top_n: the head's rows of the top-N table.
     """
-    by_n = {one["top_n"]: one for one in top_n if number(one, "separability") is not None}
+    by_n = {top_n_row["top_n"]: top_n_row for top_n_row in top_n if number(top_n_row, "separability") is not None}
     used = number(row, f"effective_keys{judged_suffix(row, thresholds)}")
     if used is None or not by_n:
         return Saturation("not judged", "separability was not measured")
@@ -150,9 +150,9 @@ def saturation(row: Row, top_n: Sequence[Row], thresholds: Thresholds) -> Satura
     if not judged:
         return Saturation("not judged", f"it uses {used:.2g} keys, fewer than any measured N above 1")
     N = max(judged)
-    found = by_n[N]
-    measured, null = number(found, "separability"), number(found, "separability_null")
-    error, rows = number(found, "separability_excess_error"), int(found.get("rows") or 0)
+    top_n_row = by_n[N]
+    measured, null = number(top_n_row, "separability"), number(top_n_row, "separability_null")
+    error, rows = number(top_n_row, "separability_excess_error"), int(top_n_row.get("rows") or 0)
     if measured is None or null is None:
         return Saturation("not judged", "separability has no null", N)
     shares = f"{measured:.0%} of its top {N} keys are distinguishable, {null:.0%} with permuted values"
@@ -224,17 +224,17 @@ def _format_number(value: float) -> str:
 
 
 def _as_arrays(heads: pa.Table, cases: Sequence[HeadCase]) -> HeadArrays:
-    known = set(heads.column_names)
+    present = set(heads.column_names)
 
     def column(name: str) -> np.ndarray:
         """Return the values of the median row; not finite ones become NaN, except infinite horizons."""
-        found = np.full(len(cases), np.nan)
+        medians = np.full(len(cases), np.nan)
         for candidate in (name, f"{name}_q50"):
-            if candidate in known:
+            if candidate in present:
                 values = heads[candidate].to_numpy(zero_copy_only=False).astype(np.float64)
                 usable = ~np.isnan(values) if name.startswith("horizon") else np.isfinite(values)
-                found = np.where(usable, values, found)
-        return found
+                medians = np.where(usable, values, medians)
+        return medians
 
     quantiles = {f"jacobian_norm_q{case.thresholds.sensitive_quantile:02d}" for case in cases}
     numbers = {name: column(name) for name in dict.fromkeys([*WINDOW_NUMBERS, *sorted(quantiles)])}
@@ -260,10 +260,10 @@ def _key_of(row: Mapping[str, Any], names: Sequence[str]) -> tuple[Any, ...]:
 
 
 def _rows_by_head(top_n: pa.Table) -> dict[tuple[Any, ...], list[Row]]:
-    wanted = [*_HEAD, "top_n", "rows", "separability", "separability_null", "separability_excess_error"]
+    columns = [*_HEAD, "top_n", "rows", "separability", "separability_null", "separability_excess_error"]
     rows: dict[tuple[Any, ...], list[Row]] = {}
-    known = set(top_n.column_names)
-    for row in top_n.select([name for name in wanted if name in known]).to_pylist():
+    present = set(top_n.column_names)
+    for row in top_n.select([name for name in columns if name in present]).to_pylist():
         rows.setdefault(_key_of(row, _HEAD), []).append(row)
     return rows
 

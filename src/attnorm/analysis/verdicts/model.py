@@ -67,11 +67,11 @@ def headline(
     keeping_up = sum(counts[name] for name in SELECTING) - select
     inside = [f"{counts[name]} of them {name}" for name in ("frozen", "sensitive") if counts[name]]
     view = " without a window" if windowed else ""
-    where = ""
+    on_texts = ""
     if texts:
-        where = f" on most of {texts} texts" if texts > 2 else " on both texts"
+        on_texts = f" on most of {texts} texts" if texts > 2 else " on both texts"
     details = f" ({', '.join(inside)})" if inside else ""
-    parts = [f"{select} of {total} heads{view} still select among {longest:,} keys{where}{details}"]
+    parts = [f"{select} of {total} heads{view} still select among {longest:,} keys{on_texts}{details}"]
     broken = sum(row["verdict"] == "broken" for row in (*seeing_all, *windowed))
     if broken:
         parts.insert(0, f"{broken} of {total + len(windowed)} heads {'is' if broken == 1 else 'are'} broken")
@@ -112,8 +112,8 @@ def window_sentences(windowed: Sequence[Row]) -> list[str]:
 def length_sentences(heads: Iterable[Row], counted: Sequence[Row], thresholds: Thresholds) -> list[str]:
     """Describe the verdicts at each length, if a text was measured at several lengths."""
     normalizers = {row["normalizer"] for row in counted}
-    wanted = {head_id(row) for row in counted}
-    measured = [row for row in heads if row["normalizer"] in normalizers and head_id(row) in wanted]
+    head_ids = {head_id(row) for row in counted}
+    measured = [row for row in heads if row["normalizer"] in normalizers and head_id(row) in head_ids]
     lengths = sorted({row["length"] for row in measured if row["length"] is not None})
     if len({(row["text"], row["length"]) for row in measured}) == len({row["text"] for row in measured}):
         return []
@@ -132,8 +132,8 @@ def length_sentences(heads: Iterable[Row], counted: Sequence[Row], thresholds: T
 
 
 def _keys_seen(row: Row) -> int:
-    seen: int = row["n_high"]
-    return seen
+    keys: int = row["n_high"]
+    return keys
 
 
 def _count_words(counts: Mapping[str | None, int], name: str | None) -> str:
@@ -143,8 +143,8 @@ def _count_words(counts: Mapping[str | None, int], name: str | None) -> str:
 
 def ceiling_sentences(limit: Ceiling | None, manifest: Mapping[str, Any], runs: str | None) -> list[str]:
     if limit is None:
-        who = "what runs here" if runs is None else f"{runs} on these logits"
-        return [f"Whether a ceiling binds is not known: no head has a horizon, which {who} would have to obey."]
+        normalizer = "what runs here" if runs is None else f"{runs} on these logits"
+        return [f"Whether a ceiling binds is not known: no head has a horizon, which {normalizer} would have to obey."]
     now = {0: "No", limit.heads: "Yes"}.get(limit.beyond, "In part")
     sentence = (
         f"Is the ceiling binding at {limit.length:,} keys? {now}: {limit.beyond} of {limit.heads} heads are beyond "
@@ -161,12 +161,12 @@ def ceiling_sentences(limit: Ceiling | None, manifest: Mapping[str, Any], runs: 
     return [sentence, when + made_for]
 
 
-def _describe_lengths(lengths: Sequence[float], known: Sequence[float] = ()) -> str:
+def _describe_lengths(lengths: Sequence[float], described: Sequence[float] = ()) -> str:
     """Describe from which length on the ceiling binds for 10, 50 and 90 % of the heads.
 
-    known: lengths that the text before has described; equal clauses are left out.
+    described: lengths that the text before has described; equal clauses are left out.
     """
-    clauses, before = _length_clauses(lengths), _length_clauses(known)
+    clauses, before = _length_clauses(lengths), _length_clauses(described)
     return ", ".join(clause for clause in clauses if clause not in before)
 
 
@@ -201,12 +201,12 @@ def reading_sentences(manifest: Mapping[str, Any]) -> list[str]:
     """Describe loss per token and first token of each text."""
     sentences = []
     several = len(manifest.get("reading") or {}) > 1
-    for text, one in (manifest.get("reading") or {}).items():
+    for text, reading in (manifest.get("reading") or {}).items():
         parts = []
-        if one.get("loss") is not None:
-            parts.append(f"{one['loss']:.2f} nats per token (perplexity {format_keys(one['perplexity'])})")
-        if one.get("first_token") is not None:
-            parts.append(f"the first token is {one['first_token']!r}")
+        if reading.get("loss") is not None:
+            parts.append(f"{reading['loss']:.2f} nats per token (perplexity {format_keys(reading['perplexity'])})")
+        if reading.get("first_token") is not None:
+            parts.append(f"the first token is {reading['first_token']!r}")
         if parts:
             sentences.append(f"Loss of the model{f' on {text!r}' if several else ''}: {'; '.join(parts)}.")
     return sentences if any("nats" in sentence for sentence in sentences) else []
@@ -224,18 +224,20 @@ def text_sentences(texts: Mapping[str, str], limit: int = 8) -> list[str]:
 
 def confidence_sentences(heads: Sequence[Row], manifest: Mapping[str, Any], thresholds: Thresholds) -> list[str]:
     """Describe how many windows were judged, and how many heads are undecided."""
-    known = [row for row in heads if number(row, "confidence") is not None and row["verdict"] not in ("broken", None)]
-    if not known:
+    decidable = [
+        row for row in heads if number(row, "confidence") is not None and row["verdict"] not in ("broken", None)
+    ]
+    if not decidable:
         return []
     windows = max((text.get("windows") or 1 for text in manifest.get("texts", [])), default=1)
     rest = f"{windows} windows of the text" if windows > 1 else "one window of the text"
-    unsure = sum(row["verdict"] == UNDECIDED for row in known)
-    whole = [row for row in known if (number(row, "agreement") or 0) >= 1 and row["verdict"] != UNDECIDED]
-    agree = f"; all windows agree on {len(whole)}" if windows > 1 else ""
+    unsure = sum(row["verdict"] == UNDECIDED for row in decidable)
+    unanimous = [row for row in decidable if (number(row, "agreement") or 0) >= 1 and row["verdict"] != UNDECIDED]
+    agree = f"; all windows agree on {len(unanimous)}" if windows > 1 else ""
     return [
         (
-            f"Confidence: judged over {rest}, {len(known) - unsure} of {len(known)} heads have a verdict that holds in "
-            f"{thresholds.confidence:.0%} of resamples or more, {unsure} are undecided{agree}."
+            f"Confidence: judged over {rest}, {len(decidable) - unsure} of {len(decidable)} heads have a verdict that "
+            f"holds in {thresholds.confidence:.0%} of resamples or more, {unsure} are undecided{agree}."
         )
     ]
 
@@ -264,7 +266,7 @@ def threshold_sentences(thresholds: Thresholds, manifest: Mapping[str, Any]) -> 
     """Describe thresholds that differ from the defaults, or from those at the time of the measurement."""
     sentences = []
     if changed := thresholds.differences(Thresholds()):
-        changes = ", ".join(f"{name} {value:g} (default {usual:g})" for name, (value, usual) in changed.items())
+        changes = ", ".join(f"{name} {value:g} (default {default:g})" for name, (value, default) in changed.items())
         sentences.append(f"Judged by thresholds other than the default: {changes}.")
     first = manifest.get("first_thresholds")
     if again := thresholds.differences(thresholds_of(first)) if first is not None else {}:
@@ -285,8 +287,8 @@ def caveats(heads: Sequence[Row], changing: int, manifest: Mapping[str, Any]) ->
     sentences = []
     all_rows = manifest.get("settings", {}).get("rows") == "all"
     if changing:
-        who = "1 head gets" if changing == 1 else f"{changing} heads get"
-        sentences.append(f"{who} different verdicts from different texts; a verdict counts if most texts give it.")
+        subject = "1 head gets" if changing == 1 else f"{changing} heads get"
+        sentences.append(f"{subject} different verdicts from different texts; a verdict counts if most texts give it.")
     rows = [count for row in heads if row["verdict"] not in ("broken", None) and (count := row.get("rows"))]
     if rows and min(rows) < FEW_ROWS:
         few = (
@@ -323,7 +325,7 @@ class ModelVerdict:
         for part in ("ceiling", "rate"):
             for name, value in (plain[part] or {}).items():
                 if isinstance(value, tuple):
-                    plain[part][name] = [one if math.isfinite(one) else None for one in value]
+                    plain[part][name] = [bound if math.isfinite(bound) else None for bound in value]
         return plain
 
 
@@ -337,11 +339,11 @@ def model_verdict(
     heads, changing = representative_rows(all_heads)
     seeing_all, windowed = split_by_window(heads, all_heads)
     counts = Counter(row["verdict"] for row in heads)
-    chosen = {tuple(row[name] for name, _ in HEAD_KEY) for row in seeing_all}
+    head_keys = {tuple(row[name] for name, _ in HEAD_KEY) for row in seeing_all}
     curves = [
         row
         for row in tables["by_length"].select(_CURVE).to_pylist()
-        if tuple(row[name] for name, _ in HEAD_KEY) in chosen
+        if tuple(row[name] for name, _ in HEAD_KEY) in head_keys
     ]
     runs, slopes = _running_normalizer(heads, manifest), rate(heads)
     limit = ceiling(seeing_all, curves if runs == "softmax" else (), thresholds)
@@ -379,13 +381,13 @@ def _headline_by_text(heads: Sequence[Row], runs: str | None, thresholds: Thresh
     texts = list(dict.fromkeys(row["text"] for row in heads))
     if len(texts) < 2:
         return {}
-    found = {}
+    headlines = {}
     for text in texts:
-        own = [row for row in heads if row["text"] == text]
-        chosen, _ = representative_rows(own)
-        seeing_all, windowed = split_by_window(chosen, own)
-        found[text] = headline(seeing_all, windowed, None, runs, thresholds)
-    return found
+        text_rows = [row for row in heads if row["text"] == text]
+        text_heads, _ = representative_rows(text_rows)
+        seeing_all, windowed = split_by_window(text_heads, text_rows)
+        headlines[text] = headline(seeing_all, windowed, None, runs, thresholds)
+    return headlines
 
 
 def _running_normalizer(heads: Sequence[Row], manifest: Mapping[str, Any]) -> str | None:

@@ -30,8 +30,8 @@ def head_rows(heads: pa.Table) -> list[dict[str, Any]]:
     )
     names += ["worst_norm"]
     names += [column for number in NUMBERS for column in with_quantiles(number)]
-    known = set(heads.column_names)  # pyarrow builds a new list at every access
-    rows: list[dict[str, Any]] = heads.select([name for name in names if name in known]).to_pylist()
+    present = set(heads.column_names)  # pyarrow builds a new list at every access
+    rows: list[dict[str, Any]] = heads.select([name for name in names if name in present]).to_pylist()
     return rows
 
 
@@ -70,17 +70,17 @@ def representative_rows(heads: Sequence[Row], normalizer: str | None = None) -> 
     for row in heads:
         if row["normalizer"] == measured and (row["length"] or 0) == longest[row["text"]]:
             by_head.setdefault(head_id(row), []).append(row)
-    chosen, changing = [], 0
+    representatives, changing = [], 0
     for rows in by_head.values():
         verdict = verdict_over_texts([row["verdict"] for row in rows])
-        given = {row["verdict"] for row in rows} - {UNDECIDED}
-        changing += len(given) > 1
+        verdicts = {row["verdict"] for row in rows} - {UNDECIDED}
+        changing += len(verdicts) > 1
         agreeing = [row for row in rows if row["verdict"] == verdict] or rows
-        row = max(agreeing, key=lambda one: one["n_high"] or 0)
-        chosen.append(
+        row = max(agreeing, key=lambda candidate: candidate["n_high"] or 0)
+        representatives.append(
             row if row["verdict"] == verdict else {**row, "verdict": verdict, "evidence": _list_verdicts(rows)}
         )
-    return chosen, changing
+    return representatives, changing
 
 
 def verdict_over_texts(verdicts: Sequence[str | None]) -> str | None:
@@ -95,7 +95,7 @@ def _list_verdicts(rows: Sequence[Row]) -> str:
     return "; ".join(f"{row['verdict'] or 'not judged'} on {row['text']!r}" for row in rows) + "."
 
 
-def split_by_window(chosen: Sequence[Row], heads: Iterable[Row]) -> tuple[list[Row], list[Row]]:
+def split_by_window(rows: Sequence[Row], heads: Iterable[Row]) -> tuple[list[Row], list[Row]]:
     """Split heads into those that see all keys, and those with a sliding window (see `sees_fewer_keys`).
 
     They are judged separately: what a head does among 512 keys says nothing about 8,192 keys, and a longer text does
@@ -103,17 +103,17 @@ def split_by_window(chosen: Sequence[Row], heads: Iterable[Row]) -> tuple[list[R
     """
     seeing_all: list[Row] = []
     windowed: list[Row] = []
-    for row, behind in zip(chosen, sees_fewer_keys(chosen, heads), strict=True):
+    for row, behind in zip(rows, sees_fewer_keys(rows, heads), strict=True):
         (windowed if behind else seeing_all).append(row)
     return seeing_all, windowed
 
 
-def sees_fewer_keys(chosen: Iterable[Row], heads: Iterable[Row]) -> list[bool]:
+def sees_fewer_keys(rows: Iterable[Row], heads: Iterable[Row]) -> list[bool]:
     """Return for each chosen head whether it sees fewer keys than another head of its kind on the same text."""
     longest: dict[tuple[Any, ...], int] = {}
     for row in heads:
         longest[_pass_key(row)] = max(longest.get(_pass_key(row), 0), row["n_high"] or 0)
-    return [row["n_high"] is not None and row["n_high"] < longest[_pass_key(row)] for row in chosen]
+    return [row["n_high"] is not None and row["n_high"] < longest[_pass_key(row)] for row in rows]
 
 
 def head_id(row: Row) -> tuple[str, int, int]:

@@ -55,8 +55,8 @@ class HeadCase:
         The measured row knows its learned parameters. Without it, the name gives the initial parameters only.
         """
         measured = self.row.get("worst_norm")
-        known = measured is not None and math.isfinite(measured)
-        return float(measured) if known else worst_norm(self.runs, self.n)  # type: ignore[arg-type]
+        is_known = measured is not None and math.isfinite(measured)
+        return float(measured) if is_known else worst_norm(self.runs, self.n)  # type: ignore[arg-type]
 
     def number(self, name: str) -> float | None:
         return number(self.row, name)
@@ -326,24 +326,26 @@ def _relative_entropies(
     heads: Arrays, hidden: np.ndarray, ratio: np.ndarray, horizon: np.ndarray, n: np.ndarray
 ) -> np.ndarray:
     """Return `_relative_entropy` for arrays; NaN if there is no floor."""
-    nats, whole = _finite(heads["entropy_nats"]), _finite(heads["entropy_ratio"])
+    nats, total_ratio = _finite(heads["entropy_nats"]), _finite(heads["entropy_ratio"])
     low = np.maximum(np.asarray(heads["n_low"], dtype=np.float64), 0)
     low = np.where(np.isnan(low) | (low == 0), 2, low)
-    quotient = np.exp(np.minimum(nats / whole, 700.0))
+    quotient = np.exp(np.minimum(nats / total_ratio, 700.0))
     middle = np.where(
-        np.isnan(nats) | ~(whole != 0) | np.isnan(whole), n, np.rint(np.minimum(np.maximum(quotient, low), n))
+        np.isnan(nats) | ~(total_ratio != 0) | np.isnan(total_ratio),
+        n,
+        np.rint(np.minimum(np.maximum(quotient, low), n)),
     )
     keys = middle - hidden
     floor = _finite(heads["entropy_floor"])
     if hidden.any():
-        spread, counted, where = np.broadcast_arrays(
+        spread, counted, with_floor = np.broadcast_arrays(
             np.log(np.maximum(horizon - 1, 1.0)), np.maximum(keys, 1.0), hidden
         )
-        where = where & ~np.isnan(spread)
-        beside = np.full(where.shape, np.nan)
-        if where.any():
-            spreads, n_beside = np.nan_to_num(spread[where]), np.nan_to_num(counted[where], nan=1.0)
-            beside[where] = entropy_floor(torch.from_numpy(spreads), torch.from_numpy(n_beside)).numpy()
+        with_floor = with_floor & ~np.isnan(spread)
+        beside = np.full(with_floor.shape, np.nan)
+        if with_floor.any():
+            spreads, n_beside = np.nan_to_num(spread[with_floor]), np.nan_to_num(counted[with_floor], nan=1.0)
+            beside[with_floor] = entropy_floor(torch.from_numpy(spreads), torch.from_numpy(n_beside)).numpy()
         floor = np.where(hidden, beside, floor)
     entropy = np.where(hidden | np.isnan(nats), ratio * np.log(keys), nats)
     return np.asarray((entropy - floor) / np.maximum(np.log(keys) - floor, 1e-12))

@@ -108,28 +108,30 @@ class Thresholds:
                 raise ValueError(f"unknown threshold {name!r}; {did_you_mean(name, self.as_dict())}")
             if name in values:
                 raise ValueError(f"threshold {name} is set twice")
-            values[name] = _read(name, value, whole=isinstance(getattr(self, name), int))
+            values[name] = _read(name, value, integer=isinstance(getattr(self, name), int))
         return replace(self, **values)  # type: ignore[arg-type]  # whole numbers where they belong
 
     def differences(self, others: "Thresholds") -> dict[str, tuple[float, float]]:
         """Return name -> (value here, value in `others`) for thresholds that differ."""
-        there = others.as_dict()
-        return {name: (value, there[name]) for name, value in self.as_dict().items() if value != there[name]}
+        other_values = others.as_dict()
+        return {
+            name: (value, other_values[name]) for name, value in self.as_dict().items() if value != other_values[name]
+        }
 
 
 def thresholds_of(saved: Mapping[str, Any]) -> Thresholds:
     """Return the thresholds of a manifest; names that this version does not know are ignored."""
-    known = {field.name for field in fields(Thresholds)}
-    return Thresholds(**{name: value for name, value in saved.items() if name in known})
+    names = {field.name for field in fields(Thresholds)}
+    return Thresholds(**{name: value for name, value in saved.items() if name in names})
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _read(name: str, value: str, *, whole: bool) -> float:
+def _read(name: str, value: str, *, integer: bool) -> float:
     try:
-        return int(value) if whole else float(value)
+        return int(value) if integer else float(value)
     except ValueError:
-        expected = "a whole number" if whole else "a number between 0 and 1"
+        expected = "a whole number" if integer else "a number between 0 and 1"
         raise ValueError(f"threshold {name} takes {expected}, got {value!r}") from None

@@ -96,17 +96,19 @@ def repeat_command(manifest: Mapping[str, Any], **changes: Any) -> str:
 
 def compare_medians(change: str, quantity: str, metric: str, pairs: Iterable[tuple[Row, Row]]) -> list[WhatIf]:
     """Return the median of a metric before and after a change, over pairs in which both are known; empty if none."""
-    both = [(a, b) for x, y in pairs if (a := number(x, metric)) is not None and (b := number(y, metric)) is not None]
-    if not both:
+    value_pairs = [
+        (a, b) for x, y in pairs if (a := number(x, metric)) is not None and (b := number(y, metric)) is not None
+    ]
+    if not value_pairs:
         return []
-    before, after = (median(values) for values in zip(*both, strict=True))
-    return [WhatIf(change=change, quantity=quantity, before=before, after=after, heads=len(both))]
+    before, after = (median(values) for values in zip(*value_pairs, strict=True))
+    return [WhatIf(change=change, quantity=quantity, before=before, after=after, heads=len(value_pairs))]
 
 
 def pair_heads(before: Rows, after: Rows) -> list[tuple[Row, Row]]:
     """Return pairs of rows that belong to the same head."""
-    there = {head_key(row): row for row in after}
-    return [(row, there[head_key(row)]) for row in before if head_key(row) in there]
+    after_by_head = {head_key(row): row for row in after}
+    return [(row, after_by_head[head_key(row)]) for row in before if head_key(row) in after_by_head]
 
 
 def head_key(row: Row) -> tuple[Any, ...]:
@@ -118,22 +120,26 @@ def select_verdicts(rows: Rows, verdicts: Sequence[str]) -> list[Row]:
 
 
 def advise_normalizer(
-    chosen: Rows, others: Mapping[str, Rows], manifest: Mapping[str, Any], runs: str | None
+    model_heads: Rows, others: Mapping[str, Rows], manifest: Mapping[str, Any], runs: str | None
 ) -> list[Advice]:
     """Return advice about normalizers that make dispersed heads sharper at this length, and a caution about others."""
-    dispersed = select_verdicts(chosen, DISPERSED)
+    dispersed = select_verdicts(model_heads, DISPERSED)
     if not dispersed:
         return []
     measured = {name: pair_heads(dispersed, rows) for name, rows in others.items() if _may_sharpen(name)}
-    measured = {name: both for name, both in measured.items() if both}
-    sharper = {name: both for name, both in measured.items() if _is_sharper(both)}
-    broader = {name: both for name, both in measured.items() if name not in sharper}
+    measured = {name: pairs for name, pairs in measured.items() if pairs}
+    sharper = {name: pairs for name, pairs in measured.items() if _is_sharper(pairs)}
+    broader = {name: pairs for name, pairs in measured.items() if name not in sharper}
     to_measure = ["model", *(name for name in TO_MEASURE if name != runs)]
-    given = []
+    advice = []
     if sharper or not measured:
-        what_if = [one for name, both in sharper.items() for one in _what_if_rows(name, both, sharper, chosen, others)]
+        what_if = [
+            what_if_row
+            for name, pairs in sharper.items()
+            for what_if_row in _what_if_rows(name, pairs, sharper, model_heads, others)
+        ]
         thresholds = thresholds_of(manifest.get("thresholds", {}))
-        given.append(
+        advice.append(
             Advice(
                 title=_title(runs),
                 text=" ".join([_explain_dispersed(dispersed, runs), *_describe_factors(sharper, thresholds)]),
@@ -143,14 +149,14 @@ def advise_normalizer(
             )
         )
     if broader:
-        given.append(_caution(broader, dispersed, chosen, others, manifest))
-    return given
+        advice.append(_caution(broader, dispersed, model_heads, others, manifest))
+    return advice
 
 
 def _caution(
     broader: Mapping[str, Sequence[tuple[Row, Row]]],
     dispersed: Rows,
-    chosen: Rows,
+    model_heads: Rows,
     others: Mapping[str, Rows],
     manifest: Mapping[str, Any],
 ) -> Advice:
@@ -169,7 +175,9 @@ def _caution(
         ),
         heads=len(dispersed),
         what_if=tuple(
-            one for name, both in broader.items() for one in _what_if_rows(name, both, broader, chosen, others)
+            what_if_row
+            for name, pairs in broader.items()
+            for what_if_row in _what_if_rows(name, pairs, broader, model_heads, others)
         ),
         caution=True,
     )
@@ -177,26 +185,26 @@ def _caution(
 
 def _what_if_rows(
     name: str,
-    both: Sequence[tuple[Row, Row]],
+    pairs: Sequence[tuple[Row, Row]],
     compared: Mapping[str, Sequence[tuple[Row, Row]]],
-    chosen: Rows,
+    model_heads: Rows,
     others: Mapping[str, Rows],
 ) -> list[WhatIf]:
-    all_heads = pair_heads(chosen, others[name])
+    all_heads = pair_heads(model_heads, others[name])
     before, after = (len(select_verdicts(side, ("frozen",))) for side in zip(*all_heads, strict=True))
     return [
-        *compare_medians(name, "entropy / log n", "entropy_ratio", both),
-        *compare_medians(name, "largest weight", "max_weight", both),
+        *compare_medians(name, "entropy / log n", "entropy_ratio", pairs),
+        *compare_medians(name, "largest weight", "max_weight", pairs),
         *_verdict_changes(name, compared),
         _count_change(name, "frozen, of all heads", before, after, len(all_heads)),
-        *compare_medians(name, "Jacobian norm", "jacobian_norm", both),
+        *compare_medians(name, "Jacobian norm", "jacobian_norm", pairs),
     ]
 
 
-def _is_sharper(both: Sequence[tuple[Row, Row]]) -> bool:
+def _is_sharper(pairs: Sequence[tuple[Row, Row]]) -> bool:
     """Whether the median entropy of the heads falls, and their median largest weight does not fall."""
-    entropy = compare_medians("", "", "entropy_ratio", both)
-    weight = compare_medians("", "", "max_weight", both)
+    entropy = compare_medians("", "", "entropy_ratio", pairs)
+    weight = compare_medians("", "", "max_weight", pairs)
     falls = bool(entropy) and entropy[0].after < entropy[0].before - MIN_CHANGE
     return falls and not (weight and weight[0].after < weight[0].before - MIN_CHANGE)
 
@@ -212,41 +220,43 @@ def _title(runs: str | None) -> str:
 def _explain_dispersed(dispersed: Rows, runs: str | None) -> str:
     """Describe why the heads are dispersed, as far as it is known."""
     count = {name: len(select_verdicts(dispersed, (name,))) for name in DISPERSED}
-    heads, who = count_words(len(dispersed), "dispersed head"), runs or "what the model runs"
+    heads, normalizer = count_words(len(dispersed), "dispersed head"), runs or "what the model runs"
     if forced := count["dispersed-forced"]:
         properties = properties_of(runs)
         further = "further up" if properties and properties.length else "up with the length"
         return (
-            f"{forced} of {heads} are beyond their horizon, where {who} gives no key half of the weight: logits must "
-            f"be scaled {further}, or small weights cut off."
+            f"{forced} of {heads} are beyond their horizon, where {normalizer} gives no key half of the weight: logits "
+            f"must be scaled {further}, or small weights cut off."
         )
-    if chosen := count["dispersed-by-choice"]:
-        whose = heads if chosen == len(dispersed) else f"{chosen} of {heads}"
+    if by_choice := count["dispersed-by-choice"]:
+        whose = heads if by_choice == len(dispersed) else f"{by_choice} of {heads}"
         return f"The logits of {whose} would allow sharper weights; a sharper normalizer takes what is there."
-    return f"How sharp {who} could be on the logits of {heads} is not known; another normalizer on them shows more."
+    return (
+        f"How sharp {normalizer} could be on the logits of {heads} is not known; another normalizer on them shows more."
+    )
 
 
 def _describe_factors(sharper: Mapping[str, Sequence[tuple[Row, Row]]], thresholds: Thresholds) -> list[str]:
-    sentences = (_describe_factor(name, both, thresholds) for name, both in sharper.items())
+    sentences = (_describe_factor(name, pairs, thresholds) for name, pairs in sharper.items())
     return [sentence for sentence in sentences if sentence is not None]
 
 
-def _describe_factor(name: str, both: Sequence[tuple[Row, Row]], thresholds: Thresholds) -> str | None:
+def _describe_factor(name: str, pairs: Sequence[tuple[Row, Row]], thresholds: Thresholds) -> str | None:
     """Describe the factor by which a rescaled softmax multiplies the logits, and the factor that would be needed."""
-    known = [
+    log_horizons = [
         (math.log(a - 1), math.log(b - 1), before["n_high"])
-        for before, after in both
+        for before, after in pairs
         if before["verdict"] == "dispersed-forced"
         and (a := number(before, f"horizon{judged_suffix(before, thresholds)}")) is not None
         and (b := number(after, f"horizon{judged_suffix(before, thresholds)}")) is not None
         and a > 2
     ]
-    if not known:
+    if not log_horizons:
         return None
-    factor, needed = median(b / a for a, b, _ in known), median(math.log(n - 1) / a for a, _, n in known)
+    factor, needed = median(b / a for a, b, _ in log_horizons), median(math.log(n - 1) / a for a, _, n in log_horizons)
     if factor >= needed:
         return None
-    longest = max(n for *_, n in known)
+    longest = max(n for *_, n in log_horizons)
     s = f" (an s of {needed / math.log(longest):.2g})" if name == "ssmax" else ""
     flattens = ", less than 1, so that it flattens them" if factor < 0.995 else ""
     return (
@@ -260,12 +270,12 @@ def _verdict_changes(name: str, sharper: Mapping[str, Sequence[tuple[Row, Row]]]
 
     All normalizers list the same verdicts: those that any of them gives.
     """
-    verdicts = {change: Counter(other["verdict"] for _, other in both) for change, both in sharper.items()}
+    verdicts = {change: Counter(other["verdict"] for _, other in pairs) for change, pairs in sharper.items()}
     mine, heads = verdicts[name], verdicts[name].total()
-    fates = [one for one in (*_BETTER_FIRST, None) if any(counts[one] for counts in verdicts.values())]
+    fates = [verdict for verdict in (*_BETTER_FIRST, None) if any(counts[verdict] for counts in verdicts.values())]
     return [
-        _count_change(name, "dispersed heads", heads, sum(mine[one] for one in DISPERSED), heads),
-        *(_count_change(name, f"of these {one or 'not judged'}", 0, mine[one], heads) for one in fates),
+        _count_change(name, "dispersed heads", heads, sum(mine[verdict] for verdict in DISPERSED), heads),
+        *(_count_change(name, f"of these {verdict or 'not judged'}", 0, mine[verdict], heads) for verdict in fates),
     ]
 
 
