@@ -208,6 +208,20 @@ def test_a_captured_image_classifier_has_the_gradients_of_the_step_itself(name: 
             assert float((one - other).norm()) <= 0.02 * float(other.norm())
 
 
+@pytest.mark.parametrize("name", ["softmax", "gaussian", "soft"])
+def test_compiled_layers_of_an_image_classifier_have_the_gradients_of_the_others(name: str) -> None:
+    settings = VisionSettings(layers=2, heads=2, width=64, patch=8, batch=32, normalizer=name)
+    images = generated_textures(train=32, test=32, side=32).train.to(torch.device(DEVICE))
+    pixels = as_model_input(images.pixels)
+    gradients = []
+    for compiled in (False, True):
+        model = vision.build_model(settings, images.classes, images.side).to(DEVICE).train()
+        update = vision._Update(model, settings, vision.repeated_blocks(model) if compiled else ())
+        gradients.append(_loss_and_gradients(update._gradients, model, pixels, images.labels))
+    for compiled_part, eager_part in zip(*reversed(gradients), strict=True):
+        assert float((compiled_part - eager_part).norm()) <= 1e-3 * float(eager_part.norm())
+
+
 def _loss_and_gradients(step: Callable[..., Tensor], model: Any, pixels: Tensor, labels: Tensor) -> list[Tensor]:
     """The loss and the gradients of all parameters, as one vector. A captured step writes its own gradients."""
     kept = [parameter.grad for parameter in model.parameters()]
