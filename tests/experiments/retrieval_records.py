@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attnorm.experiments.retrieval.plan import Found, Section, Training
+from attnorm.experiments.retrieval.plan import Section, Training, TrainingRecords
 from attnorm.training.retrieval.evaluate import Trials
 from attnorm.training.retrieval.model import run_key
 from attnorm.training.retrieval.recipe import RetrievalRecipe
@@ -35,7 +35,9 @@ def record(of: Training, size: int, seed: int, tested_with: str, accuracy: float
     return {**usual, **changed}
 
 
-def found(of: Training, percents: Mapping[str, Sequence[float]], jitter: float = 0.1, **changed: Any) -> Found:
+def found(
+    of: Training, percents: Mapping[str, Sequence[float]], jitter: float = 0.1, **changed: Any
+) -> TrainingRecords:
     """% right by test, one for each size; seeds lie `jitter` points apart around it."""
     records = [
         record(of, size, seed, name, (percent + jitter * (seed - 1)) / 100, **changed)
@@ -43,4 +45,4 @@ def found(of: Training, percents: Mapping[str, Sequence[float]], jitter: float =
         for size, percent in zip(of.trials.sizes, numbers, strict=True)
         for seed in SEEDS
     ]
-    return Found(of, records, True)
+    return TrainingRecords(of, records, True)

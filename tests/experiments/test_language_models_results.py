@@ -52,7 +52,7 @@ def test_seeds_are_averaged_and_the_lowest_loss_comes_first() -> None:
     assert first.losses["valid"][16].mean == pytest.approx(5.6)
     assert first.losses["valid"][8].half == pytest.approx(0.1)
     assert second.losses["valid"][8].half is None
-    assert first.found[8].mean == pytest.approx(0.6)
+    assert first.keys_found[8].mean == pytest.approx(0.6)
     assert first.attention == {"entropy_ratio": pytest.approx(0.6)}
     assert first.tokens_per_second == 101.0
 

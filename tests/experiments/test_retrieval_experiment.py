@@ -20,8 +20,8 @@ from attnorm.experiments.retrieval.plan import (
     PRINTED_ADAPTIVE,
     PRINTED_SIZES,
     PRINTED_SOFTMAX,
-    Found,
     RetrievalPlan,
+    TrainingRecords,
 )
 from attnorm.experiments.subject import ExperimentSubject
 from attnorm.files import read_jsonl
@@ -46,7 +46,7 @@ SMALL = RetrievalPlan(
 )
 
 
-def written(path: Path, members: list[Found]) -> None:
+def written(path: Path, members: list[TrainingRecords]) -> None:
     lines = [json.dumps(one) for member in members for one in member.records]
     with lzma.open(path, "wt") as file:
         file.write("\n".join(lines) + "\n")

@@ -55,9 +55,9 @@ class Adaptive:
 def versions(rows: SampledRows, seed: int) -> dict[str, EntropyRule]:
     """Return the polynomials by name: printed and re-fit to these rows, both also in a monotone form."""
     generator = torch.Generator().manual_seed(seed)
-    some = rows.where(torch.randperm(len(rows.n), generator=generator)[:FIT_ROWS])
-    some = some.where(some.n > 2)
-    fitted = fit(some.logits, mask=some.visible, keep=KEEP)
+    fit_rows = rows.where(torch.randperm(len(rows.n), generator=generator)[:FIT_ROWS])
+    fit_rows = fit_rows.where(fit_rows.n > 2)
+    fitted = fit(fit_rows.logits, mask=fit_rows.visible, keep=KEEP)
     rules = {}
     for name, coefficients in ((PRINTED, PRINTED_COEFFICIENTS), (REFIT, fitted)):
         rules[name] = EntropyRule(coefficients)
@@ -89,16 +89,18 @@ def measure(
     for name, rule in rules.items():
         weights = _softmax(sampled, rule.beta(entropy.double()).to(entropy.dtype))
         after[name] = entropy_nats(weights).double().numpy(), weights.amax(-1).double().numpy()
-    wanted: dict[str, Normalizer | None] = {AS_IT_RUNS: None}
-    wanted |= {name: adaptive_temperature(rule.coefficients, monotone=rule.monotone) for name, rule in rules.items()}
-    found = losses(subject, progress, wanted, windows_of(subject, *windows))
+    normalizers: dict[str, Normalizer | None] = {AS_IT_RUNS: None}
+    normalizers |= {
+        name: adaptive_temperature(rule.coefficients, monotone=rule.monotone) for name, rule in rules.items()
+    }
+    losses_by_name = losses(subject, progress, normalizers, windows_of(subject, *windows))
     return Adaptive(
         n=sampled.n.double().numpy(),
         entropy=entropy.double().numpy(),
         largest=plain.amax(-1).double().numpy(),
         after=after,
         rules=rules,
-        losses=found,
+        losses=losses_by_name,
     )
 
 
@@ -110,36 +112,38 @@ def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> 
     length = subject.lengths((QUICK_LENGTH,) if subject.quick else LENGTHS)[-1]
     rows = 12 if subject.quick else 32
     windows = (256, QUICK_WINDOWS) if subject.quick else (min(length, 1024), WINDOWS)
-    found = measure(subject, progress, length, rows, windows)
+    adaptive = measure(subject, progress, length, rows, windows)
 
     text = subject.passages()[0].name
-    about = f"{subject.loaded().name}, {text}, {len(found.n):,} rows of up to {length:,} keys, all heads"
+    about = f"{subject.loaded().name}, {text}, {len(adaptive.n):,} rows of up to {length:,} keys, all heads"
     return Outcome(
-        summary=_summary(found),
-        findings=judge_claims(found),
-        figures={"adaptive": figure(found, about)},
-        tables={"versions": table(found), "rows": _rows_table(found)},
+        summary=_summary(adaptive),
+        findings=judge_claims(adaptive),
+        figures={"adaptive": figure(adaptive, about)},
+        tables={"versions": table(adaptive), "rows": _rows_table(adaptive)},
         parameters={
             "length": length, "rows_per_head": rows, "windows": windows, "keep": KEEP, "seed": subject.seed,
-            "coefficients": {name: rule.coefficients for name, rule in found.rules.items()},
+            "coefficients": {name: rule.coefficients for name, rule in adaptive.rules.items()},
         },
     )  # fmt: skip
 
 
-def judge_claims(found: Adaptive) -> tuple[ExperimentFinding, ...]:
+def judge_claims(adaptive: Adaptive) -> tuple[ExperimentFinding, ...]:
     low, high = REACH
-    H, long = found.entropy, found.n > MAX_KEYS
+    H, long = adaptive.entropy, adaptive.n > MAX_KEYS
     shares = [float(np.mean(part)) for part in (low >= H, (low < H) & (high > H), high <= H)]
     reached = bool(long.any()) and float(np.mean(H[long] >= high)) <= 0.01
-    after = {name: float(np.median(values[1])) for name, values in found.after.items()}
-    harm, how_sure = weighed(found.change(PRINTED), LITTLE, MUCH)
+    after = {name: float(np.median(values[1])) for name, values in adaptive.after.items()}
+    harm, how_sure = weighed(adaptive.change(PRINTED), LITTLE, MUCH)
     too_flat = (
         f"{float(np.mean(H[long] >= high)):.0%} of the rows of more than {MAX_KEYS} keys are too flat for it"
         if long.any()
         else f"no row has more than {MAX_KEYS} keys"
     )
     verdict: Verdict = "reproduces" if shares[1] > 0.8 else "partly" if shares[1] > 0.3 else "does not"
-    beta_at_3 = {name: float(rule.beta(torch.tensor(3.0, dtype=torch.float64))) for name, rule in found.rules.items()}
+    beta_at_3 = {
+        name: float(rule.beta(torch.tensor(3.0, dtype=torch.float64))) for name, rule in adaptive.rules.items()
+    }
     return (
         ExperimentFinding(
             claim="Adaptive temperature corrects rows whose entropy is above 0.5 nats (algorithm of [V])",
@@ -151,22 +155,22 @@ def judge_claims(found: Adaptive) -> tuple[ExperimentFinding, ...]:
         ),
         ExperimentFinding(
             claim="It delays dispersion, most in long contexts [V]",
-            ours=f"{too_flat}; the median largest weight changes from {float(np.median(found.largest)):.2f} to "
+            ours=f"{too_flat}; the median largest weight changes from {float(np.median(adaptive.largest)):.2f} to "
             f"{after[PRINTED]:.2f} (printed), {after[REFIT]:.2f} (re-fit)",
             verdict="reproduces" if reached else "partly",
             why="the rows that need it most are beyond its reach; a monotone extension reaches them",
         ),
         ExperimentFinding(
             claim="The polynomial was fitted on one toy task and may not carry over (limitations of [V])",
-            ours=f"fitted to this model's rows it acts {_where(found.rules[REFIT])}; its beta at H = 3 is "
+            ours=f"fitted to this model's rows it acts {_where(adaptive.rules[REFIT])}; its beta at H = 3 is "
             f"{beta_at_3[REFIT]:.2f}, the printed one's {beta_at_3[PRINTED]:.2f}",
             verdict="reproduces",
             why="how much a row must be sharpened depends on its gap, which the entropy determines only in part",
         ),
         ExperimentFinding(
             claim="A drop-in replacement at inference (highlights of [V])",
-            ours=f"loss {float(found.losses[AS_IT_RUNS].mean()):.3f} nats per token as it runs; it changes by "
-            + ", ".join(f"{found.change(name)} ({name})" for name in found.rules)
+            ours=f"loss {float(adaptive.losses[AS_IT_RUNS].mean()):.3f} nats per token as it runs; it changes by "
+            + ", ".join(f"{adaptive.change(name)} ({name})" for name in adaptive.rules)
             + f" ({how_sure}, of the printed one)",
             verdict=harm,
             why="heads that average on purpose are sharpened too; it needs training, as the notes on [V] say of "
@@ -180,11 +184,11 @@ def _where(rule: EntropyRule) -> str:
     return " and ".join(phrases) or "nowhere"
 
 
-def table(found: Adaptive) -> pa.Table:
+def table(adaptive: Adaptive) -> pa.Table:
     """Return one row per version of the polynomial."""
     rows = []
-    for name, rule in found.rules.items():
-        beta = rule.beta(torch.from_numpy(found.entropy)).numpy()
+    for name, rule in adaptive.rules.items():
+        beta = rule.beta(torch.from_numpy(adaptive.entropy)).numpy()
         where = acting(rule)
         rows.append(
             {
@@ -192,33 +196,34 @@ def table(found: Adaptive) -> pa.Table:
                 "acts_from_nats": where[0][0] if where else float("nan"),
                 "acts_to_nats": where[-1][1] if where else float("nan"),
                 "rows_it_acts_on": float(np.mean(beta > 1)), "largest_beta": float(beta.max()),
-                "median_entropy_after": float(np.median(found.after[name][0])),
-                "median_largest_weight_after": float(np.median(found.after[name][1])),
-                "loss": float(found.losses[name].mean()), "loss_as_it_runs": float(found.losses[AS_IT_RUNS].mean()),
-                "change": found.change(name).value, "change_error": found.change(name).error,
-                "windows": len(found.losses[name]),
+                "median_entropy_after": float(np.median(adaptive.after[name][0])),
+                "median_largest_weight_after": float(np.median(adaptive.after[name][1])),
+                "loss": float(adaptive.losses[name].mean()),
+                "loss_as_it_runs": float(adaptive.losses[AS_IT_RUNS].mean()),
+                "change": adaptive.change(name).value, "change_error": adaptive.change(name).error,
+                "windows": len(adaptive.losses[name]),
             }
         )  # fmt: skip
     return pa.Table.from_pylist(rows)
 
 
-def _rows_table(found: Adaptive) -> pa.Table:
-    columns = {"n": found.n, "entropy_nats": found.entropy, "max_weight": found.largest}
-    for name, (entropy, largest) in found.after.items():
+def _rows_table(adaptive: Adaptive) -> pa.Table:
+    columns = {"n": adaptive.n, "entropy_nats": adaptive.entropy, "max_weight": adaptive.largest}
+    for name, (entropy, largest) in adaptive.after.items():
         columns |= {f"entropy_nats {name}": entropy, f"max_weight {name}": largest}
     return pa.table(columns)
 
 
-def _summary(found: Adaptive) -> str:
+def _summary(adaptive: Adaptive) -> str:
     low, high = REACH
-    H = found.entropy
+    H = adaptive.entropy
     return (
         f"The printed polynomial acts on {np.mean((low < H) & (high > H)):.0%} of {len(H):,} rows; "
         f"{np.mean(high <= H):.0%} are flatter than its upper end of {high:.2f} nats and stay as they are, "
         f"{np.mean(H <= MIN_ENTROPY):.0%} are sharp already. In all layers without training it changes the "
-        f"loss of {float(found.losses[AS_IT_RUNS].mean()):.3f} nats per token by {found.change(PRINTED)}, fitted to "
-        f"this model's own rows by {found.change(REFIT)} (mean ± standard error of "
-        f"{len(found.losses[AS_IT_RUNS])} windows): most flat heads have a reason to be flat."
+        f"loss of {float(adaptive.losses[AS_IT_RUNS].mean()):.3f} nats per token by {adaptive.change(PRINTED)}, "
+        f"fitted to this model's own rows by {adaptive.change(REFIT)} (mean ± standard error of "
+        f"{len(adaptive.losses[AS_IT_RUNS])} windows): most flat heads have a reason to be flat."
     )
 
 
@@ -233,19 +238,19 @@ HIGHEST = 8.5  # nats
 FACTORS = torch.linspace(0, HIGHEST, 400, dtype=torch.float64)
 
 
-def figure(found: Adaptive, about: str) -> Figure:
+def figure(adaptive: Adaptive, about: str) -> Figure:
     drawing = Figure(figsize=(11.4, 5.0), facecolor="white")
     grid = drawing.add_gridspec(2, 3, height_ratios=(2.2, 1), width_ratios=(1.25, 1, 1), **ROOM)
     upper = drawing.add_subplot(grid[0, 0])
     lower = drawing.add_subplot(grid[1, 0], sharex=upper)
-    _draw_factors(upper, found)
-    _draw_entropies(lower, found)
+    _draw_factors(upper, adaptive)
+    _draw_entropies(lower, adaptive)
     middle = drawing.add_subplot(grid[:, 1])
-    _draw_after(middle, found)
+    _draw_after(middle, adaptive)
     handles, labels = ([*lines, *shade] for lines, shade in zip(_legend(middle), _legend(upper), strict=True))
     drawing.legend(handles, labels, loc="upper left", bbox_to_anchor=(0.05, 0.985), ncols=5, fontsize=8)
-    _draw_losses(drawing.add_subplot(grid[:, 2]), found)
-    windows = len(found.losses[AS_IT_RUNS])
+    _draw_losses(drawing.add_subplot(grid[:, 2]), adaptive)
+    windows = len(adaptive.losses[AS_IT_RUNS])
     note(drawing, f"{about}; (c): mean of {windows} windows, in brackets the change ± its standard error")
     return drawing
 
@@ -255,10 +260,10 @@ def _legend(axes: Axes) -> tuple[list[Any], list[Any]]:
     return handles, labels
 
 
-def _draw_factors(axes: Axes, found: Adaptive) -> None:
+def _draw_factors(axes: Axes, adaptive: Adaptive) -> None:
     top = 0.0
-    for name in _apart(found):
-        beta = found.rules[name].beta(FACTORS).numpy()
+    for name in _apart(adaptive):
+        beta = adaptive.rules[name].beta(FACTORS).numpy()
         axes.plot(FACTORS.numpy(), beta, **{**LOOKS[name], "markevery": 50})
         top = max(top, float(np.quantile(beta, 0.95)))
     axes.axvspan(REACH[1], HIGHEST, color=PALE, alpha=0.13, linewidth=0, label="too flat for the printed one")
@@ -270,20 +275,20 @@ def _draw_factors(axes: Axes, found: Adaptive) -> None:
     tidy(axes)
 
 
-def _apart(found: Adaptive) -> dict[str, str]:
+def _apart(adaptive: Adaptive) -> dict[str, str]:
     """Return the versions to draw with their labels; a monotone form that is identical is not drawn twice."""
     labels: dict[str, str] = {}
     for name, monotone in MONOTONE.items():
-        same = torch.equal(found.rules[name].beta(FACTORS), found.rules[monotone].beta(FACTORS))
+        same = torch.equal(adaptive.rules[name].beta(FACTORS), adaptive.rules[monotone].beta(FACTORS))
         labels |= {name: f"{name} (monotone: the same)"} if same else {name: name, monotone: monotone}
     return labels
 
 
-def _draw_entropies(axes: Axes, found: Adaptive) -> None:
+def _draw_entropies(axes: Axes, adaptive: Adaptive) -> None:
     edges = np.linspace(0, HIGHEST, 52).tolist()
-    long = found.n > MAX_KEYS
+    long = adaptive.n > MAX_KEYS
     axes.hist(
-        [found.entropy[~long], found.entropy[long]], edges, stacked=True, color=[PALE, INK],
+        [adaptive.entropy[~long], adaptive.entropy[long]], edges, stacked=True, color=[PALE, INK],
         weights=[np.full(part.sum(), 100 / len(long)) for part in (~long, long)],
         label=[f"rows of at most {MAX_KEYS} keys", "rows of more"], linewidth=0,
     )  # fmt: skip
@@ -295,12 +300,12 @@ def _draw_entropies(axes: Axes, found: Adaptive) -> None:
     tidy(axes)
 
 
-def _draw_after(axes: Axes, found: Adaptive) -> None:
+def _draw_after(axes: Axes, adaptive: Adaptive) -> None:
     """Draw the cumulative distribution of the largest weight of rows, before and after."""
     lines: dict[str, tuple[Floats, dict[str, Any]]] = {
-        AS_IT_RUNS: (found.largest, {"color": INK, "linewidth": 2.4, "linestyle": "-", "marker": None})
+        AS_IT_RUNS: (adaptive.largest, {"color": INK, "linewidth": 2.4, "linestyle": "-", "marker": None})
     }
-    lines |= {label: (found.after[name][1], LOOKS[name]) for name, label in _apart(found).items()}
+    lines |= {label: (adaptive.after[name][1], LOOKS[name]) for name, label in _apart(adaptive).items()}
     for name, (values, look) in lines.items():
         ordered = np.sort(values)
         shares = np.linspace(0, 1, len(ordered))
@@ -314,14 +319,14 @@ def _draw_after(axes: Axes, found: Adaptive) -> None:
     tidy(axes)
 
 
-def _draw_losses(axes: Axes, found: Adaptive) -> None:
-    names = list(found.losses)
-    values = [float(found.losses[name].mean()) for name in names]
+def _draw_losses(axes: Axes, adaptive: Adaptive) -> None:
+    names = list(adaptive.losses)
+    values = [float(adaptive.losses[name].mean()) for name in names]
     rows = np.arange(len(names))[::-1]
     hatches = ("", "....", "////", "xxxx", "++++")
     for row, name, value, hatch in zip(rows, names, values, hatches, strict=False):
         axes.barh(row, value, color="white", edgecolor=INK, hatch=hatch, height=0.5, linewidth=0.8)
-        label_text = f"{value:.3f}" if name == AS_IT_RUNS else f"{value:.3f} ({found.change(name)})"
+        label_text = f"{value:.3f}" if name == AS_IT_RUNS else f"{value:.3f} ({adaptive.change(name)})"
         axes.text(0, row + 0.3, label_text, va="bottom", fontsize=8)
     axes.set_yticks(rows, [name.replace(", ", ",\n") for name in names])
     axes.set_xlim(0, max(values) * 1.05)

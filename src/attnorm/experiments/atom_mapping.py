@@ -71,25 +71,27 @@ def reaction(kind: tuple[str, str, str], first: str, second: str) -> Reaction:
     skipped = len(tokens_of(leaving)) - 2 + 1  # and the dot
     rows = [position for position in range(start, len(tokens)) if is_atom(tokens[position])]
     offsets = [position - start + 1 for position in rows]
-    targets = [at if at < before else at + skipped for at in offsets]
+    targets = [offset if offset < before else offset + skipped for offset in offsets]
     return Reaction(tuple(tokens), tuple(rows), tuple(targets))
 
 
 def reactions(count: int, seed: int) -> list[Reaction]:
     """Return different reactions of all kinds, in random order."""
-    every = list(product(KINDS, FIRST, SECOND))
-    chosen = np.random.default_rng(seed).permutation(len(every))[:count]
-    return [reaction(*every[index]) for index in chosen]
+    combinations = list(product(KINDS, FIRST, SECOND))
+    indices = np.random.default_rng(seed).permutation(len(combinations))[:count]
+    return [reaction(*combinations[index]) for index in indices]
 
 
 @torch.no_grad()
-def head_scores(loaded: LoadedModel, folder: Path, some: Sequence[Reaction]) -> tuple[Floats, Floats]:
+def head_scores(loaded: LoadedModel, folder: Path, samples: Sequence[Reaction]) -> tuple[Floats, Floats]:
     """Return share of right atoms and mean weight on the right atom, (layers, heads) each, over all product atoms."""
     right: dict[int, list[Any]] = {}
     weight: dict[int, list[Any]] = {}
-    for one in some:
-        rows, targets, atoms = (torch.tensor(part) for part in (one.rows, one.targets, one.reactant_atoms))
-        same = torch.tensor([[one.tokens[row] == one.tokens[atom] for atom in atoms.tolist()] for row in one.rows])
+    for sample in samples:
+        rows, targets, atoms = (torch.tensor(part) for part in (sample.rows, sample.targets, sample.reactant_atoms))
+        same = torch.tensor(
+            [[sample.tokens[row] == sample.tokens[atom] for atom in atoms.tolist()] for row in sample.rows]
+        )
 
         def on_call(
             call: AttentionCall, rows: Any = rows, targets: Any = targets, atoms: Any = atoms, same: Any = same
@@ -103,11 +105,11 @@ def head_scores(loaded: LoadedModel, folder: Path, some: Sequence[Reaction]) -> 
             )
 
         with observe(loaded.model, on_call, check=False):
-            run_model(loaded, {"input_ids": ids_of(list(one.tokens), folder)})
+            run_model(loaded, {"input_ids": ids_of(list(sample.tokens), folder)})
     layers = sorted(right)
     shares, means = (
-        np.array([torch.cat(found[layer], dim=1).flatten(1).mean(1).tolist() for layer in layers])
-        for found in (right, weight)
+        np.array([torch.cat(by_layer[layer], dim=1).flatten(1).mean(1).tolist() for layer in layers])
+        for by_layer in (right, weight)
     )
     return shares, means
 
@@ -120,22 +122,23 @@ def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> 
     except CannotFetch as error:
         raise ValueError(f"atom-mapping needs the model inside {WHEEL}: {error}") from None
     loaded = load_mapper(folder)
-    some = reactions(QUICK_REACTIONS if subject.quick else REACTIONS, subject.seed)
+    samples = reactions(QUICK_REACTIONS if subject.quick else REACTIONS, subject.seed)
     progress("scoring heads", 1, 3)
-    shares, weights = head_scores(loaded, folder, some)
+    shares, weights = head_scores(loaded, folder, samples)
     progress("analyzing", 2, 3)
-    judged = some[: min(JUDGED, len(some))]
-    texts = {f"reaction {number}": ids_of(list(one.tokens), folder) for number, one in enumerate(judged)}
+    judged = samples[: min(JUDGED, len(samples))]
+    texts = {f"reaction {number}": ids_of(list(sample.tokens), folder) for number, sample in enumerate(judged)}
     analysis = analyze(loaded, texts, rows="all", read_keys=0, seed=subject.seed)
     table = heads_table(analysis.heads, shares, weights)
-    about = f"{WHEEL}, {len(some)} reactions, {sum(len(one.rows) for one in some)} product atoms, seed {subject.seed}"
+    atoms = sum(len(sample.rows) for sample in samples)
+    about = f"{WHEEL}, {len(samples)} reactions, {atoms} product atoms, seed {subject.seed}"
     return Outcome(
         summary=summary(table),
         findings=judge_claims(table),
         figures={"atom-mapping": figure(shares, table, about)},
         tables={"heads": table},
         parameters={
-            "wheel": WHEEL, "reactions": len(some), "judged_reactions": len(judged), "mapping_head": MAPPING_HEAD,
+            "wheel": WHEEL, "reactions": len(samples), "judged_reactions": len(judged), "mapping_head": MAPPING_HEAD,
             "maps_from": MAPS, "seed": subject.seed,
         },
     )  # fmt: skip
@@ -144,30 +147,30 @@ def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> 
 def heads_table(heads: pa.Table, shares: Floats, weights: Floats) -> pa.Table:
     """Return one row per head: its scores, its commonest verdict, and means of analyze()'s numbers over reactions."""
     rows = heads.select(["layer", "head", "verdict", "leaning", *METRICS]).to_pylist()
-    found = []
+    records = []
     for layer, head in product(range(shares.shape[0]), range(shares.shape[1])):
-        own = [row for row in rows if (row["layer"], row["head"]) == (layer, head)]
-        verdicts = [row["leaning"] or row["verdict"] or "not judged" for row in own]
-        found.append(
+        head_rows = [row for row in rows if (row["layer"], row["head"]) == (layer, head)]
+        verdicts = [row["leaning"] or row["verdict"] or "not judged" for row in head_rows]
+        records.append(
             {
                 "layer": layer, "head": head, "right": shares[layer, head], "weight": weights[layer, head],
                 "verdict": max(sorted(set(verdicts)), key=verdicts.count),
-                **{name: float(np.nanmean([row[name] for row in own])) for name in METRICS},
+                **{name: float(np.nanmean([row[name] for row in head_rows])) for name in METRICS},
             }
         )  # fmt: skip
-    return pa.Table.from_pylist(found)
+    return pa.Table.from_pylist(records)
 
 
 def place(table: pa.Table, column: str, *, largest: bool = True) -> int:
     """Return the rank of the authors' head by a column, 1 is first."""
     rows = table.to_pylist()
-    own = next(row[column] for row in rows if (row["layer"], row["head"]) == MAPPING_HEAD)
-    return 1 + sum(bool(row[column] > own if largest else row[column] < own) for row in rows)
+    authors_value = next(row[column] for row in rows if (row["layer"], row["head"]) == MAPPING_HEAD)
+    return 1 + sum(bool(row[column] > authors_value if largest else row[column] < authors_value) for row in rows)
 
 
 def judge_claims(table: pa.Table) -> tuple[ExperimentFinding, ...]:
     rows = table.to_pylist()
-    own = next(row for row in rows if (row["layer"], row["head"]) == MAPPING_HEAD)
+    authors_head = next(row for row in rows if (row["layer"], row["head"]) == MAPPING_HEAD)
     mapping = [row for row in rows if row["right"] >= MAPS]
     first = place(table, "right")
     verdicts = sorted({row["verdict"] for row in mapping})
@@ -181,10 +184,10 @@ def judge_claims(table: pa.Table) -> tuple[ExperimentFinding, ...]:
         ExperimentFinding(
             claim=f"Head {MAPPING_HEAD[1]} of layer {MAPPING_HEAD[0]} maps product atoms to reactant atoms (Schwaller "
             "et al. 2021)",
-            ours=f"right for {own['right']:.0%} of the atoms, with {own['weight']:.2f} of the weight; rank {first} of "
-            f"{len(rows)} heads. {MAPS:.0%} are reached by {len(mapping)} heads: "
+            ours=f"right for {authors_head['right']:.0%} of the atoms, with {authors_head['weight']:.2f} of the "
+            f"weight; rank {first} of {len(rows)} heads. {MAPS:.0%} are reached by {len(mapping)} heads: "
             f"{', '.join(map(_name, mapping)) or 'none'}",
-            verdict="reproduces" if own["right"] >= MAPS else "does not",
+            verdict="reproduces" if authors_head["right"] >= MAPS else "does not",
             why="the layers of ALBERT share their weights, so one head number means the same in all of them",
         ),
         ExperimentFinding(
@@ -248,10 +251,11 @@ def figure(shares: Floats, table: pa.Table, about: str) -> Figure:
     letter(left, "a", "Square: the authors' head")
     rows = table.to_pylist()
     for row in rows:
-        own = (row["layer"], row["head"]) == MAPPING_HEAD
+        is_authors_head = (row["layer"], row["head"]) == MAPPING_HEAD
         right.plot(
-            row["max_weight"], row["right"], marker="s" if own else "o", markersize=8 if own else 4, linestyle="none",
-            color="#d9731a" if own else INK, alpha=1 if own else 0.6,
+            row["max_weight"], row["right"], marker="s" if is_authors_head else "o",
+            markersize=8 if is_authors_head else 4, linestyle="none",
+            color="#d9731a" if is_authors_head else INK, alpha=1 if is_authors_head else 0.6,
         )  # fmt: skip
     right.set_xlabel("largest weight of the median row, from analyze")
     right.set_ylabel("share of right atoms")

@@ -47,14 +47,14 @@ def run_forward_pass(
     layers = len(attention_sites(loaded.model))
     seen = 0
 
-    def one(call: AttentionCall) -> None:
+    def count_call(call: AttentionCall) -> None:
         nonlocal seen
         if call.kind in kinds:
             on_call(call)
             seen += 1
         progress(what, min(seen, layers), layers)
 
-    with observe(loaded.model, one, inputs=inputs):
+    with observe(loaded.model, count_call, inputs=inputs):
         run(loaded, _from(start, subject.model_inputs(start + length)))
     if not seen:
         raise ValueError(f"{loaded.name} has no causal attention, which this experiment needs")
@@ -126,12 +126,12 @@ def last_rows(
     progress: ProgressCallback = lambda what, done, total: None,
 ) -> list[LastRows]:
     """Run one forward pass over `length` tokens of the first text from token `start` on, without cross-attention."""
-    found: list[LastRows] = []
+    layers: list[LastRows] = []
     run_forward_pass(
-        subject, length, lambda call: found.append(_last_row(call, vectors)), progress,
+        subject, length, lambda call: layers.append(_last_row(call, vectors)), progress,
         f"running the model on {length} tokens", start=start, inputs=vectors == "inputs", encoders=True,
     )  # fmt: skip
-    return found
+    return layers
 
 
 def joined(layers: Sequence[LastRows]) -> list[LastRows]:
@@ -140,7 +140,7 @@ def joined(layers: Sequence[LastRows]) -> list[LastRows]:
     for layer in layers:
         by_shape.setdefault((layer.weights.shape, layer.vectors.shape), []).append(layer)
     return [
-        LastRows(same[0].layer, *(torch.cat([getattr(one, name) for one in same]) for name in _TENSORS))
+        LastRows(same[0].layer, *(torch.cat([getattr(layer, name) for layer in same]) for name in _TENSORS))
         for same in by_shape.values()
     ]
 
@@ -152,12 +152,12 @@ def _last_row(call: AttentionCall, vectors: Vectors) -> LastRows:
     if vectors == "inputs":
         values = values[:, None]
     row = torch.tensor([call.query_BHQD.shape[-2] - 1], device=call.query_BHQD.device)
-    (own,) = resolve_normalizers(call, [None])
+    (normalizer,) = resolve_normalizers(call, [None])
     with torch.no_grad():
         (block,) = logit_blocks(call, row, all_heads=True)
         # In float64: weights that float32 rounds to 0, sums over a thousand keys, differences of nearly equal lengths.
         view = rows_block(call, block)
-        weights = as_normalizer(own, call).weights(view.with_logits(view.logits.double()))[0].double()
+        weights = as_normalizer(normalizer, call).weights(view.with_logits(view.logits.double()))[0].double()
         keys = slice(block.first_key, block.first_key + weights.shape[-1])
         x = at_least_float32(values[0, :, keys])
         x = pad(x, (0, 0, 0, weights.shape[-1] - x.shape[-2]))
@@ -183,8 +183,8 @@ class SampledRows:
     def n(self) -> Tensor:
         return self.visible.sum(-1)
 
-    def where(self, chosen: Tensor) -> "SampledRows":
-        return SampledRows(self.logits[chosen], self.visible[chosen], self.layer[chosen], self.head[chosen])
+    def where(self, selection: Tensor) -> "SampledRows":
+        return SampledRows(self.logits[selection], self.visible[selection], self.layer[selection], self.head[selection])
 
 
 def sample_rows(subject: ExperimentSubject, progress: ProgressCallback, length: int, rows: int) -> SampledRows:
@@ -195,18 +195,18 @@ def sample_rows(subject: ExperimentSubject, progress: ProgressCallback, length: 
     heads: list[Tensor] = []
 
     def on_call(call: AttentionCall) -> None:
-        chosen = rows_to_measure(rows, call.query_BHQD.shape[-2], causal=call.causal)
-        for block in logit_blocks(call, chosen.to(call.query_BHQD.device), all_heads=True):
-            count, taken, width = block.logits.shape
+        row_indices = rows_to_measure(rows, call.query_BHQD.shape[-2], causal=call.causal)
+        for block in logit_blocks(call, row_indices.to(call.query_BHQD.device), all_heads=True):
+            count, block_rows, width = block.logits.shape
             seen = block.visible.expand(block.logits.shape)
-            own = block.logits.new_zeros(count, taken, length)
-            own[..., block.first_key : block.first_key + width] = torch.where(seen, block.logits, 0.0)[..., :length]
-            mask = seen.new_zeros(count, taken, length)
+            padded = block.logits.new_zeros(count, block_rows, length)
+            padded[..., block.first_key : block.first_key + width] = torch.where(seen, block.logits, 0.0)[..., :length]
+            mask = seen.new_zeros(count, block_rows, length)
             mask[..., block.first_key : block.first_key + width] = seen[..., :length]
-            logits.append(own.flatten(0, 1).cpu())
+            logits.append(padded.flatten(0, 1).cpu())
             visible.append(mask.flatten(0, 1).cpu())
-            layers.append(torch.full((count * taken,), call.layer))
-            heads.append(torch.arange(count).repeat_interleave(taken))
+            layers.append(torch.full((count * block_rows,), call.layer))
+            heads.append(torch.arange(count).repeat_interleave(block_rows))
 
     run_forward_pass(subject, length, on_call, progress, "rows of every head")
     return SampledRows(torch.cat(logits), torch.cat(visible), torch.cat(layers), torch.cat(heads))

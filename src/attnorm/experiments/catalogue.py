@@ -100,12 +100,12 @@ EXPERIMENTS = {**PAPERS, **MORE, **TRAINED}
 
 def named(names: Iterable[str]) -> list[Experiment]:
     """Return the experiments of these names without duplicates; "all" stands for those of the papers."""
-    wanted: list[str] = []
+    requested: list[str] = []
     for name in names:
-        wanted += PAPERS if name == ALL else [name]
-    if not wanted:
+        requested += PAPERS if name == ALL else [name]
+    if not requested:
         raise ValueError(f"name an experiment: {', '.join([*EXPERIMENTS, ALL])}")
-    return [experiment(name) for name in dict.fromkeys(wanted)]
+    return [experiment(name) for name in dict.fromkeys(requested)]
 
 
 def experiment(name: str) -> Experiment:
@@ -113,24 +113,24 @@ def experiment(name: str) -> Experiment:
         raise ValueError(f"no experiment is called {name!r}; {did_you_mean(name, [*EXPERIMENTS, ALL])}")
     module = EXPERIMENTS[name].module
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name != module:  # a library that the experiment needs
             raise
         raise ValueError(
             f"the experiment {name!r} is not part of this installation: there is no module {module}"
         ) from None
-    result: Experiment = found.EXPERIMENT
+    result: Experiment = imported.EXPERIMENT
     return result
 
 
 NOUNS = {MODEL: "model", TEXT: "text"}
 
 
-def check_unused_options(chosen: Sequence[Experiment], subject: ExperimentSubject) -> None:
+def check_unused_options(experiments: Sequence[Experiment], subject: ExperimentSubject) -> None:
     """Raise ValueError for an option that an experiment ignores: its record would show it as used."""
     models = (subject.model, *subject.others)
-    given: dict[str, Sequence[str]] = {
+    used_options: dict[str, Sequence[str]] = {
         MODEL: models if subject.others else (),  # one may be the default
         TEXT: [path.name for path in subject.texts],
         VALID: [path.name for path in subject.valid],
@@ -138,23 +138,23 @@ def check_unused_options(chosen: Sequence[Experiment], subject: ExperimentSubjec
         IMAGES: () if subject.images is None else (subject.images.name,),
         LONGEST: () if subject.longest is None else (f"{subject.longest:,}",),
     }
-    check_options([one.name for one in chosen], given)
+    check_options([experiment.name for experiment in experiments], used_options)
     if subject.quick and subject.longest is not None:
         raise ValueError(f"--quick uses small sizes only: remove --quick, or --longest {subject.longest}")
 
 
-def check_options(chosen: Sequence[str], given: Mapping[str, Sequence[str]]) -> None:
-    """Check that each experiment uses the given options.
+def check_options(names: Sequence[str], options: Mapping[str, Sequence[str]]) -> None:
+    """Check that each experiment uses the options.
 
-    chosen: names of experiments. given: option -> its values.
+    names: names of experiments. options: option -> its values.
 
     Raises:
         ValueError: An experiment does not use an option, or accepts fewer values.
     """
-    for option, values in given.items():
+    for option, values in options.items():
         if not values:
             continue
-        none = [name for name in chosen if option not in EXPERIMENTS[name].takes]
+        none = [name for name in names if option not in EXPERIMENTS[name].takes]
         if none:
             raise ValueError(
                 f"{_takes(none)} no {option}, and {', '.join(values)} was given: leave it out; it is for "
@@ -162,7 +162,7 @@ def check_options(chosen: Sequence[str], given: Mapping[str, Sequence[str]]) -> 
             )
         if len(values) == 1:
             continue
-        single = [name for name in chosen if EXPERIMENTS[name].takes[option] == 1]
+        single = [name for name in names if EXPERIMENTS[name].takes[option] == 1]
         if single:
             noun = NOUNS.get(option, option)
             several = [name for name in _experiments_with(option) if EXPERIMENTS[name].takes[option] is None]
@@ -180,7 +180,7 @@ def _experiments_with(option: str) -> list[str]:
     return [name for name, entry in EXPERIMENTS.items() if option in entry.takes]
 
 
-def check_text_lengths(chosen: Sequence[Experiment], subject: ExperimentSubject) -> None:
+def check_text_lengths(experiments: Sequence[Experiment], subject: ExperimentSubject) -> None:
     """Compare the tokens that the experiments need with the text and the positions of the model.
 
     Raises:
@@ -188,29 +188,33 @@ def check_text_lengths(chosen: Sequence[Experiment], subject: ExperimentSubject)
     """
     from attnorm.models.describe import longest_context
 
-    needs = {one.name: one.fewest_tokens(quick=subject.quick) for one in chosen if one.needs_model}
+    needs = {
+        experiment.name: experiment.fewest_tokens(quick=subject.quick)
+        for experiment in experiments
+        if experiment.needs_model
+    }
     if not needs:
         return
-    for each in subject.each():
-        each.described()  # loads the model once for this and for its identity
-        loaded = each.loaded()
+    for model_subject in subject.each():
+        model_subject.described()  # loads the model once for this and for its identity
+        loaded = model_subject.loaded()
         limit, _ = longest_context(loaded.model)
         most = max(needs.values())
-        there = each.tokens(most)
-        reach = there if limit is None else min(there, limit)
+        available = model_subject.tokens(most)
+        reach = available if limit is None else min(available, limit)
         short = {name: fewest for name, fewest in needs.items() if fewest > reach}
         if not short:
             continue
         needed = ", ".join(f"{name} needs {fewest:,} tokens" for name, fewest in short.items())
-        if there <= reach:
-            cause = f"{each.passages()[0].name!r} has {there:,} for {loaded.name}"
+        if available <= reach:
+            cause = f"{model_subject.passages()[0].name!r} has {available:,} for {loaded.name}"
             remedy = "give a longer text with --text"
         else:
             cause = f"{loaded.name} has positions for {limit:,}"
             remedy = "use another model"
         raise ValueError(
             f"{needed}, and {cause}; {remedy}{_describe_others(needs, short)}"
-            f"{_suggest_quick(chosen, reach, quick=subject.quick)}"
+            f"{_suggest_quick(experiments, reach, quick=subject.quick)}"
         )
 
 
@@ -219,6 +223,6 @@ def _describe_others(needs: Mapping[str, int], short: Mapping[str, int]) -> str:
     return f", or run only {' '.join(rest)}" if rest else ""
 
 
-def _suggest_quick(chosen: Sequence[Experiment], reach: int, *, quick: bool) -> str:
-    enough = all(one.fewest_tokens(quick=True) <= reach for one in chosen if one.needs_model)
+def _suggest_quick(experiments: Sequence[Experiment], reach: int, *, quick: bool) -> str:
+    enough = all(experiment.fewest_tokens(quick=True) <= reach for experiment in experiments if experiment.needs_model)
     return "; --quick needs less" if enough and not quick else ""

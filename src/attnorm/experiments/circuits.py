@@ -71,8 +71,8 @@ class NamedHead:
 def lengths_of(subject: ExperimentSubject) -> list[int]:
     """Return octaves to 2,048 tokens (or --longest); up to twice the limit of a model whose positions do not end."""
     limit, hard = longest_context(subject.loaded().model)
-    wanted = QUICK_LONGEST if subject.quick else subject.longest or LONGEST
-    most = wanted if limit is None else min(wanted, limit if hard else 2 * limit)
+    longest = QUICK_LONGEST if subject.quick else subject.longest or LONGEST
+    most = longest if limit is None else min(longest, limit if hard else 2 * limit)
     return probe_lengths(most)
 
 
@@ -193,8 +193,8 @@ def _slopes(heads: Sequence[NamedHead]) -> ExperimentFinding:
 
 
 def _what_if(heads: Sequence[NamedHead], name: str) -> ExperimentFinding:
-    model, other = (sum(bool(head.sharp(one)[-1]) for head in heads) for one in ("model", name))
-    middle = [float(np.median([head.weights[one][-1] for head in heads])) for one in ("model", name)]
+    model, other = (sum(bool(head.sharp(normalizer)[-1]) for head in heads) for normalizer in ("model", name))
+    middle = [float(np.median([head.weights[normalizer][-1] for head in heads])) for normalizer in ("model", name)]
     return ExperimentFinding(
         claim=f"What if: {name} on the same logits keeps the key",
         ours=f"{other} of {len(heads)} heads are sharp at {heads[0].n[-1]:,.0f} keys, {model} with softmax; median "
@@ -233,13 +233,13 @@ def summary(heads: Sequence[NamedHead], total: int, lengths: Sequence[int]) -> s
         )
     parts = []
     for name, words in CIRCUITS.items():
-        own = [head for head in heads if head.circuit == name]
-        if own:
-            still = sum(bool(head.sharp()[-1]) for head in own)
-            best = own[0]
-            word = f"{words.split(' ', 1)[1]}{'s' * (len(own) != 1)}"
+        members = [head for head in heads if head.circuit == name]
+        if members:
+            still = sum(bool(head.sharp()[-1]) for head in members)
+            best = members[0]
+            word = f"{words.split(' ', 1)[1]}{'s' * (len(members) != 1)}"
             parts.append(
-                f"{len(own)} {word}, {still} sharp at {best.n[-1]:,.0f} keys (best: {best.name}, sharp to "
+                f"{len(members)} {word}, {still} sharp at {best.n[-1]:,.0f} keys (best: {best.name}, sharp to "
                 f"{format_keys(best.reach)})"
             )
     return f"Of {total} heads: {'; '.join(parts)}."
@@ -257,16 +257,16 @@ def figure(heads: Sequence[NamedHead], about: str) -> Figure:
 
 
 def _by_circuit(heads: Sequence[NamedHead]) -> dict[str, list[NamedHead]]:
-    found = {name: [head for head in heads if head.circuit == name] for name in LOOKS}
-    return {name: own for name, own in found.items() if own}
+    heads_by_circuit = {name: [head for head in heads if head.circuit == name] for name in LOOKS}
+    return {name: members for name, members in heads_by_circuit.items() if members}
 
 
 def _weights(axes: Axes, heads: Sequence[NamedHead]) -> None:
-    for name, own in _by_circuit(heads).items():
-        for head in own:
+    for name, members in _by_circuit(heads).items():
+        for head in members:
             axes.plot(head.n, head.weights["model"], color=LOOKS[name]["color"], linewidth=0.7, alpha=0.35)
-        middle = np.median([head.weights["model"] for head in own], axis=0)
-        axes.plot(own[0].n, middle, **LOOKS[name], label=f"{WORDS[name]}, median of {len(own)}")
+        middle = np.median([head.weights["model"] for head in members], axis=0)
+        axes.plot(members[0].n, middle, **LOOKS[name], label=f"{WORDS[name]}, median of {len(members)}")
     axes.axhline(0.5, color=PALE, linewidth=0.8, linestyle=(0, (4, 3)))
     axes.set_ylim(0, 1.25)
     axes.set_yticks(np.linspace(0, 1, 6))
@@ -277,11 +277,11 @@ def _weights(axes: Axes, heads: Sequence[NamedHead]) -> None:
 
 
 def _gaps(axes: Axes, heads: Sequence[NamedHead]) -> None:
-    for name, own in _by_circuit(heads).items():
-        gaps = np.array([head.gap for head in own])
-        axes.plot(own[0].n, np.median(gaps, axis=0), **LOOKS[name], label=WORDS[name])
+    for name, members in _by_circuit(heads).items():
+        gaps = np.array([head.gap for head in members])
+        axes.plot(members[0].n, np.median(gaps, axis=0), **LOOKS[name], label=WORDS[name])
         low, high = np.quantile(gaps, (0.25, 0.75), axis=0)
-        axes.fill_between(own[0].n, low, high, color=LOOKS[name]["color"], alpha=0.12, linewidth=0)
+        axes.fill_between(members[0].n, low, high, color=LOOKS[name]["color"], alpha=0.12, linewidth=0)
     if heads:
         n = heads[0].n
         axes.plot(n, np.log(n - 1), color=PALE, linestyle=(0, (4, 3)), linewidth=1, label="half of the weight")
@@ -306,9 +306,9 @@ def _sharp(axes: Axes, heads: Sequence[NamedHead]) -> None:
 
 
 def _kept(axes: Axes, heads: Sequence[NamedHead]) -> None:
-    for name, own in _by_circuit(heads).items():
+    for name, members in _by_circuit(heads).items():
         look = {key: value for key, value in LOOKS[name].items() if key not in ("linestyle", "linewidth")}
-        first, last = ([head.weights["model"][index] for head in own] for index in (0, -1))
+        first, last = ([head.weights["model"][index] for head in members] for index in (0, -1))
         axes.plot(first, last, **{**look, "markersize": 5}, linestyle="none", label=WORDS[name])
     axes.plot([0, 1], [0, 1], color=PALE, linewidth=0.8)
     axes.axhline(0.5, color=PALE, linewidth=0.8, linestyle=(0, (4, 3)))

@@ -84,8 +84,8 @@ def _plane(s: Tensor, selected: Tensor) -> Tensor:
     if s.shape[-1] == 2:
         return torch.eye(2, dtype=s.dtype)
     first = s / torch.linalg.vector_norm(s).clamp(min=1e-12)
-    rest = selected - (selected @ first).unsqueeze(-1) * first
-    second = torch.linalg.svd(rest - rest.mean(0), full_matrices=False).Vh[0]
+    residual = selected - (selected @ first).unsqueeze(-1) * first
+    second = torch.linalg.svd(residual - residual.mean(0), full_matrices=False).Vh[0]
     second = second - (second @ first) * first
     return torch.stack([first, second / torch.linalg.vector_norm(second).clamp(min=1e-12)])
 
@@ -104,17 +104,17 @@ def _alone(weights: Tensor, vectors: Tensor) -> SelectedRows:
 
 def typical(layers: list[LastRows]) -> tuple[int, int, SelectedRows]:
     """Return layer, head and row to draw: of those with the median N_s, the one whose top N mass is closest to 0.6."""
-    found: list[tuple[float, float, int, int]] = []
+    candidates: list[tuple[float, float, int, int]] = []
     for index, layer in enumerate(layers):
         rows = layer.selected(TOP_N)
         per_group = layer.weights.shape[1]
         for group, row in np.ndindex(*layer.weights.shape[:2]):
             share, mass = float(separability(rows)[group, row]), float(rows.mass[group, row])
-            found.append((share, mass, index, group * per_group + row))
-    middle = float(np.median([one[0] for one in found]))
-    nearest = min(abs(one[0] - middle) for one in found)
-    likely = [one for one in found if abs(one[0] - middle) == nearest]
-    _, _, index, head = min(likely, key=lambda one: abs(one[1] - 0.6))
+            candidates.append((share, mass, index, group * per_group + row))
+    middle = float(np.median([candidate[0] for candidate in candidates]))
+    nearest = min(abs(candidate[0] - middle) for candidate in candidates)
+    likely = [candidate for candidate in candidates if abs(candidate[0] - middle) == nearest]
+    _, _, index, head = min(likely, key=lambda candidate: abs(candidate[1] - 0.6))
     layer = layers[index]
     group, row = divmod(head, layer.weights.shape[1])
     return layer.layer, head, _alone(layer.weights[group, row], layer.vectors[group])
@@ -122,7 +122,7 @@ def typical(layers: list[LastRows]) -> tuple[int, int, SelectedRows]:
 
 def _run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
     (length,) = subject.lengths([LENGTH])
-    layers = [one.on_sphere() for one in last_rows(subject, length, progress=progress) if one.keys == length]
+    layers = [layer.on_sphere() for layer in last_rows(subject, length, progress=progress) if layer.keys == length]
     if not layers:
         raise ValueError(f"no layer of this model attends to all {length} tokens, which Figure 1 needs")
     layer, head, rows = typical(layers)
@@ -130,7 +130,7 @@ def _run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) ->
         scene(toy(subject.seed), "toy: random tokens on a circle"),
         scene(rows, f"{subject.loaded().name}, layer {layer}, head {head}"),
     )
-    shares = torch.cat([separability(one.selected(TOP_N)).flatten() for one in layers]).numpy()
+    shares = torch.cat([separability(layer.selected(TOP_N)).flatten() for layer in layers]).numpy()
     chance = _by_dimension(layers, subject, progress)
     finding = _finding(scenes, shares, chance)
     setting = f"{subject.passages()[0].name}; last of {length} tokens, vectors: values on the sphere"
@@ -138,7 +138,7 @@ def _run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) ->
         summary=_summary(scenes, shares, chance),
         findings=(finding,),
         figures={"fig1": figure(scenes, TOP_N, setting)},
-        tables={"fig1": pa.concat_tables([one.table() for one in scenes])},
+        tables={"fig1": pa.concat_tables([scene.table() for scene in scenes])},
         parameters={
             "length": length,
             "top_n": TOP_N,
@@ -154,7 +154,7 @@ def _run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) ->
 def _by_dimension(layers: list[LastRows], subject: ExperimentSubject, progress: ProgressCallback) -> dict[int, float]:
     """Return the mean N_s / N of the heads' weights on uniform directions, in two dimensions and in the model's."""
     generator = torch.Generator().manual_seed(subject.seed)
-    found = {}
+    mean_by_dimension = {}
     for dimension in (2, layers[0].vectors.shape[-1]):
         values = []
         for index, layer in enumerate(layers):
@@ -162,19 +162,19 @@ def _by_dimension(layers: list[LastRows], subject: ExperimentSubject, progress: 
             rows = LastRows(layer.layer, layer.weights, on_sphere(normal), layer.visible).selected(TOP_N)
             values.append(separability_null(rows, DRAWS, "isotropic", None, generator).mean.flatten())
             progress(f"uniform directions in {dimension} dimensions", index + 1, len(layers))
-        found[dimension] = float(torch.cat(values).mean())
-    return found
+        mean_by_dimension[dimension] = float(torch.cat(values).mean())
+    return mean_by_dimension
 
 
 def _finding(scenes: tuple[Scene, ...], shares: Floats, chance: dict[int, float]) -> ExperimentFinding:
     plane, model = chance.items()
-    phrases = [f"{one.title}: {int(one.inside.sum())} of {TOP_N} selected keys inside the ball" for one in scenes]
-    some = 0 < float((shares < 1).mean()) < 1
+    phrases = [f"{scene.title}: {int(scene.inside.sum())} of {TOP_N} selected keys inside the ball" for scene in scenes]
+    only_some = 0 < float((shares < 1).mean()) < 1
     return ExperimentFinding(
         "Only some of the selected tokens stay inside the ball (Fig. 1, an illustration)",
         "; ".join(phrases) + f"; over all {len(shares)} heads {shares.mean():.2f} of them, all {TOP_N} in "
         f"{(shares == 1).mean():.0%}",
-        "reproduces" if some else "partly",
+        "reproduces" if only_some else "partly",
         f"A plane misleads: the heads' weights on uniform directions keep {plane[1]:.2f} of the selected keys inside "
         f"in {plane[0]} dimensions and {model[1]:.2f} in {model[0]}.",
     )
@@ -208,15 +208,15 @@ def figure(scenes: tuple[Scene, ...], top_n: int, setting: str) -> Figure:
         len(scenes), 3, squeeze=False,
         gridspec_kw={"left": 0.09, "right": 0.99, "top": 0.9, "bottom": 0.1, "wspace": 0.24, "hspace": 0.36},
     )  # fmt: skip
-    for axes, one in zip(rows, scenes, strict=True):
-        _circle(axes[0], one)
-        _scaled(axes[1], one)
-        _ball(axes[2], one)
+    for axes, scene in zip(rows, scenes, strict=True):
+        _circle(axes[0], scene)
+        _scaled(axes[1], scene)
+        _ball(axes[2], scene)
         title = axes[0].annotate(
-            one.title, (-0.26, 0.5), xycoords="axes fraction", rotation=90, fontsize=9, ha="center", va="center",
+            scene.title, (-0.26, 0.5), xycoords="axes fraction", rotation=90, fontsize=9, ha="center", va="center",
         )  # fmt: skip
         title.set_parse_math(False)
-        along, across = ("$x_1$", "$x_2$") if one.dimension == 2 else ("along $s$", "across $s$ (widest direction)")
+        along, across = ("$x_1$", "$x_2$") if scene.dimension == 2 else ("along $s$", "across $s$ (widest direction)")
         for panel in axes:
             panel.set_xlabel(along, fontsize=8)
             panel.set_ylabel(across, fontsize=8, labelpad=1)
@@ -227,33 +227,33 @@ def figure(scenes: tuple[Scene, ...], top_n: int, setting: str) -> Figure:
     return drawn
 
 
-def _circle(axes: Axes, one: Scene) -> None:
+def _circle(axes: Axes, scene: Scene) -> None:
     axes.add_patch(Circle((0, 0), 1, fill=False, color=PALE, linewidth=0.8))
-    _points(axes, one, np.ones_like(one.lengths), one.directions, (0.0, 0.0))
+    _points(axes, scene, np.ones_like(scene.lengths), scene.directions, (0.0, 0.0))
     _frame(axes, 1.15, (0.0, 0.0))
     axes.set_title(r"tokens $x_i$ on the sphere", fontsize=9)
 
 
-def _scaled(axes: Axes, one: Scene) -> None:
-    _points(axes, one, one.lengths, one.directions, (0.0, 0.0))
+def _scaled(axes: Axes, scene: Scene) -> None:
+    _points(axes, scene, scene.lengths, scene.directions, (0.0, 0.0))
     axes.plot(0, 0, "+", color=PALE, markersize=8)
-    _frame(axes, 1.15 * float(one.lengths.max()), (0.0, 0.0))
+    _frame(axes, 1.15 * float(scene.lengths.max()), (0.0, 0.0))
     axes.set_title(r"scaled by attention: $\alpha_i x_i$", fontsize=9)
 
 
-def _ball(axes: Axes, one: Scene) -> None:
-    s = one.context
-    axes.add_patch(Circle(s, one.radius, facecolor="#e6e9ee", edgecolor=PALE, linewidth=0.9, label=r"ball $B_r(s)$"))
-    _points(axes, one, one.distances, one.from_context, s)
+def _ball(axes: Axes, scene: Scene) -> None:
+    s = scene.context
+    axes.add_patch(Circle(s, scene.radius, facecolor="#e6e9ee", edgecolor=PALE, linewidth=0.9, label=r"ball $B_r(s)$"))
+    _points(axes, scene, scene.distances, scene.from_context, s)
     axes.plot(*s, "X", color="white", markeredgecolor=INK, markersize=8, label="context vector $s$")
-    farthest = float(one.distances[one.chosen > 0].max())
-    _frame(axes, 1.25 * max(farthest, one.radius), s)
-    axes.set_title(rf"inside the ball: {int(one.inside.sum())} of {int(one.chosen.sum())}", fontsize=9)
+    farthest = float(scene.distances[scene.chosen > 0].max())
+    _frame(axes, 1.25 * max(farthest, scene.radius), s)
+    axes.set_title(rf"inside the ball: {int(scene.inside.sum())} of {int(scene.chosen.sum())}", fontsize=9)
 
 
-def _points(axes: Axes, one: Scene, radii: Floats, angles: Floats, centre: tuple[float, float]) -> None:
+def _points(axes: Axes, scene: Scene, radii: Floats, angles: Floats, centre: tuple[float, float]) -> None:
     x, y = centre[0] + radii * np.cos(angles), centre[1] + radii * np.sin(angles)
-    outside, lost, kept = one.chosen == 0, (one.chosen > 0) & (one.inside == 0), one.inside > 0
+    outside, lost, kept = scene.chosen == 0, (scene.chosen > 0) & (scene.inside == 0), scene.inside > 0
     axes.plot(x[outside], y[outside], label="not selected", **OTHER)
     axes.plot(x[lost], y[lost], label="selected, outside the ball", markerfacecolor="white", **SELECTED)
     axes.plot(x[kept], y[kept], label="selected, distinguishable", markerfacecolor=MAGENTA, **SELECTED)

@@ -91,32 +91,34 @@ def measure(
     what: str,
 ) -> Separabilities:
     """Measure all layers; progress is called after each."""
-    found: dict[str, list[Floats]] = {}
+    columns: dict[str, list[Floats]] = {}
     for index, layer in enumerate(layers):
-        every = layer.selected(max(top_n))
-        radii = _at_each(every, top_n, nearest_outsider)
+        selection = layer.selected(max(top_n))
+        radii = _at_each(selection, top_n, nearest_outsider)
         numbers = {
-            "measured": _at_each(every, top_n, separability),
-            **_theorem2(layer, every, top_n),
+            "measured": _at_each(selection, top_n, separability),
+            **_theorem2(layer, selection, top_n),
             **_nulls(layer, top_n, radii, draws, generator),
         }
         for name, value in numbers.items():
-            found.setdefault(name, []).append(np.asarray(value.flatten(0, -2).numpy(), dtype=np.float64))
+            columns.setdefault(name, []).append(np.asarray(value.flatten(0, -2).numpy(), dtype=np.float64))
         progress(f"separability of vectors {what}", index + 1, len(layers))
-    return Separabilities(top_n, draws, **{name: np.concatenate(values) for name, values in found.items()})
+    return Separabilities(top_n, draws, **{name: np.concatenate(values) for name, values in columns.items()})
 
 
-def _theorem2(layer: LastRows, every: SelectedRows, top_n: tuple[int, ...]) -> dict[str, Tensor]:
+def _theorem2(layer: LastRows, selection: SelectedRows, top_n: tuple[int, ...]) -> dict[str, Tensor]:
     """Return both forms of the bounds, with the radius of each row treated as fixed in advance.
 
     They hold for a_i x_i with x_i on the unit sphere, so the length of a vector is moved into its weight.
     """
     unit, lengths = on_sphere(layer.vectors), torch.linalg.vector_norm(layer.vectors, dim=-1)
-    every = SelectedRows(every.weights * lengths.unsqueeze(-2), unit, every.visible, every.indices, False)
-    delta = minimum_separation(unit).unsqueeze(-1).expand(every.weights.shape[:-1])
+    selection = SelectedRows(
+        selection.weights * lengths.unsqueeze(-2), unit, selection.visible, selection.indices, False
+    )
+    delta = minimum_separation(unit).unsqueeze(-1).expand(selection.weights.shape[:-1])
     columns = []
     for N in top_n:
-        rows = every.with_indices(every.indices[..., :N])
+        rows = selection.with_indices(selection.indices[..., :N])
         r = nearest_outsider(rows)
         certain = (r >= xi(rows, 1.0, delta).amax(-1)).double()
         columns.append(torch.stack([*theorem2_bounds(rows, r, 1.0), *theorem2_printed(rows, r, 1.0, delta), certain]))
@@ -125,9 +127,9 @@ def _theorem2(layer: LastRows, every: SelectedRows, top_n: tuple[int, ...]) -> d
     )
 
 
-def _at_each(every: SelectedRows, top_n: Sequence[int], number: Callable[[SelectedRows], Tensor]) -> Tensor:
+def _at_each(selection: SelectedRows, top_n: Sequence[int], number: Callable[[SelectedRows], Tensor]) -> Tensor:
     """Return a number of every row for each N, in the last dimension."""
-    return torch.stack([number(every.with_indices(every.indices[..., :N])) for N in top_n], -1)
+    return torch.stack([number(selection.with_indices(selection.indices[..., :N])) for N in top_n], -1)
 
 
 def _nulls(
@@ -141,9 +143,9 @@ def _nulls(
         permuted.append(_at_each(shuffled, top_n, separability))
         normal = torch.randn(layer.vectors.shape, generator=generator, dtype=torch.float64)
         drawn = replace(layer, vectors=on_sphere(normal) * lengths).selected(max(top_n))
-        chosen = [drawn.with_indices(drawn.indices[..., :N]) for N in top_n]
-        isotropic.append(torch.stack([separability(rows) for rows in chosen], -1))
-        fixed.append(torch.stack([separability(rows, radii[..., index]) for index, rows in enumerate(chosen)], -1))
+        selections = [drawn.with_indices(drawn.indices[..., :N]) for N in top_n]
+        isotropic.append(torch.stack([separability(rows) for rows in selections], -1))
+        fixed.append(torch.stack([separability(rows, radii[..., index]) for index, rows in enumerate(selections)], -1))
     with_fixed = torch.stack(fixed)
     return {
         "permuted": torch.stack(permuted).mean(0),
@@ -158,10 +160,10 @@ def _run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) ->
     draws = 4 if subject.quick else 40
     top_n = tuple(N for N in (TOP_N[:6] if subject.quick else TOP_N) if length > N)
     generator = torch.Generator().manual_seed(subject.seed)
-    layers = [one for one in last_rows(subject, length, progress=progress) if one.keys > max(top_n)]
+    layers = [layer for layer in last_rows(subject, length, progress=progress) if layer.keys > max(top_n)]
     if not layers:
         raise ValueError(f"no layer of this model attends to more than {max(top_n)} keys, which Figure 3 needs")
-    sphere = measure([one.on_sphere() for one in layers], top_n, draws, generator, progress, "on the sphere")
+    sphere = measure([layer.on_sphere() for layer in layers], top_n, draws, generator, progress, "on the sphere")
     raw = measure(layers, top_n, draws, generator, progress, "as they are")
     setting = (
         f"{subject.loaded().name}, {subject.passages()[0].name}; last row of {len(raw.measured)} heads, L = {length}"
@@ -234,8 +236,8 @@ def _level(sphere: Separabilities, raw: Separabilities) -> ExperimentFinding:
     low, high = SATURATED
     phrases = []
     verdicts: list[Verdict] = []
-    for name, found in (("on the sphere", sphere), ("as they are", raw)):
-        late = found.measured[:, [N >= TURN for N in found.top_n]]
+    for name, separabilities in (("on the sphere", sphere), ("as they are", raw)):
+        late = separabilities.measured[:, [N >= TURN for N in separabilities.top_n]]
         share = float(((late >= low) & (late <= high)).mean())
         quartiles = np.quantile(late, [0.25, 0.5, 0.75])
         near = low - CLOSE <= quartiles[1] <= high + CLOSE
@@ -254,10 +256,10 @@ def _level(sphere: Separabilities, raw: Separabilities) -> ExperimentFinding:
 
 def _hard_limit(sphere: Separabilities, raw: Separabilities) -> ExperimentFinding:
     phrases = []
-    for name, found in (("on the sphere", sphere), ("as they are", raw)):
-        at = found.measured[:, found.top_n.index(TURN)]
+    for name, separabilities in (("on the sphere", sphere), ("as they are", raw)):
+        at_turn = separabilities.measured[:, separabilities.top_n.index(TURN)]
         phrases.append(
-            f"{name} {(at > 0.8).mean():.0%} of the heads separate more than 80 %, {(at == 1).mean():.0%} all"
+            f"{name} {(at_turn > 0.8).mean():.0%} of the heads separate more than 80 %, {(at_turn == 1).mean():.0%} all"
         )
     broken = bool((sphere.measured[:, sphere.top_n.index(TURN)] > 0.8).any())
     return ExperimentFinding(
@@ -312,15 +314,16 @@ def _ideal(sphere: Separabilities) -> ExperimentFinding:
 
 def _chance(sphere: Separabilities, raw: Separabilities) -> ExperimentFinding:
     phrases = []
-    for name, found in (("on the sphere", sphere), ("as they are", raw)):
-        at = found.top_n.index(TURN)
-        difference = found.measured[:, at] - found.permuted[:, at]
+    for name, separabilities in (("on the sphere", sphere), ("as they are", raw)):
+        turn = separabilities.top_n.index(TURN)
+        difference = separabilities.measured[:, turn] - separabilities.permuted[:, turn]
         phrases.append(
-            f"{name} {np.median(found.measured[:, at]):.2f} against {np.median(found.permuted[:, at]):.2f} "
+            f"{name} {np.median(separabilities.measured[:, turn]):.2f} against "
+            f"{np.median(separabilities.permuted[:, turn]):.2f} "
             f"({(difference > CLOSE).mean():.0%} of the heads above, {(difference < -CLOSE).mean():.0%} below)"
         )
-    at = sphere.top_n.index(TURN)
-    medians = abs(float(np.median(sphere.measured[:, at] - sphere.permuted[:, at])))
+    turn = sphere.top_n.index(TURN)
+    medians = abs(float(np.median(sphere.measured[:, turn] - sphere.permuted[:, turn])))
     return ExperimentFinding(
         "A drop of N_s / N to 70-80 % means that the head has saturated its geometric capacity (Conclusions)",
         f"against the same weights on permuted keys, N = {TURN}: " + "; ".join(phrases),
@@ -330,21 +333,23 @@ def _chance(sphere: Separabilities, raw: Separabilities) -> ExperimentFinding:
     )
 
 
-def _medians(found: Separabilities) -> list[float]:
-    return [float(value) for value in np.median(found.measured, axis=0)]
+def _medians(separabilities: Separabilities) -> list[float]:
+    return [float(value) for value in np.median(separabilities.measured, axis=0)]
 
 
-def _at(found: Separabilities, top_n: int) -> float:
-    return _medians(found)[found.top_n.index(top_n)]
+def _at(separabilities: Separabilities, top_n: int) -> float:
+    return _medians(separabilities)[separabilities.top_n.index(top_n)]
 
 
-def _above_null(found: Separabilities) -> float:
-    at = found.top_n.index(TURN)
-    return float((found.measured[:, at] - found.permuted[:, at] > CLOSE).mean())
+def _above_null(separabilities: Separabilities) -> float:
+    turn = separabilities.top_n.index(TURN)
+    return float((separabilities.measured[:, turn] - separabilities.permuted[:, turn] > CLOSE).mean())
 
 
-def _curve(found: Separabilities) -> str:
-    return ", ".join(f"{value:.2f} at N = {N}" for N, value in zip(found.top_n, _medians(found), strict=True))
+def _curve(separabilities: Separabilities) -> str:
+    return ", ".join(
+        f"{value:.2f} at N = {N}" for N, value in zip(separabilities.top_n, _medians(separabilities), strict=True)
+    )
 
 
 def figure(sphere: Separabilities, raw: Separabilities, setting: str) -> Figure:
@@ -363,29 +368,39 @@ def figure(sphere: Separabilities, raw: Separabilities, setting: str) -> Figure:
     return drawn
 
 
-def _panel(axes: Axes, found: Separabilities) -> None:
-    at = np.arange(len(found.top_n), dtype=float)
+def _panel(axes: Axes, separabilities: Separabilities) -> None:
+    positions = np.arange(len(separabilities.top_n), dtype=float)
     axes.axhspan(0.7, 0.85, color="#eceef1", linewidth=0, label="0.7 to 0.85 (the paper)")
     box: dict[str, Any] = {"color": INK, "linewidth": 0.9}
     axes.boxplot(
-        [column[np.isfinite(column)] for column in found.measured.T], positions=at.tolist(), widths=0.42,
+        [column[np.isfinite(column)] for column in separabilities.measured.T], positions=positions.tolist(),
+        widths=0.42,
         whis=(5, 95), showfliers=False, patch_artist=True, boxprops={"facecolor": "#b9c4cf", **box},
         medianprops={"color": INK, "linewidth": 2}, whiskerprops=box, capprops=box, manage_ticks=False,
     )  # fmt: skip
     axes.plot([], [], marker="s", markersize=9, linestyle="none", markerfacecolor="#b9c4cf", markeredgecolor=INK,
               label="measured, over heads")  # fmt: skip
-    axes.plot(at, np.median(found.permuted, 0), label="null: values permuted", **NULL)
-    axes.plot(at, np.median(found.isotropic, 0), label="null: uniform directions (Assumption 1)", **IDEAL)
-    held = {**IDEAL, "markerfacecolor": "white", "linewidth": 0.9}
-    axes.plot(at, np.median(found.isotropic_fixed, 0), label="the same with $r$ held fixed", **held)
-    axes.fill_between(
-        at, np.median(found.lower, 0), np.median(found.upper, 0), color=CORRECTED["color"], alpha=0.13, linewidth=0
+    axes.plot(positions, np.median(separabilities.permuted, 0), label="null: values permuted", **NULL)
+    axes.plot(
+        positions, np.median(separabilities.isotropic, 0), label="null: uniform directions (Assumption 1)", **IDEAL
     )
-    axes.plot(at, np.median(found.lower, 0), label="Theorem 2 corrected, $r$ held fixed (band)", **CORRECTED)
-    axes.plot(at, np.median(found.upper, 0), **CORRECTED)
-    axes.plot(at, np.median(found.printed_upper, 0), label="Theorem 2 as printed", **PRINTED)
-    printed = np.median(found.printed_lower, 0)
-    axes.plot(at, np.where(printed >= LOWEST, printed, np.nan), **PRINTED)
+    held = {**IDEAL, "markerfacecolor": "white", "linewidth": 0.9}
+    axes.plot(positions, np.median(separabilities.isotropic_fixed, 0), label="the same with $r$ held fixed", **held)
+    axes.fill_between(
+        positions,
+        np.median(separabilities.lower, 0),
+        np.median(separabilities.upper, 0),
+        color=CORRECTED["color"],
+        alpha=0.13,
+        linewidth=0,
+    )
+    axes.plot(
+        positions, np.median(separabilities.lower, 0), label="Theorem 2 corrected, $r$ held fixed (band)", **CORRECTED
+    )
+    axes.plot(positions, np.median(separabilities.upper, 0), **CORRECTED)
+    axes.plot(positions, np.median(separabilities.printed_upper, 0), label="Theorem 2 as printed", **PRINTED)
+    printed = np.median(separabilities.printed_lower, 0)
+    axes.plot(positions, np.where(printed >= LOWEST, printed, np.nan), **PRINTED)
     if (printed < LOWEST).any():
         outside = ", ".join(f"{value:.1f}" for value in printed[printed < LOWEST])
         text = f"printed lower bound, off the scale: {outside}"
@@ -393,7 +408,7 @@ def _panel(axes: Axes, found: Separabilities) -> None:
     axes.axhline(0, color=PALE, linewidth=0.6)
     axes.set_ylim(LOWEST, 1.06)
     axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1.0])
-    axes.set_xticks(at.tolist(), [str(N) for N in found.top_n])
-    axes.set_xlim(-0.5, len(at) - 0.5)
+    axes.set_xticks(positions.tolist(), [str(N) for N in separabilities.top_n])
+    axes.set_xlim(-0.5, len(positions) - 0.5)
     axes.set_xlabel("selected keys $N$")
     tidy(axes)

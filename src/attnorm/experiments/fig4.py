@@ -60,13 +60,13 @@ def measure(
 
     def on_call(call: AttentionCall) -> None:
         raw = replace(call, query_BHQD=call.query_BHQD.double(), key_BGKD=call.key_BGKD.double(), scale=1.0)
-        chosen = longest_rows(call, rows)
-        found = measure_sensitivity(raw, [None], chosen, temperatures.tolist(), EPSILONS, generator)[MODEL]
+        row_indices = longest_rows(call, rows)
+        measured = measure_sensitivity(raw, [None], row_indices, temperatures.tolist(), EPSILONS, generator)[MODEL]
         count = call.query_BHQD.shape[1]
         layers.extend([call.layer] * count)
         heads.extend(range(count))
-        norms.append(found["jacobian_norm"].amax((0, 2)).cpu().numpy())
-        gains.append(np.stack([found[f"gain_{eps:g}"].amax((0, 2)).cpu().numpy() for eps in EPSILONS]))
+        norms.append(measured["jacobian_norm"].amax((0, 2)).cpu().numpy())
+        gains.append(np.stack([measured[f"gain_{eps:g}"].amax((0, 2)).cpu().numpy() for eps in EPSILONS]))
         scales.append(call.scale)
 
     run_forward_pass(subject, length, on_call, progress, "sensitivity of every head")
@@ -84,17 +84,17 @@ def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> 
     length = subject.lengths((QUICK_LENGTH,) if subject.quick else LENGTHS)[-1]
     rows = 4 if subject.quick else 8
     temperatures = np.logspace(LOWEST, HIGHEST, 10 if subject.quick else 19)
-    found = measure(subject, progress, length, rows, temperatures)
-    findings = judge_claims(found)
+    sensitivity = measure(subject, progress, length, rows, temperatures)
+    findings = judge_claims(sensitivity)
     about = (
-        f"{subject.loaded().name}, {subject.passages()[0].name}; {len(found.heads)} heads, {length:,} tokens, "
+        f"{subject.loaded().name}, {subject.passages()[0].name}; {len(sensitivity.heads)} heads, {length:,} tokens, "
         f"{rows} of the longest rows each"
     )
     return Outcome(
-        summary=_summary(found, findings),
+        summary=_summary(sensitivity, findings),
         findings=findings,
-        figures={"fig4": figure(found, about)},
-        tables={"fig4": table(found)},
+        figures={"fig4": figure(sensitivity, about)},
+        tables={"fig4": table(sensitivity)},
         parameters={
             "length": length,
             "rows": rows,
@@ -102,15 +102,15 @@ def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> 
             "epsilons": EPSILONS,
             "directions": "one random direction per row, the same for every temperature and eps",
             "logits": "q.k, not scaled, float64",
-            "trained_temperature": found.trained_temperature,
+            "trained_temperature": sensitivity.trained_temperature,
             "seed": subject.seed,
         },
     )
 
 
-def judge_claims(found: Sensitivity) -> tuple[ExperimentFinding, ...]:
-    T = found.temperatures
-    largest, norm = found.gain.max(1), found.norm.max(0)
+def judge_claims(sensitivity: Sensitivity) -> tuple[ExperimentFinding, ...]:
+    T = sensitivity.temperatures
+    largest, norm = sensitivity.gain.max(1), sensitivity.norm.max(0)
     printed, corrected = (bound(T) for bound in (_printed, _corrected))
     slopes = [_slope(T, curve, T <= 0.1) for curve in (*largest, norm)]
     follows = [abs(slope + 1) < 0.25 for slope in slopes[:-1]]
@@ -118,10 +118,11 @@ def judge_claims(found: Sensitivity) -> tuple[ExperimentFinding, ...]:
     above = [int((curve > printed * (1 + ROUNDING)).sum()) for curve in (*largest, norm)]
     finite = np.stack([finite_difference_corrected(eps, torch.from_numpy(T)).numpy() for eps in EPSILONS])
     broken = int(
-        (found.gain > finite[:, None] * (1 + ROUNDING)).sum() + (found.norm > corrected * (1 + ROUNDING)).sum()
+        (sensitivity.gain > finite[:, None] * (1 + ROUNDING)).sum()
+        + (sensitivity.norm > corrected * (1 + ROUNDING)).sum()
     )
     drop = [float(curve[T <= 0.1].max() / curve[T >= 1].max()) for curve in largest]
-    nearest = int(np.abs(np.log(T / found.trained_temperature)).argmin())
+    nearest = int(np.abs(np.log(T / sensitivity.trained_temperature)).argmin())
     return (
         ExperimentFinding(
             claim="For T < 0.1 the curves follow the 1/T trend (section 3.3, Fig. 4)",
@@ -154,8 +155,8 @@ def judge_claims(found: Sensitivity) -> tuple[ExperimentFinding, ...]:
             ours="largest g for T <= 0.1 over largest g for T >= 1: "
             + ", ".join(f"{ratio:.3g} (eps = {eps:g})" for ratio, eps in zip(drop, EPSILONS, strict=True)),
             verdict="reproduces" if min(drop) >= TWO_ORDERS else "partly" if max(drop) >= TWO_ORDERS else "does not",
-            why=f"at T = {T[nearest]:.3g}, next to the model's own {found.trained_temperature:.3g}, the exact norm is "
-            f"{norm[nearest]:.3g}, {norm[nearest] / corrected[nearest]:.0%} of its worst case 1/(2T)",
+            why=f"at T = {T[nearest]:.3g}, next to the model's own {sensitivity.trained_temperature:.3g}, the exact "
+            f"norm is {norm[nearest]:.3g}, {norm[nearest] / corrected[nearest]:.0%} of its worst case 1/(2T)",
         ),
     )
 
@@ -176,16 +177,16 @@ def _capped(largest: Floats) -> str:
     return "; ".join(phrases)
 
 
-def table(found: Sensitivity) -> pa.Table:
+def table(sensitivity: Sensitivity) -> pa.Table:
     """One row per head and temperature."""
-    heads, temperatures = len(found.heads), len(found.temperatures)
-    T = np.tile(found.temperatures, heads)
+    heads, temperatures = len(sensitivity.heads), len(sensitivity.temperatures)
+    T = np.tile(sensitivity.temperatures, heads)
     columns = {
-        "layer": np.repeat(found.layers, temperatures),
-        "head": np.repeat(found.heads, temperatures),
+        "layer": np.repeat(sensitivity.layers, temperatures),
+        "head": np.repeat(sensitivity.heads, temperatures),
         "temperature": T,
-        "jacobian_norm": found.norm.ravel(),
-        **{f"gain_{eps:g}": gain.ravel() for eps, gain in zip(EPSILONS, found.gain, strict=True)},
+        "jacobian_norm": sensitivity.norm.ravel(),
+        **{f"gain_{eps:g}": gain.ravel() for eps, gain in zip(EPSILONS, sensitivity.gain, strict=True)},
         "printed_bound": _printed(T),
         "corrected_bound": _corrected(T),
     }
@@ -205,12 +206,12 @@ def _slope(T: Floats, curve: Floats, where: NDArray[np.bool_]) -> float:
     return float(np.polyfit(np.log(T[used]), np.log(curve[used]), 1)[0]) if used.sum() > 2 else float("nan")
 
 
-def _summary(found: Sensitivity, findings: tuple[ExperimentFinding, ...]) -> str:
+def _summary(sensitivity: Sensitivity, findings: tuple[ExperimentFinding, ...]) -> str:
     bound = findings[1]
-    largest = float((found.norm * 2 * found.temperatures).max())
+    largest = float((sensitivity.norm * 2 * sensitivity.temperatures).max())
     return (
-        f"The largest Jacobian norm over {len(found.heads)} heads reaches {largest:.0%} of 1/(2T), so the printed "
-        f"bound 1/(4T) {'fails' if bound.verdict == 'does not' else 'happens to hold'} on this model. A random "
+        f"The largest Jacobian norm over {len(sensitivity.heads)} heads reaches {largest:.0%} of 1/(2T), so the "
+        f"printed bound 1/(4T) {'fails' if bound.verdict == 'does not' else 'happens to hold'} on this model. A random "
         "direction, as used here (the paper does not specify it), shows only a part of the norm; and with "
         "eps = 10 the curve is flat because no step can move two rows of weights further apart than sqrt 2."
     )
@@ -226,15 +227,15 @@ EXPERIMENT = Experiment(
 )
 
 
-def figure(found: Sensitivity, about: str) -> Figure:
+def figure(sensitivity: Sensitivity, about: str) -> Figure:
     drawing = Figure(figsize=(6.6, 5.4), facecolor="white")
     axes = drawing.add_axes((0.105, 0.14, 0.865, 0.725))
-    T = found.temperatures
+    T = sensitivity.temperatures
     bare = {"marker": None}
     axes.plot(T, _corrected(T), **{**CORRECTED, **bare}, label="correct bound 1/(2T)")
     axes.plot(T, _printed(T), **{**PRINTED, **bare}, label="printed bound min{1/(4T), √2}")
-    axes.plot(T, found.norm.max(0), **{**MEASURED, "markersize": 3.5}, label="exact norm, largest over heads")
-    for eps, curve, colour, marker in zip(EPSILONS, found.gain.max(1), SHADES, MARKERS, strict=True):
+    axes.plot(T, sensitivity.norm.max(0), **{**MEASURED, "markersize": 3.5}, label="exact norm, largest over heads")
+    for eps, curve, colour, marker in zip(EPSILONS, sensitivity.gain.max(1), SHADES, MARKERS, strict=True):
         label = f"g(T, ε), ε = {eps:g}, largest over heads"
         axes.plot(
             T, curve, color=colour, marker=marker, markersize=3.8, linewidth=1.2, markeredgecolor=INK,
@@ -244,15 +245,15 @@ def figure(found: Sensitivity, about: str) -> Figure:
         if cap < corollary3_corrected(T[0]):
             axes.axhline(cap, color=colour, linewidth=0.8, linestyle=(0, (1, 2)))
             axes.text(T[-1], cap * 1.12, f"√2/ε, ε = {eps:g}", fontsize=7, ha="right", color=INK)
-    axes.axvline(found.trained_temperature, color=PALE, linewidth=0.8, linestyle=(0, (4, 3)))
+    axes.axvline(sensitivity.trained_temperature, color=PALE, linewidth=0.8, linestyle=(0, (4, 3)))
     axes.text(
-        found.trained_temperature * 1.06, 0.985, "T = √d:\nas trained", fontsize=7, color=INK, va="top",
+        sensitivity.trained_temperature * 1.06, 0.985, "T = √d:\nas trained", fontsize=7, color=INK, va="top",
         transform=axes.get_xaxis_transform(),
     )  # fmt: skip
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlim(T[0] * 0.9, T[-1] * 1.12)
-    drawn = np.concatenate([found.gain.max(1).ravel(), found.norm.max(0)])
+    drawn = np.concatenate([sensitivity.gain.max(1).ravel(), sensitivity.norm.max(0)])
     axes.set_ylim(max(float(drawn[drawn > 0].min()) / 2, 1e-6), 1e3)
     axes.set_xlabel("temperature T on the raw logits q·k")
     axes.set_ylabel("change of the weights per change of the logits")

@@ -69,12 +69,12 @@ def toy() -> pa.Table:
     rows = []
     for a in HEIGHTS:
         for step in STEPS:
-            found = swap_example(a, step, 1.0, TOY_KEYS)
+            example = swap_example(a, step, 1.0, TOY_KEYS)
             rows.append(
                 {
-                    "a_over_T": a, "eps_over_T": step, "weight_distance": found.weight_distance,
-                    "per_step": found.weight_distance / step, "first_order_per_step": found.first_order / step,
-                    "printed_per_step": found.printed / step, "corrected_per_step": found.corrected / step,
+                    "a_over_T": a, "eps_over_T": step, "weight_distance": example.weight_distance,
+                    "per_step": example.weight_distance / step, "first_order_per_step": example.first_order / step,
+                    "printed_per_step": example.printed / step, "corrected_per_step": example.corrected / step,
                 }
             )  # fmt: skip
     return pa.Table.from_pylist(rows)
@@ -114,15 +114,15 @@ def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> 
     length = subject.lengths((QUICK_LENGTH,) if subject.quick else LENGTHS)[-1]
     count = 12 if subject.quick else 24
     rows = sample_rows(subject, progress, length, count)
-    found = measure(rows.where(rows.n > 2))
+    gradients = measure(rows.where(rows.n > 2))
     example = toy()
     text = subject.passages()[0].name
-    about = f"{subject.loaded().name}, {text}, {len(found.n):,} rows of up to {length:,} keys, all heads"
+    about = f"{subject.loaded().name}, {text}, {len(gradients.n):,} rows of up to {length:,} keys, all heads"
     return Outcome(
-        summary=_summary(found),
-        findings=judge_claims(found, example),
-        figures={"gradients": figure(found, example, about)},
-        tables={"toy": example, "rows": table(found)},
+        summary=_summary(gradients),
+        findings=judge_claims(gradients, example),
+        figures={"gradients": figure(gradients, example, about)},
+        tables={"toy": example, "rows": table(gradients)},
         parameters={
             "length": length, "rows_per_head": count, "toy_keys": TOY_KEYS, "steps": STEPS, "heights": HEIGHTS,
             "temperatures": TEMPERATURES, "seed": subject.seed,
@@ -130,16 +130,16 @@ def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> 
     )  # fmt: skip
 
 
-def judge_claims(found: Gradients, example: pa.Table) -> tuple[ExperimentFinding, ...]:
+def judge_claims(gradients: Gradients, example: pa.Table) -> tuple[ExperimentFinding, ...]:
     limit = [row for row in example.to_pylist() if row["a_over_T"] == HEIGHTS[-1]]
     small, large = limit[0], limit[-1]
-    own = TEMPERATURES.index(1.0)
+    own_temperature = TEMPERATURES.index(1.0)
     quarter, half = float(corollary3_printed(1.0)), float(corollary3_corrected(1.0))
-    short, long = found.n <= 64, found.n >= 0.7 * found.n.max()
-    low = int((found.printed < found.norm * (1 - ROUNDING)).sum())
-    ratio = found.corrected / np.maximum(found.norm, 1e-12)
-    norms = [float(np.median(found.norm[part])) for part in (short, long)]
-    cold = float(np.median(found.norms[:, 0]) / np.median(found.norms[:, own]))
+    short, long = gradients.n <= 64, gradients.n >= 0.7 * gradients.n.max()
+    low = int((gradients.printed < gradients.norm * (1 - ROUNDING)).sum())
+    ratio = gradients.corrected / np.maximum(gradients.norm, 1e-12)
+    norms = [float(np.median(gradients.norm[part])) for part in (short, long)]
+    cold = float(np.median(gradients.norms[:, 0]) / np.median(gradients.norms[:, own_temperature]))
     return (
         ExperimentFinding(
             claim="Toy of section 2.3: the weights move by about sqrt(2) eps/T = 1.414 eps/T",
@@ -157,31 +157,32 @@ def judge_claims(found: Gradients, example: pa.Table) -> tuple[ExperimentFinding
         ),
         ExperimentFinding(
             claim="Nearly identical logits of a real head move its weights by O(eps/T) (section 2.3)",
-            ours=f"the toy's move on the two largest logits of real rows: {np.median(found.move[:, own]):.2f} eps/T "
-            f"in the median row, {np.quantile(found.move[:, own], 0.95):.2f} in the most sensitive 5 %, at most "
-            f"{found.move[:, own].max():.2f}",
+            ours=f"the toy's move on the two largest logits of real rows: "
+            f"{np.median(gradients.move[:, own_temperature]):.2f} eps/T "
+            f"in the median row, {np.quantile(gradients.move[:, own_temperature], 0.95):.2f} in the most sensitive 5 "
+            f"%, at most {gradients.move[:, own_temperature].max():.2f}",
             verdict="reproduces",
             why="the order is right; the constant is the rows' own, from 0 (decided rows) to 1.06 (tied winners)",
         ),
         ExperimentFinding(
             claim="||J|| <= 1/(4T) (Corollary 3)",
-            ours=f"exceeded in {float((found.norm > quarter).mean()):.0%} of the rows at T = 1; largest "
-            f"{found.norm.max():.3f}, rows above 1/(2T): {int((found.norm > half * (1 + ROUNDING)).sum())}",
-            verdict="does not" if bool((found.norm > quarter).any()) else "reproduces",
+            ours=f"exceeded in {float((gradients.norm > quarter).mean()):.0%} of the rows at T = 1; largest "
+            f"{gradients.norm.max():.3f}, rows above 1/(2T): {int((gradients.norm > half * (1 + ROUNDING)).sum())}",
+            verdict="does not" if bool((gradients.norm > quarter).any()) else "reproduces",
             why="1/(4T) is the largest entry of the Jacobian, its norm reaches 1/(2T)",
         ),
         ExperimentFinding(
             claim="Lemma 2 bounds the Jacobian of any F / sum F",
             ours=f"printed form below the exact norm in {low} rows, at its cap sqrt 2 in "
-            f"{float((found.printed >= 2**0.5 * (1 - ROUNDING)).mean()):.0%}; corrected form {np.median(ratio):.1f} "
-            "times the norm in the median row",
+            f"{float((gradients.printed >= 2**0.5 * (1 - ROUNDING)).mean()):.0%}; corrected form "
+            f"{np.median(ratio):.1f} times the norm in the median row",
             verdict="does not" if low else "partly",
             why="with exp the printed form is so large that only its wrong cap sqrt 2 is left; it fails for other F",
         ),
         ExperimentFinding(
             claim="Lower T inflates Jacobian norms (section 2.3, Discussion)",
             ours=f"median norm at T = {TEMPERATURES[0]:g} over that at T = 1: {cold:.2g}; largest "
-            f"{found.norms[:, 0].max():.3g} against {found.norms[:, own].max():.3g}",
+            f"{gradients.norms[:, 0].max():.3g} against {gradients.norms[:, own_temperature].max():.3g}",
             verdict="partly" if cold < 1 else "reproduces",
             why="only rows with tied winners follow 1/T; a row that is decided has a Jacobian near 0: it freezes",
         ),
@@ -198,24 +199,26 @@ def judge_claims(found: Gradients, example: pa.Table) -> tuple[ExperimentFinding
     )
 
 
-def table(found: Gradients) -> pa.Table:
+def table(gradients: Gradients) -> pa.Table:
     return pa.table(
         {
-            "layer": found.layer.astype(np.int64), "head": found.head.astype(np.int64), "n": found.n.astype(np.int64),
-            "jacobian_norm": found.norm, "lemma2_printed": found.printed, "lemma2_corrected": found.corrected,
-            **{f"norm_T_{T:g}": found.norms[:, index] for index, T in enumerate(TEMPERATURES)},
-            **{f"move_T_{T:g}": found.move[:, index] for index, T in enumerate(TEMPERATURES)},
+            "layer": gradients.layer.astype(np.int64), "head": gradients.head.astype(np.int64),
+            "n": gradients.n.astype(np.int64),
+            "jacobian_norm": gradients.norm, "lemma2_printed": gradients.printed,
+            "lemma2_corrected": gradients.corrected,
+            **{f"norm_T_{T:g}": gradients.norms[:, index] for index, T in enumerate(TEMPERATURES)},
+            **{f"move_T_{T:g}": gradients.move[:, index] for index, T in enumerate(TEMPERATURES)},
         }
     )  # fmt: skip
 
 
-def _summary(found: Gradients) -> str:
+def _summary(gradients: Gradients) -> str:
     return (
-        f"The toy's constant is 1.06, not 1.41, and eps/T holds only while eps < T. Of {len(found.n):,} real rows, "
-        f"{float((found.norm > 0.25).mean()):.0%} have a Jacobian norm above the printed bound 1/4 at the model's own "
-        f"temperature; none exceeds 1/2. Cooling does not inflate the gradient of a typical row: at T = "
-        f"{TEMPERATURES[0]:g} the median norm is {np.median(found.norms[:, 0]):.2g}, against "
-        f"{np.median(found.norm):.2g} as trained, while the largest grows to {found.norms[:, 0].max():.3g}."
+        f"The toy's constant is 1.06, not 1.41, and eps/T holds only while eps < T. Of {len(gradients.n):,} real rows, "
+        f"{float((gradients.norm > 0.25).mean()):.0%} have a Jacobian norm above the printed bound 1/4 at the model's "
+        "own temperature; none exceeds 1/2. Cooling does not inflate the gradient of a typical row: at T = "
+        f"{TEMPERATURES[0]:g} the median norm is {np.median(gradients.norms[:, 0]):.2g}, against "
+        f"{np.median(gradients.norm):.2g} as trained, while the largest grows to {gradients.norms[:, 0].max():.3g}."
     )
 
 
@@ -229,13 +232,13 @@ EXPERIMENT = Experiment(
 )
 
 
-def figure(found: Gradients, example: pa.Table, about: str) -> Figure:
+def figure(gradients: Gradients, example: pa.Table, about: str) -> Figure:
     drawing = Figure(figsize=(8.8, 6.6), facecolor="white")
     panels = drawing.subplots(2, 2, gridspec_kw=ROOM)
     _toy(panels[0, 0], example)
-    _moves(panels[0, 1], found)
-    _norms(panels[1, 0], found)
-    _cooling(panels[1, 1], found)
+    _moves(panels[0, 1], gradients)
+    _norms(panels[1, 0], gradients)
+    _cooling(panels[1, 1], gradients)
     note(drawing, about)
     return drawing
 
@@ -243,10 +246,11 @@ def figure(found: Gradients, example: pa.Table, about: str) -> Figure:
 def _toy(axes: Axes, example: pa.Table) -> None:
     rows = example.to_pylist()
     for index, a in enumerate(HEIGHTS):
-        own = [row for row in rows if row["a_over_T"] == a]
+        height_rows = [row for row in rows if row["a_over_T"] == a]
         shade = str(0.75 - 0.75 * index / (len(HEIGHTS) - 1))
         axes.plot(
-            [row["eps_over_T"] for row in own], [row["per_step"] for row in own], color=shade, marker=MARKERS[index],
+            [row["eps_over_T"] for row in height_rows], [row["per_step"] for row in height_rows], color=shade,
+            marker=MARKERS[index],
             markersize=4, linewidth=1.2, label=f"a = {a:g} T",
         )  # fmt: skip
     axes.axhline(math.sqrt(2), **{**PRINTED, **BARE}, label="printed, √2")
@@ -260,10 +264,10 @@ def _toy(axes: Axes, example: pa.Table) -> None:
     tidy(axes)
 
 
-def _moves(axes: Axes, found: Gradients) -> None:
+def _moves(axes: Axes, gradients: Gradients) -> None:
     """Draw the effect of the toy's move on real rows, at three temperatures."""
     for T, look in ((0.1, PRINTED), (1.0, MEASURED), (3.0, CORRECTED)):
-        values = np.sort(found.move[:, TEMPERATURES.index(T)])
+        values = np.sort(gradients.move[:, TEMPERATURES.index(T)])
         few = slice(None, None, max(1, len(values) // 300))
         axes.plot(values[few], np.linspace(0, 1, len(values))[few], **{**look, "markevery": 40}, label=f"T = {T:g}")
     axes.axvline(0.75 * math.sqrt(2), color=PALE, linewidth=1, linestyle=(0, (4, 3)))
@@ -277,12 +281,13 @@ def _moves(axes: Axes, found: Gradients) -> None:
     tidy(axes)
 
 
-def _norms(axes: Axes, found: Gradients) -> None:
-    axes.scatter(found.n, found.norm, s=4, color=INK, alpha=0.25, linewidth=0, rasterized=True)
-    edges = np.geomspace(8, found.n.max() * 1.001, 9)
-    index = np.digitize(found.n, edges)
+def _norms(axes: Axes, gradients: Gradients) -> None:
+    axes.scatter(gradients.n, gradients.norm, s=4, color=INK, alpha=0.25, linewidth=0, rasterized=True)
+    edges = np.geomspace(8, gradients.n.max() * 1.001, 9)
+    index = np.digitize(gradients.n, edges)
     middles = [
-        (float(found.n[index == one].mean()), float(np.median(found.norm[index == one]))) for one in np.unique(index)
+        (float(gradients.n[index == bin_number].mean()), float(np.median(gradients.norm[index == bin_number])))
+        for bin_number in np.unique(index)
     ]
     axes.plot(*zip(*middles, strict=True), **{**MEASURED, "markerfacecolor": "white"}, label="median of the rows")
     axes.axhline(0.25, **{**PRINTED, **BARE}, label="printed bound 1/4")
@@ -297,8 +302,8 @@ def _norms(axes: Axes, found: Gradients) -> None:
     tidy(axes)
 
 
-def _cooling(axes: Axes, found: Gradients) -> None:
-    draw_norms(axes, found.norms.T, "row")
+def _cooling(axes: Axes, gradients: Gradients) -> None:
+    draw_norms(axes, gradients.norms.T, "row")
     axes.set_ylabel("exact norm of the Jacobian")
     letter(axes, "d", "Cooling freezes most rows")
     tidy(axes)

@@ -79,25 +79,25 @@ def losses(
 ) -> dict[str, Floats]:
     """Return one loss per window for each normalizer, put into every layer; None is the unchanged model."""
     model = subject.loaded().model
-    found: dict[str, Floats] = {}
+    losses_by_name: dict[str, Floats] = {}
     for index, (name, normalizer) in enumerate(normalizers.items()):
 
         def report(done: int, name: str = name, index: int = index) -> None:
             progress(f"loss: {name}", index * len(windows) + done, len(normalizers) * len(windows))
 
         if normalizer is None:
-            found[name] = _losses(model, windows, report)
+            losses_by_name[name] = _losses(model, windows, report)
             continue
         with swap(model, normalizer, warm_start=False):
-            found[name] = _losses(model, windows, report)
-    return found
+            losses_by_name[name] = _losses(model, windows, report)
+    return losses_by_name
 
 
 def _losses(model: Any, windows: Sequence[Tensor] | Tensor, report: Callable[[int], None]) -> Floats:
-    found = []
+    values = []
     for index, window in enumerate(windows):
         report(index)
         half = len(window) // 2
         hidden = model.base_model(input_ids=window[None, :-1], use_cache=False).last_hidden_state[:, half:]
-        found.append(float(predicted_loss(hidden, model.get_output_embeddings(), window[None, half + 1 :])))
-    return np.array(found)
+        values.append(float(predicted_loss(hidden, model.get_output_embeddings(), window[None, half + 1 :])))
+    return np.array(values)

@@ -72,30 +72,30 @@ def reproduce(
         ValueError: Unknown experiment, an option that it does not use, a text that is too short, or a folder with
             results of other settings.
     """
-    chosen = named(names)
-    check_unused_options(chosen, subject)
+    experiments = named(names)
+    check_unused_options(experiments, subject)
     require_folder(out)
-    check_text_lengths(chosen, subject)
-    identities = [_settings_of_run(one, subject) for one in chosen]
+    check_text_lengths(experiments, subject)
+    identities = [_settings_of_run(experiment, subject) for experiment in experiments]
     if not fresh:
-        for one, identity in zip(chosen, identities, strict=True):
-            _require_same_settings(out / one.name, identity)
+        for experiment, identity in zip(experiments, identities, strict=True):
+            _require_same_settings(out / experiment.name, identity)
     make_writable(out)  # before an experiment takes its time
     remove_abandoned(out)
     written = []
-    for number, (one, identity) in enumerate(zip(chosen, identities, strict=True), 1):
+    for number, (experiment, identity) in enumerate(zip(experiments, identities, strict=True), 1):
 
-        def named_progress(what: str, done: int, total: int, name: str = one.name) -> None:
+        def named_progress(what: str, done: int, total: int, name: str = experiment.name) -> None:
             progress(f"{name}: {what}" if what else name, done, total)
 
-        progress(f"{one.name} ({number} of {len(chosen)})", 0, 1)
-        written.append(_run_experiment(one, subject, identity, out, fresh, named_progress, command))
+        progress(f"{experiment.name} ({number} of {len(experiments)})", 0, 1)
+        written.append(_run_experiment(experiment, subject, identity, out, fresh, named_progress, command))
         write_index(out)
     return written
 
 
 def _run_experiment(
-    one: Experiment,
+    experiment: Experiment,
     subject: ExperimentSubject,
     identity: dict[str, Any],
     out: Path,
@@ -104,28 +104,28 @@ def _run_experiment(
     command: str,
 ) -> Written:
     """Return the finished experiment from disk, or run it and write its results."""
-    folder = out / one.name
+    folder = out / experiment.name
     if not fresh and (record := _find_finished(folder, identity)):
         progress("found finished", 1, 1)
-        return Written(one.name, folder, record, found=True)
-    parts = out / PARTS / f"{one.name}-{_parts_key(identity)}"
+        return Written(experiment.name, folder, record, found=True)
+    parts = out / PARTS / f"{experiment.name}-{_parts_key(identity)}"
     if fresh:
         shutil.rmtree(parts, ignore_errors=True)
     started = time.perf_counter()
     with style():
-        outcome = one.run(subject, progress, parts)
+        outcome = experiment.run(subject, progress, parts)
         manifest = {
             "created": now(),
             "seconds": round(time.perf_counter() - started, 1),
             "command": command,
             "versions": versions(),
-            **_describe_models(one, subject),
+            **_describe_models(experiment, subject),
         }
-        record = _make_record(one, outcome, identity, manifest)
+        record = _make_record(experiment, outcome, identity, manifest)
         _write(folder, outcome, record)
-    if one.passing:
+    if experiment.passing:
         _clear(parts)
-    return Written(one.name, folder, record, found=False)
+    return Written(experiment.name, folder, record, found=False)
 
 
 def _clear(parts: Path) -> None:
@@ -134,8 +134,8 @@ def _clear(parts: Path) -> None:
         parts.parent.rmdir()
 
 
-def _settings_of_run(one: Experiment, subject: ExperimentSubject) -> dict[str, Any]:
-    settings = {"experiment": one.name, **subject.identity(with_model=one.needs_model)}
+def _settings_of_run(experiment: Experiment, subject: ExperimentSubject) -> dict[str, Any]:
+    settings = {"experiment": experiment.name, **subject.identity(with_model=experiment.needs_model)}
     plain: dict[str, Any] = json.loads(json.dumps(settings))
     return plain
 
@@ -146,26 +146,26 @@ def _parts_key(identity: Mapping[str, Any]) -> str:
     return settings_hash(decisive)[:12]
 
 
-def _describe_models(one: Experiment, subject: ExperimentSubject) -> dict[str, Any]:
+def _describe_models(experiment: Experiment, subject: ExperimentSubject) -> dict[str, Any]:
     """Return the manifest's entries about the model or models, and whether this is the paper's setting."""
-    if not one.needs_model:
+    if not experiment.needs_model:
         return {}
-    models = [each.described() for each in subject.each()]
+    models = [model_subject.described() for model_subject in subject.each()]
     text = subject.passages()[0]
-    same = paper_setting(one.name, models[0], text.name, text.content, quick=subject.quick)
+    same = paper_setting(experiment.name, models[0], text.name, text.content, quick=subject.quick)
     return {"model": models[0], **({"others": models[1:]} if models[1:] else {}), **same}
 
 
 def _make_record(
-    one: Experiment, outcome: Outcome, identity: dict[str, Any], manifest: dict[str, Any]
+    experiment: Experiment, outcome: Outcome, identity: dict[str, Any], manifest: dict[str, Any]
 ) -> dict[str, Any]:
     record: dict[str, Any] = finite(
         {
             "schema": SCHEMA,
-            "name": one.name,
-            "title": one.title,
-            "source": one.source,
-            "question": one.question,
+            "name": experiment.name,
+            "title": experiment.title,
+            "source": experiment.source,
+            "question": experiment.question,
             "words": outcome.summary,
             "findings": [finding.as_dict() for finding in outcome.findings],
             "figures": list(outcome.figures),
@@ -242,7 +242,7 @@ def _require_same_settings(folder: Path, identity: Mapping[str, Any]) -> None:
 
 def _shorten(value: Any) -> str:
     if isinstance(value, list):
-        return ", ".join(_shorten(one[0] if isinstance(one, list) and one else one) for one in value) or "none"
+        return ", ".join(_shorten(item[0] if isinstance(item, list) and item else item) for item in value) or "none"
     text = "none" if value is None else str(value)
     return text if len(text) <= 24 else text[:12] + "..."
 

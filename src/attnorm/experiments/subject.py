@@ -68,14 +68,14 @@ class ExperimentSubject:
 
         loaded = self.loaded()
         limit, _ = longest_context(loaded.model)
-        asked = sorted(set(wanted))
-        fitting = tuple(length for length in asked if limit is None or length <= limit)
+        requested = sorted(set(wanted))
+        fitting = tuple(length for length in requested if limit is None or length <= limit)
         tokens = self.tokens(max(fitting, default=1))
         fitting = tuple(length for length in fitting if length <= tokens)
         if not fitting:
             raise ValueError(
                 f"{self.passages()[0].name!r} has {tokens} tokens and {loaded.name} positions for "
-                f"{limit or 'any number of'}; this needs at least {asked[0]}: give a longer text with --text, or "
+                f"{limit or 'any number of'}; this needs at least {requested[0]}: give a longer text with --text, or "
                 "another model"
             )
         return fitting
@@ -98,7 +98,7 @@ class ExperimentSubject:
         if with_model:
             identity |= self._model_and_texts()
             if self.others:
-                identity["others"] = [list(one._model_and_texts().values()) for one in self.each()[1:]]
+                identity["others"] = [list(subject._model_and_texts().values()) for subject in self.each()[1:]]
                 _require_different_names([identity["model"], *(other[0] for other in identity["others"])])
         elif self.texts:
             # Texts to train on may be compressed and very long: hash the files.

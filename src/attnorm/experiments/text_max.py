@@ -71,19 +71,19 @@ def question(tokenizer: Any, size: int, generator: np.random.Generator) -> Quest
     lists = [
         generator.choice(np.arange(SMALLEST_NUMBER, LARGEST_NUMBER + 1), size=size, replace=False) for _ in range(2)
     ]
-    shown, asked = (", ".join(map(str, one)) for one in lists)
+    shown, asked = (", ".join(map(str, numbers)) for numbers in lists)
     largest = int(lists[1].max())
     before = f"Numbers: {shown}. The largest number is {lists[0].max()}.\nNumbers:"
     # The parts are tokenized one by one, so that their positions are known; no token spans two of them.
-    at = asked.split(", ").index(str(largest))
-    pieces = [f" {one}{'.' if index == size - 1 else ','}" for index, one in enumerate(asked.split(", "))]
+    largest_index = asked.split(", ").index(str(largest))
+    pieces = [f" {number}{'.' if index == size - 1 else ','}" for index, number in enumerate(asked.split(", "))]
     ids = list(tokenizer(before, verbose=False)["input_ids"])
     first = len(ids)
     where = (first, first)
     for index, piece in enumerate(pieces):
         start = len(ids)
         ids += tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"]
-        if index == at:
+        if index == largest_index:
             where = (start, len(ids))
     listed = (first, len(ids))
     ids += tokenizer(" The largest number is", add_special_tokens=False, verbose=False)["input_ids"]
@@ -91,21 +91,21 @@ def question(tokenizer: Any, size: int, generator: np.random.Generator) -> Quest
     return Question([*ids, *answer], len(ids), listed, where)
 
 
-def row_reads(call: AttentionCall, one: Question) -> tuple[Floats, Floats, Floats]:
+def row_reads(call: AttentionCall, example: Question) -> tuple[Floats, Floats, Floats]:
     """Return for every head the weight on the list, its entropy there, and the largest number's share of it."""
-    (own,) = resolve_normalizers(call, [None])
-    row = torch.tensor([one.prompt - 1], device=call.query_BHQD.device)
+    (normalizer,) = resolve_normalizers(call, [None])
+    row = torch.tensor([example.prompt - 1], device=call.query_BHQD.device)
     (block,) = logit_blocks(call, row, all_heads=True)
     view = rows_block(call, block)
-    weights = as_normalizer(own, call).weights(view.with_logits(view.logits.double()))[0][:, 0]
-    start, stop = (position - block.first_key for position in one.listed)
+    weights = as_normalizer(normalizer, call).weights(view.with_logits(view.logits.double()))[0][:, 0]
+    start, stop = (position - block.first_key for position in example.listed)
     if start < 0:
         raise ValueError("a window hides the start of the list; this experiment needs heads that see all keys")
     inside = weights[:, start:stop]
     mass = inside.sum(-1)
     shares = inside / mass.clamp(min=1e-300)[:, None]
     entropy = -torch.special.xlogy(shares, shares).sum(-1)
-    first, last = (position - one.listed[0] for position in one.largest)
+    first, last = (position - example.listed[0] for position in example.largest)
     return tuple(part.cpu().numpy() for part in (mass, entropy, shares[:, first:last].sum(-1)))  # type: ignore[return-value]
 
 
@@ -119,33 +119,35 @@ def measure(subject: ExperimentSubject, progress: ProgressCallback, sizes: Seque
     names: list[str] = []
     for number, size in enumerate(sizes):
         progress(f"{size} numbers", number, len(sizes))
-        found: list[tuple[Any, ...]] = []
+        results: list[tuple[Any, ...]] = []
         for index in range(lists):
-            one = question(tokenizer, size, generator)
-            if limit is not None and len(one.ids) > limit:
+            example = question(tokenizer, size, generator)
+            if limit is not None and len(example.ids) > limit:
                 break
             reads: list[tuple[Floats, Floats, Floats]] = []
             layers: list[str] = []
 
-            def on_call(call: AttentionCall, one: Question = one, reads: Any = reads, layers: Any = layers) -> None:
+            def on_call(
+                call: AttentionCall, example: Question = example, reads: Any = reads, layers: Any = layers
+            ) -> None:
                 if call.kind == "decoder":
-                    reads.append(row_reads(call, one))
+                    reads.append(row_reads(call, example))
                     layers += [f"L{call.layer}H{head}" for head in range(call.query_BHQD.shape[1])]
 
-            ids = torch.tensor([one.ids], device=loaded.model.device)
+            ids = torch.tensor([example.ids], device=loaded.model.device)
             with torch.no_grad(), observe(loaded.model, on_call, check=number == index == 0):
-                logits = loaded.model(input_ids=ids, use_cache=False).logits[0, one.prompt - 1 : -1]
-            hits = (logits.argmax(-1) == ids[0, one.prompt :]).tolist()
+                logits = loaded.model(input_ids=ids, use_cache=False).logits[0, example.prompt - 1 : -1]
+            hits = (logits.argmax(-1) == ids[0, example.prompt :]).tolist()
             names = layers
-            found.append((one, all(hits), hits[0], *(np.concatenate(part) for part in zip(*reads, strict=True))))
-        if len(found) < lists:  # longer than the model's limit
+            results.append((example, all(hits), hits[0], *(np.concatenate(part) for part in zip(*reads, strict=True))))
+        if len(results) < lists:  # longer than the model's limit
             break
         done.append(size)
-        asked = [entry[0] for entry in found]
-        columns["tokens"].append(np.mean([one.prompt for one in asked]))
-        columns["keys"].append(np.mean([one.listed[1] - one.listed[0] for one in asked]))
+        examples = [entry[0] for entry in results]
+        columns["tokens"].append(np.mean([example.prompt for example in examples]))
+        columns["keys"].append(np.mean([example.listed[1] - example.listed[0] for example in examples]))
         for name, position in (("right", 1), ("first", 2), ("mass", 3), ("entropy", 4), ("on", 5)):
-            columns[name].append(np.mean([entry[position] for entry in found], axis=0))
+            columns[name].append(np.mean([entry[position] for entry in results], axis=0))
     if not names:
         raise ValueError(f"{loaded.name} has no causal attention, or too few positions for {sizes[0]} numbers")
     arrays = {name: np.array(values, dtype=np.float64) for name, values in columns.items()}
@@ -157,40 +159,42 @@ def measure(subject: ExperimentSubject, progress: ProgressCallback, sizes: Seque
 
 def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
     sizes, lists = (QUICK_SIZES, QUICK_LISTS) if subject.quick else (SIZES, LISTS)
-    found = measure(subject, progress, sizes, lists)
+    measured = measure(subject, progress, sizes, lists)
     about = f"{subject.loaded().name}, {lists} lists per size, seed {subject.seed}"
     return Outcome(
-        summary=summary(found),
-        findings=judge_claims(found, lists),
-        figures={"text-max": figure(found, about)},
-        tables={"sizes": sizes_table(found), "heads": heads_table(found)},
+        summary=summary(measured),
+        findings=judge_claims(measured, lists),
+        figures={"text-max": figure(measured, about)},
+        tables={"sizes": sizes_table(measured), "heads": heads_table(measured)},
         parameters={
-            "sizes": found.sizes, "lists": lists, "numbers": [SMALLEST_NUMBER, LARGEST_NUMBER],
+            "sizes": measured.sizes, "lists": lists, "numbers": [SMALLEST_NUMBER, LARGEST_NUMBER],
             "reads_from": READS, "seed": subject.seed,
         },
     )  # fmt: skip
 
 
-def judge_claims(found: TextMax, lists: int) -> tuple[ExperimentFinding, ...]:
-    reading = found.reading
-    accuracy = ", ".join(f"{right:.0%} of {size}" for size, right in zip(found.sizes, found.right, strict=True))
-    able = found.right[0] > 1 / found.sizes[0]
-    falls = found.right[-1] < found.right[0] - 1 / math.sqrt(lists)
-    ratio = found.entropy / np.log(found.keys)[:, None]
+def judge_claims(measured: TextMax, lists: int) -> tuple[ExperimentFinding, ...]:
+    reading = measured.reading
+    accuracy = ", ".join(f"{right:.0%} of {size}" for size, right in zip(measured.sizes, measured.right, strict=True))
+    able = measured.right[0] > 1 / measured.sizes[0]
+    falls = measured.right[-1] < measured.right[0] - 1 / math.sqrt(lists)
+    ratio = measured.entropy / np.log(measured.keys)[:, None]
     count = int(reading.sum())
     first, last = (float(np.median(ratio[index][reading])) if count else math.nan for index in (0, -1))
-    grows = np.polyfit(np.log(found.keys), np.median(found.entropy[:, reading], axis=1), 1)[0] if count else math.nan
+    grows = (
+        np.polyfit(np.log(measured.keys), np.median(measured.entropy[:, reading], axis=1), 1)[0] if count else math.nan
+    )
     return (
         ExperimentFinding(
             claim="A language model finds the largest of a few numbers, and fails as the list grows [V]",
             ours=f"right: {accuracy} numbers",
             verdict="not tested" if not able else "reproduces" if falls else "does not",
-            why="" if able else f"it is not right more often than a random number of {found.sizes[0]}",
+            why="" if able else f"it is not right more often than a random number of {measured.sizes[0]}",
         ),
         ExperimentFinding(
             claim="The heads that read the list disperse: their entropy grows with n [V]",
             ours=f"{count} head{'s' * (count != 1)} read{'s' * (count == 1)} the list: median entropy {first:.2f} of "
-            f"log n at {found.sizes[0]} numbers, {last:.2f} at {found.sizes[-1]}, up {grows:.2f} nats per e-fold"
+            f"log n at {measured.sizes[0]} numbers, {last:.2f} at {measured.sizes[-1]}, up {grows:.2f} nats per e-fold"
             if count
             else "no head puts half of its weight on the list",
             verdict=_dispersing(float(grows)),
@@ -205,38 +209,40 @@ def _dispersing(growth: float) -> Verdict:
     return "reproduces" if growth > 0.5 else "partly" if growth > 0 else "does not"
 
 
-def summary(found: TextMax) -> str:
-    reading = found.reading
-    best = found.on_largest[-1][reading].max() if reading.any() else math.nan
+def summary(measured: TextMax) -> str:
+    reading = measured.reading
+    best = measured.on_largest[-1][reading].max() if reading.any() else math.nan
     return (
-        f"Asked for the largest of {found.sizes[0]} numbers the model is right in {found.right[0]:.0%} of the lists, "
-        f"of {found.sizes[-1]} in {found.right[-1]:.0%} (a random number of the list: {1 / found.sizes[-1]:.0%}). "
-        f"{int(reading.sum())} of {len(reading)} heads read the list"
+        f"Asked for the largest of {measured.sizes[0]} numbers the model is right in {measured.right[0]:.0%} of the "
+        f"lists, of {measured.sizes[-1]} in {measured.right[-1]:.0%} (a random number of the list: "
+        f"{1 / measured.sizes[-1]:.0%}). {int(reading.sum())} of {len(reading)} heads read the list"
         + (
-            f"; at {found.sizes[-1]} numbers the one that looks most at the largest gives it {best:.0%} of its weight "
-            "on the list."
+            f"; at {measured.sizes[-1]} numbers the one that looks most at the largest gives it {best:.0%} of its "
+            "weight on the list."
             if reading.any()
             else "."
         )
     )
 
 
-def sizes_table(found: TextMax) -> pa.Table:
+def sizes_table(measured: TextMax) -> pa.Table:
     return pa.table(
         {
-            "numbers": found.sizes, "prompt_tokens": found.tokens, "list_tokens": found.keys, "right": found.right,
-            "first_token_right": found.first_right,
+            "numbers": measured.sizes, "prompt_tokens": measured.tokens, "list_tokens": measured.keys,
+            "right": measured.right,
+            "first_token_right": measured.first_right,
         }
     )  # fmt: skip
 
 
-def heads_table(found: TextMax) -> pa.Table:
-    sizes, heads = found.mass.shape
+def heads_table(measured: TextMax) -> pa.Table:
+    sizes, heads = measured.mass.shape
     return pa.table(
         {
-            "numbers": np.repeat(found.sizes, heads), "head": found.head_names * sizes, "mass": found.mass.ravel(),
-            "entropy_nats": found.entropy.ravel(), "list_tokens": np.repeat(found.keys, heads),
-            "share_of_largest": found.on_largest.ravel(), "reads": np.tile(found.reading, sizes),
+            "numbers": np.repeat(measured.sizes, heads), "head": measured.head_names * sizes,
+            "mass": measured.mass.ravel(),
+            "entropy_nats": measured.entropy.ravel(), "list_tokens": np.repeat(measured.keys, heads),
+            "share_of_largest": measured.on_largest.ravel(), "reads": np.tile(measured.reading, sizes),
         }
     )  # fmt: skip
 
@@ -250,18 +256,20 @@ EXPERIMENT = Experiment(
 )
 
 
-def figure(found: TextMax, about: str) -> Figure:
+def figure(measured: TextMax, about: str) -> Figure:
     drawing = Figure(figsize=(8.8, 3.6), facecolor="white")
     left, right = drawing.subplots(1, 2, gridspec_kw={"left": 0.075, "right": 0.98, "top": 0.89, "bottom": 0.2})
-    left.plot(found.sizes, found.right, **MEASURED, label="right answers")
-    left.plot(found.sizes, found.first_right, **CORRECTED, label="right first tokens")
-    left.plot(found.sizes, 1 / np.array(found.sizes), **{**NULL, "marker": None}, label="a random number of the list")
+    left.plot(measured.sizes, measured.right, **MEASURED, label="right answers")
+    left.plot(measured.sizes, measured.first_right, **CORRECTED, label="right first tokens")
+    left.plot(
+        measured.sizes, 1 / np.array(measured.sizes), **{**NULL, "marker": None}, label="a random number of the list"
+    )
     left.set_ylim(0, 1.4)
     left.set_yticks(np.linspace(0, 1, 6))
     left.set_ylabel("share of lists")
     letter(left, "a", "Accuracy")
     left.legend(loc="upper right", fontsize=7)
-    _entropies(right, found)
+    _entropies(right, measured)
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -271,14 +279,14 @@ def figure(found: TextMax, about: str) -> Figure:
     return drawing
 
 
-def _entropies(axes: Axes, found: TextMax) -> None:
-    reading = found.reading
-    for curve in found.entropy[:, reading].T:
-        axes.plot(found.sizes, curve, color=INK, linewidth=0.6, alpha=0.25)
+def _entropies(axes: Axes, measured: TextMax) -> None:
+    reading = measured.reading
+    for curve in measured.entropy[:, reading].T:
+        axes.plot(measured.sizes, curve, color=INK, linewidth=0.6, alpha=0.25)
     if reading.any():
-        middle = np.median(found.entropy[:, reading], axis=1)
-        axes.plot(found.sizes, middle, **MEASURED, label=f"median, reading heads: {int(reading.sum())}")
-    axes.plot(found.sizes, np.log(found.keys), **{**PRINTED, "marker": None}, label="uniform over the list")
+        middle = np.median(measured.entropy[:, reading], axis=1)
+        axes.plot(measured.sizes, middle, **MEASURED, label=f"median, reading heads: {int(reading.sum())}")
+    axes.plot(measured.sizes, np.log(measured.keys), **{**PRINTED, "marker": None}, label="uniform over the list")
     axes.set_ylabel("entropy over the list, nats")
     axes.set_ylim(bottom=0)
     letter(axes, "b", "Heads that read the list")

@@ -64,60 +64,62 @@ def outcome(lines: Sequence[Line], labels: Sequence[str]) -> Outcome:
         ValueError: No model is finished.
     """
     results = results_of(lines, labels)
-    found = comparisons_of(results)
-    seeds = {one.name: len(one.by_seed) for one in results.variants}
+    comparisons = comparisons_of(results)
+    seeds = {variant.name: len(variant.by_seed) for variant in results.variants}
     return Outcome(
-        summary=summary_of(results, found),
-        findings=findings_of(results, found),
+        summary=summary_of(results, comparisons),
+        findings=findings_of(results, comparisons),
         figures=figures_of(results),
         tables={
-            "accuracy": _accuracy_table(results), "comparisons": _comparison_table(found),
+            "accuracy": _accuracy_table(results), "comparisons": _comparison_table(comparisons),
             "entropy": _entropy_table(results),
         },
         parameters={
             "base": results.base, "steps": results.steps, "seeds": seeds, "algorithms": results.algorithms,
             "sizes": {name: list(sizes) for name, sizes in results.sizes.items()}, "missing": results.missing,
-            "learning_rates": {one.name: one.learning_rate for one in results.variants if one.tested_with == OWN},
+            "learning_rates": {
+                variant.name: variant.learning_rate for variant in results.variants if variant.tested_with == OWN
+            },
         },
     )  # fmt: skip
 
 
-Found = dict[tuple[str, Range], list[ClrsComparison]]
+Comparisons = dict[tuple[str, Range], list[ClrsComparison]]
 """(name of a variant, range of sizes) -> comparisons with softmax, by algorithm."""
 
 
-def comparisons_of(results: ClrsResults) -> Found:
+def comparisons_of(results: ClrsResults) -> Comparisons:
     softmax = results.variant(SOFTMAX)
     if softmax is None:
         return {}
     return {
-        (one.name, where): compare(one, softmax, results.algorithms, results.sizes[where])
-        for one in results.variants
-        if one is not softmax and one.by_seed.keys() & softmax.by_seed.keys()
+        (variant.name, where): compare(variant, softmax, results.algorithms, results.sizes[where])
+        for variant in results.variants
+        if variant is not softmax and variant.by_seed.keys() & softmax.by_seed.keys()
         for where, sizes in results.sizes.items()
         if sizes
     }
 
 
-def _by_range(found: Found, variant: ClrsVariant) -> str:
+def _by_range(comparisons: Comparisons, variant: ClrsVariant) -> str:
     return "; ".join(
-        f"{words}: {_in_words(found[variant.name, where])}"
+        f"{words}: {_in_words(comparisons[variant.name, where])}"
         for where, words in RANGES.items()
-        if (variant.name, where) in found
+        if (variant.name, where) in comparisons
     )
 
 
 def _count(comparisons: Sequence[ClrsComparison], outcome: str) -> int:
-    return sum(one.outcome == outcome for one in comparisons)
+    return sum(comparison.outcome == outcome for comparison in comparisons)
 
 
 def _in_words(comparisons: Sequence[ClrsComparison]) -> str:
-    mean = 100 * sum(one.difference for one in comparisons) / max(1, len(comparisons))
-    higher = sum(one.difference > 0 for one in comparisons)
+    mean = 100 * sum(comparison.difference for comparison in comparisons) / max(1, len(comparisons))
+    higher = sum(comparison.difference > 0 for comparison in comparisons)
     return (
         f"better beyond chance on {_count(comparisons, 'better')} of {len(comparisons)}, worse on "
         f"{_count(comparisons, 'worse')} (higher on {higher}, no right answer of either on "
-        f"{sum(one.unsolved for one in comparisons)}; mean difference {mean:+.1f} points)"
+        f"{sum(comparison.unsolved for comparison in comparisons)}; mean difference {mean:+.1f} points)"
     )
 
 
@@ -125,30 +127,30 @@ def _can_judge(results: ClrsResults, *variants: ClrsVariant | None) -> str:
     """Return why there is no verdict; empty if there is one."""
     if len(results.algorithms) < ALGORITHMS:
         return f"{len(results.algorithms)} of {ALGORITHMS} algorithms: too few for a verdict on the claim."
-    if any(one is None or len(one.by_seed) < MIN_SEEDS for one in variants):
+    if any(variant is None or len(variant.by_seed) < MIN_SEEDS for variant in variants):
         return f"fewer than {MIN_SEEDS} seeds of both: no verdict."
     return ""
 
 
-def findings_of(results: ClrsResults, found: Found) -> tuple[ExperimentFinding, ...]:
+def findings_of(results: ClrsResults, comparisons: Comparisons) -> tuple[ExperimentFinding, ...]:
     softmax, adaptive = results.variant(SOFTMAX), results.variant(ADAPTIVE)
     at_test = results.variant(SOFTMAX, ADAPTIVE)
     findings = []
-    if adaptive is not None and (adaptive.name, "out") in found:
-        outside = found[adaptive.name, "out"]
+    if adaptive is not None and (adaptive.name, "out") in comparisons:
+        outside = comparisons[adaptive.name, "out"]
         unjudged = _can_judge(results, softmax, adaptive)
         findings.append(
             ExperimentFinding(
                 f"With adaptive temperature in all heads, in training and inference, most of the 30 tasks improve, "
                 f"especially at larger sizes ({PAPER}).",
-                _by_range(found, adaptive),
+                _by_range(comparisons, adaptive),
                 "not tested" if unjudged else _mostly_better(outside),
                 unjudged or "Exact sign tests on the same questions, Holm's correction over algorithms.",
             )
         )
-        exceptions = [one for one in outside if one.algorithm in EXCEPTIONS]
+        exceptions = [comparison for comparison in outside if comparison.algorithm in EXCEPTIONS]
         if exceptions:
-            better = [one.algorithm for one in exceptions if one.outcome == "better"]
+            better = [comparison.algorithm for comparison in exceptions if comparison.outcome == "better"]
             verdict: Verdict = "does not" if len(better) == len(exceptions) else "partly" if better else "reproduces"
             if not unjudged and _mostly_better(outside) == "does not":
                 unjudged = "The other algorithms do not improve either, so there is nothing to be an exception to."
@@ -156,21 +158,22 @@ def findings_of(results: ClrsResults, found: Found) -> tuple[ExperimentFinding, 
                 ExperimentFinding(
                     f"Exceptions are {', '.join(EXCEPTIONS)}: adaptive temperature does not help there ({PAPER}).",
                     "; ".join(
-                        f"{one.algorithm} {100 * one.difference:+.1f} points, {one.outcome}" for one in exceptions
+                        f"{comparison.algorithm} {100 * comparison.difference:+.1f} points, {comparison.outcome}"
+                        for comparison in exceptions
                     ),
                     "not tested" if unjudged else verdict,
                     unjudged,
                 )
             )
-    if at_test is not None and (at_test.name, "out") in found:
+    if at_test is not None and (at_test.name, "out") in comparisons:
         unjudged = _can_judge(results, softmax)
-        outside = found[at_test.name, "out"]
+        outside = comparisons[at_test.name, "out"]
         helps = _count(outside, "better") > _count(outside, "worse")
         findings.append(
             ExperimentFinding(
                 f"On CLRS-Text adaptive temperature must be introduced in training; inference alone is not enough "
                 f"({PAPER}).",
-                f"softmax models tested with it: {_by_range(found, at_test)}",
+                f"softmax models tested with it: {_by_range(comparisons, at_test)}",
                 "not tested" if unjudged else "does not" if helps else "reproduces",
                 unjudged,
             )
@@ -185,65 +188,66 @@ def _mostly_better(outside: Sequence[ClrsComparison]) -> Verdict:
     return "partly" if better > worse else "does not"
 
 
-def summary_of(results: ClrsResults, found: Found) -> str:
+def summary_of(results: ClrsResults, comparisons: Comparisons) -> str:
     largest = max(results.training_sizes)
     trained = f"{results.base}, {results.steps:,} steps, {len(results.algorithms)} algorithms"
     parts = [f"{trained}, sizes up to {largest} in training."]
-    for one in results.variants:
+    for variant in results.variants:
         shares = []
         for where, words in RANGES.items():
-            counts = [one.counts(algorithm, results.sizes[where]) for algorithm in results.algorithms]
+            counts = [variant.counts(algorithm, results.sizes[where]) for algorithm in results.algorithms]
             right, total = (sum(column) for column in zip(*counts, strict=True))
             if total:
                 shares.append(f"{100 * right / total:.1f} % at {words}")
-        outside = found.get((one.name, "out"))
+        outside = comparisons.get((variant.name, "out"))
         against = f"; against softmax at larger sizes {_in_words(outside)}" if outside else ""
-        parts.append(f"{one.name} ({_seeds(one)}): right in {', '.join(shares)}{against}.")
+        parts.append(f"{variant.name} ({_seeds(variant)}): right in {', '.join(shares)}{against}.")
     if results.missing:
         parts.append(f"Not finished: {', '.join(results.missing)}.")
     return " ".join(parts)
 
 
-def _seeds(one: ClrsVariant) -> str:
-    return f"{len(one.by_seed)} seed{'s' if len(one.by_seed) > 1 else ''}"
+def _seeds(variant: ClrsVariant) -> str:
+    return f"{len(variant.by_seed)} seed{'s' if len(variant.by_seed) > 1 else ''}"
 
 
 def _accuracy_table(results: ClrsResults) -> pa.Table:
     rows: list[dict[str, Any]] = []
-    for one in results.variants:
+    for variant in results.variants:
         for algorithm in results.algorithms:
             for where, sizes in results.sizes.items():
                 for size in sizes:
-                    right, total = one.counts(algorithm, [size])
-                    share, low, high = interval(one, algorithm, [size])
+                    right, total = variant.counts(algorithm, [size])
+                    share, low, high = interval(variant, algorithm, [size])
                     rows.append(
                         {
-                            "variant": one.name, "trained_with": one.label, "tested_with": one.tested_with,
-                            "seeds": len(one.by_seed), "algorithm": algorithm, "size": size, "range": where,
+                            "variant": variant.name, "trained_with": variant.label, "tested_with": variant.tested_with,
+                            "seeds": len(variant.by_seed), "algorithm": algorithm, "size": size, "range": where,
                             "right": right, "questions": total, "share": share, "low": low, "high": high,
                         }
                     )  # fmt: skip
     return pa.Table.from_pylist(rows)
 
 
-def _comparison_table(found: Found) -> pa.Table:
+def _comparison_table(all_comparisons: Comparisons) -> pa.Table:
     rows = [
         {
-            "variant": name, "range": where, "algorithm": one.algorithm, "difference": one.difference,
-            "better": one.better, "worse": one.worse, "p": one.p, "p_holm": one.p_holm,
-            "same_sign_in_every_seed": one.every_seed, "unsolved_by_both": one.unsolved, "outcome": one.outcome,
+            "variant": name, "range": where, "algorithm": comparison.algorithm, "difference": comparison.difference,
+            "better": comparison.better, "worse": comparison.worse, "p": comparison.p, "p_holm": comparison.p_holm,
+            "same_sign_in_every_seed": comparison.every_seed, "unsolved_by_both": comparison.unsolved,
+            "outcome": comparison.outcome,
         }
-        for (name, where), comparisons in found.items()
-        for one in comparisons
+        for (name, where), comparisons in all_comparisons.items()
+        for comparison in comparisons
     ]  # fmt: skip
     return pa.Table.from_pylist(rows)
 
 
 def _entropy_table(results: ClrsResults) -> pa.Table:
     rows = [
-        {"variant": one.name, "seed": seed, **record}
-        for one in results.variants
-        for seed, records in one.entropy.items()
+        {"variant": variant.name, "seed": seed, **record}
+        for variant in results.variants
+        for seed, records in variant.entropy.items()
         for record in records
     ]
     return pa.Table.from_pylist(rows)

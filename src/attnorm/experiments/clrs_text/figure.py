@@ -32,8 +32,8 @@ OTHER_LOOKS: Looks = {
 def figures_of(results: ClrsResults) -> dict[str, Figure]:
     """Return the figures by name; other normalizers have one of their own where they were trained."""
     about = f"{results.base}, {results.steps:,} steps. attnorm reproduce clrs-text"
-    others = any(results.variant(*key) is not None for key in OTHER_LOOKS if key != (SOFTMAX, OWN))
-    groups = {"clrs-text": ADAPTIVE_LOOKS} | ({"normalizers": OTHER_LOOKS} if others else {})
+    has_others = any(results.variant(*key) is not None for key in OTHER_LOOKS if key != (SOFTMAX, OWN))
+    groups = {"clrs-text": ADAPTIVE_LOOKS} | ({"normalizers": OTHER_LOOKS} if has_others else {})
     return {
         **{name: _panels(results, _drawn(results, looks), about) for name, looks in groups.items()},
         "entropy": _entropies(results, [_drawn(results, looks) for looks in groups.values()], about),
@@ -44,8 +44,8 @@ Drawn = list[tuple[ClrsVariant, dict[str, Any]]]
 
 
 def _drawn(results: ClrsResults, looks: Looks) -> Drawn:
-    found = ((results.variant(*key), look) for key, look in looks.items())
-    return [(variant, look) for variant, look in found if variant is not None]
+    candidates = ((results.variant(*key), look) for key, look in looks.items())
+    return [(variant, look) for variant, look in candidates if variant is not None]
 
 
 def _panels(results: ClrsResults, drawn: Drawn, about: str) -> Figure:
@@ -56,7 +56,7 @@ def _panels(results: ClrsResults, drawn: Drawn, about: str) -> Figure:
     width, height = 2.1 * columns + 0.7, 1.1 + 1.75 * rows  # inches
     figure = Figure(figsize=(width, height), facecolor="white")
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    sizes = sorted(size for some in results.sizes.values() for size in some)
+    sizes = sorted(size for group in results.sizes.values() for size in group)
     for index, axes in enumerate(grid.flat):
         if index >= count:
             axes.set_visible(False)
@@ -77,10 +77,12 @@ def _panels(results: ClrsResults, drawn: Drawn, about: str) -> Figure:
 def _draw_panel(axes: Axes, results: ClrsResults, drawn: Drawn, algorithm: str, sizes: list[int]) -> None:
     _mark_training(axes, results)
     for index, (variant, look) in enumerate(drawn):
-        found = [interval(variant, algorithm, [size]) for size in sizes]
-        axes.plot(sizes, [100 * one[0] for one in found], **{**look, "markersize": 2.5}, label=variant.name)
+        estimates = [interval(variant, algorithm, [size]) for size in sizes]
+        axes.plot(
+            sizes, [100 * estimate[0] for estimate in estimates], **{**look, "markersize": 2.5}, label=variant.name
+        )
         if index < 2:
-            low, high = ([100 * one[end] for one in found] for end in (1, 2))
+            low, high = ([100 * estimate[end] for estimate in estimates] for end in (1, 2))
             axes.fill_between(sizes, low, high, color=look["color"], alpha=0.15, linewidth=0)
     axes.set_title(algorithm.replace("_", " "), fontsize=7.5, loc="left")
     axes.set_ylim(-3, 103)

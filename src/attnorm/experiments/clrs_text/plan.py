@@ -61,8 +61,8 @@ class ClrsPlan:
 
     def identity(self) -> dict[str, Any]:
         """Return the values that decide the record of an item; which items there are does not."""
-        chosen = ("normalizers", "repeated", "seeds", "dense", "compiled")
-        return {name: value for name, value in asdict(self).items() if name not in chosen}
+        excluded = ("normalizers", "repeated", "seeds", "dense", "compiled")
+        return {name: value for name, value in asdict(self).items() if name not in excluded}
 
     def only(self, names: Sequence[str]) -> "ClrsPlan":
         """Return the plan with softmax and these normalizers (default: all).
@@ -73,8 +73,8 @@ class ClrsPlan:
         unknown = [name for name in names if name not in self.normalizers]
         if unknown:
             raise ValueError(f"{unknown[0]!r} is not trained here; there are {', '.join(self.normalizers)}")
-        chosen = tuple(name for name in self.normalizers if name == SOFTMAX or name in names)
-        return replace(self, normalizers=chosen) if names else self
+        normalizers = tuple(name for name in self.normalizers if name == SOFTMAX or name in names)
+        return replace(self, normalizers=normalizers) if names else self
 
 
 FULL = ClrsPlan()

@@ -58,7 +58,7 @@ class ClrsVariant:
         for records in self.entropy.values():
             for record in records:
                 values.setdefault(int(record["size"]), []).append(record[name])
-        return {size: sum(found) / len(found) for size, found in sorted(values.items())}
+        return {size: sum(entropies) / len(entropies) for size, entropies in sorted(values.items())}
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,9 @@ class ClrsResults:
     missing: list[str]  # labels without a finished main run
 
     def variant(self, label: str, tested_with: str = OWN) -> ClrsVariant | None:
-        return next((one for one in self.variants if (one.label, one.tested_with) == (label, tested_with)), None)
+        return next(
+            (variant for variant in self.variants if (variant.label, variant.tested_with) == (label, tested_with)), None
+        )
 
 
 def results_of(lines: Sequence[Line], labels: Sequence[str] = ()) -> ClrsResults:
@@ -85,9 +87,9 @@ def results_of(lines: Sequence[Line], labels: Sequence[str] = ()) -> ClrsResults
     if not runs:
         raise ValueError("no model is finished yet; train with --stage train, or use --quick")
     run = max(dict.fromkeys(runs), key=runs.count)
-    mine = [line for line in lines if line["run"] == run and line["stage"] == "main" and line["problem"] is None]
+    main_lines = [line for line in lines if line["run"] == run and line["stage"] == "main" and line["problem"] is None]
     grouped: dict[tuple[str, str], list[Line]] = {}
-    for line in sorted(mine, key=lambda line: line["seed"]):
+    for line in sorted(main_lines, key=lambda line: line["seed"]):
         for tested_with in line["exact"]:
             grouped.setdefault((line["label"], tested_with), []).append(line)
     variants = [
@@ -97,7 +99,7 @@ def results_of(lines: Sequence[Line], labels: Sequence[str] = ()) -> ClrsResults
         )
         for (label, tested_with), group in grouped.items()
     ]  # fmt: skip
-    first = mine[0]
+    first = main_lines[0]
     sizes = sorted({int(size) for cells in first["exact"][OWN].values() for size in cells})
     # Earlier versions recorded the largest size only, and counted all sizes below it as those of the training.
     trained = first.get("training_sizes") or list(range(1, first["largest_training_size"] + 1))
@@ -106,7 +108,7 @@ def results_of(lines: Sequence[Line], labels: Sequence[str] = ()) -> ClrsResults
         "between": [size for size in sizes if size not in trained and size < max(trained)],
         "out": [size for size in sizes if size > max(trained)],
     }
-    missing = [label for label in labels if not any(line["label"] == label for line in mine)]
+    missing = [label for label in labels if not any(line["label"] == label for line in main_lines)]
     return ClrsResults(variants, sorted(first["algorithms"]), ranges, trained, first["base"], first["steps"], missing)
 
 
@@ -161,7 +163,7 @@ def compare(
         totals = [total for test in tests for total in test.totals]
         same = all(total > 0 for total in totals) or all(total < 0 for total in totals)
         (right, questions), (right_before, questions_before) = (
-            one.counts(algorithm, sizes) for one in (variant, baseline)
+            side.counts(algorithm, sizes) for side in (variant, baseline)
         )
         difference = right / questions - right_before / questions_before if questions and questions_before else 0.0
         raw.append((algorithm, difference, counted, same, right == right_before == 0))
@@ -187,6 +189,6 @@ def _sign_test(
         for own, other in seeds
     ]  # fmt: skip
     sums = [sum(of_question) for of_question in zip(*differences, strict=True)]
-    better, worse = sum(one > 0 for one in sums), sum(one < 0 for one in sums)
+    better, worse = sum(total > 0 for total in sums), sum(total < 0 for total in sums)
     p = float(binomtest(better, better + worse).pvalue) if better + worse else 1.0
-    return _SignTest(better, worse, p, [sum(one) for one in differences])
+    return _SignTest(better, worse, p, [sum(seed_differences) for seed_differences in differences])

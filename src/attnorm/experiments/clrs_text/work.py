@@ -33,11 +33,11 @@ Log = Callable[[str], None]
 
 def read_lines(folder: Path) -> list[Line]:
     """Return the lines of all record files of a folder, without duplicates."""
-    found: dict[tuple[Any, ...], Line] = {}
+    lines: dict[tuple[Any, ...], Line] = {}
     for path in sorted((*folder.glob("clrs-text*.jsonl"), *folder.glob("clrs-text*.jsonl.xz"))):
         for line in read_jsonl(path):
-            found.setdefault((line["run"], *_key(line)), line)
-    return list(found.values())
+            lines.setdefault((line["run"], *_key(line)), line)
+    return list(lines.values())
 
 
 def _key(line: Line) -> tuple[Any, ...]:
@@ -117,19 +117,19 @@ def run_items(
     """
     deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
     plan, run = workspace.plan, workspace.run_key()
-    wanted = items(plan)
+    planned = items(plan)
     finished = True
-    for number, item in enumerate(wanted):
-        with try_lock(workspace.folder / LOCKS / f"{item.name}.lock") as mine:
+    for number, item in enumerate(planned):
+        with try_lock(workspace.folder / LOCKS / f"{item.name}.lock") as acquired:
             lines = workspace.lines()
             if any(_key(line) == _item_key(item) for line in lines):
                 continue
-            progress(item.name, number, len(wanted))
+            progress(item.name, number, len(planned))
             rate = item.learning_rate or best_rate(lines, plan, item.label)
             coefficients = coefficients_of(lines) or []
             expected = _expected_seconds(lines, item)
             reason = None
-            if not mine:
+            if not acquired:
                 reason = "another process trains it"
             elif rate is None or (item.label == REFITTED and not coefficients):
                 reason = "waits for other items"
@@ -146,7 +146,7 @@ def run_items(
             with lock(workspace.folder / LOCKS / "records.lock"):
                 append_jsonl(workspace.folder / RECORDS, [{"run": run, **line}])
             log(f"{item.name}: held-out loss {line['held_out_loss']}, {line['wall_seconds']} s {line['problem'] or ''}")
-    progress("", len(wanted), len(wanted))
+    progress("", len(planned), len(planned))
     return finished
 
 
@@ -186,7 +186,7 @@ def _finish(
         line |= record["result"]
     about = {
         "base": workspace.base.name, "steps": steps, "batch": plan.batch,
-        "algorithms": sorted({one.algorithm for one in workspace.data.test}),
+        "algorithms": sorted({example.algorithm for example in workspace.data.test}),
         "training_sizes": workspace.data.training_sizes,
     }  # fmt: skip
     return {**line, **about, "wall_seconds": round(time.monotonic() - began, 1)}

@@ -54,8 +54,16 @@ def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> 
     passes = [measure(subject, progress, main, rows, parts)]
     if far.beyond is not None:
         passes.append(measure(subject, progress, far.beyond, rows // 2, parts))
-    heads = {(one.length, variant): head_table(tables) for one in passes for variant, tables in one.variants.items()}
-    curves = {(one.length, name): tables["by_length"] for one in passes for name, tables in one.variants.items()}
+    heads = {
+        (measured.length, variant): head_table(tables)
+        for measured in passes
+        for variant, tables in measured.variants.items()
+    }
+    curves = {
+        (measured.length, name): tables["by_length"]
+        for measured in passes
+        for name, tables in measured.variants.items()
+    }
     ceilings = bound_shares(heads, curves)
     groups = kv_effect(heads[main, RUNS], np.random.default_rng(subject.seed))
 
@@ -72,7 +80,7 @@ def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> 
         },
         tables={"heads": _joined(heads), "by-length": _joined(curves), "ceiling": ceilings},
         parameters={
-            "lengths": [one.length for one in passes],
+            "lengths": [measured.length for measured in passes],
             "rows": rows,
             "rows_beyond": rows // 2,
             "made_for": limit,
@@ -129,13 +137,13 @@ def summary(heads: Mapping[Key, pa.Table], ceilings: pa.Table, reach: Reach) -> 
     main = reach.main
     table = heads[main, RUNS]
     slopes = column(table, "gap_slope")
-    now, far = (_shares(ceilings, main, RUNS, "all keys", "growing")[at] for at in ("8k", "1M"))
+    at_8k, far = (_shares(ceilings, main, RUNS, "all keys", "growing")[label] for label in ("8k", "1M"))
     return (
         f"Of {table.num_rows} heads, {share(slopes, 0.9):.0%} keep up with the growing context (slope of the "
         f"effective gap at least 0.9), {1 - share(slopes, 0.25):.0%} disperse nearly as theory predicts (below "
         f"0.25); the median slope is {median(slopes):.2f}, where the prediction is 0. So entropy climbs, but for "
         "most heads more slowly than forced dispersion would have it: their logits spread further apart as the "
-        f"context grows. Growing on like that, the ceiling would bind for {now:.0%} of the heads at 8k keys and for "
+        f"context grows. Growing on like that, the ceiling would bind for {at_8k:.0%} of the heads at 8k keys and for "
         f"{far:.0%} at a million. {reach.sentence}"
     )
 
@@ -195,7 +203,7 @@ def _vanishing(table: pa.Table) -> ExperimentFinding:
 def _ceiling(ceilings: pa.Table, main: int) -> ExperimentFinding:
     def shares_at(reading: str, keys: str) -> str:
         shares = _shares(ceilings, main, RUNS, keys, reading)
-        known = [f"{value:.0%} at {at}" for at, value in shares.items() if not math.isnan(value)]
+        known = [f"{value:.0%} at {label}" for label, value in shares.items() if not math.isnan(value)]
         return ", ".join(known) or "at none of these lengths"
 
     last = _shares(ceilings, main, RUNS, "all keys", "growing")["1M"]
@@ -212,12 +220,12 @@ def _ceiling(ceilings: pa.Table, main: int) -> ExperimentFinding:
 
 
 def _sink(table: pa.Table) -> ExperimentFinding:
-    every, rest = (median(column(table, name)) for name in ("gap_slope", "gap_slope_without_sink"))
+    with_sink, without_sink = (median(column(table, name)) for name in ("gap_slope", "gap_slope_without_sink"))
     parked = share(column(table, "sink_mass"), 0.5)
     return ExperimentFinding(
         claim="A sink may hide dispersion (not in the papers)",
-        ours=f"median slope {every:.2f} with the first key, {rest:.2f} without it; {parked:.0%} of the heads put "
-        "most of their weight on it",
+        ours=f"median slope {with_sink:.2f} with the first key, {without_sink:.2f} without it; {parked:.0%} of the "
+        "heads put most of their weight on it",
         verdict="not tested",
         why="a sink keeps its weight at every length, so it looks like a head that keeps up",
     )
@@ -227,9 +235,9 @@ def _rotation(heads: Mapping[Key, pa.Table], main: int) -> ExperimentFinding:
     claim = "Positional encodings could alter how the constraint manifests (comments on [M]; untouched in [V])"
     if (main, CONTENT) not in heads:
         return ExperimentFinding(claim, "not applicable: this model does not rotate queries and keys", "not tested")
-    with_, without = (column(heads[main, one], "gap_slope") for one in (RUNS, CONTENT))
+    with_, without = (column(heads[main, variant], "gap_slope") for variant in (RUNS, CONTENT))
     entropy, spread = (
-        [median(column(heads[main, one], name)) for one in (RUNS, CONTENT)]
+        [median(column(heads[main, variant], name)) for variant in (RUNS, CONTENT)]
         for name in ("entropy_ratio", "logit_spread")
     )
     moved = float(np.nanmedian(np.abs(with_ - without)))
@@ -263,10 +271,10 @@ def _beyond(heads: Mapping[Key, pa.Table], main: int, not_further: str) -> Exper
     longer = [length for length, variant in heads if length > main and variant == RUNS]
     if not longer:
         return ExperimentFinding(claim, f"not measured: {not_further}", "not tested")
-    one, other = heads[main, RUNS], heads[longer[0], RUNS]
+    main_table, other = heads[main, RUNS], heads[longer[0], RUNS]
     numbers = [
         f"{median(column(table, 'gap_slope')):.2f} and {median(column(table, 'entropy_ratio')):.2f} at {length:,}"
-        for length, table in ((main, one), (longer[0], other))
+        for length, table in ((main, main_table), (longer[0], other))
     ]
     return ExperimentFinding(
         claim=claim,

@@ -35,7 +35,7 @@ def overview(
     return drawing
 
 
-def by_layer(curves: pa.Table, heads: pa.Table, which: str, about: str) -> Figure:
+def by_layer(curves: pa.Table, heads: pa.Table, quantity: str, about: str) -> Figure:
     """Draw one small panel per layer, with a thin line per head."""
     layers = sorted(set(curves.column("layer").to_pylist()))
     across = 6 if len(layers) > 4 else len(layers)
@@ -51,52 +51,54 @@ def by_layer(curves: pa.Table, heads: pa.Table, which: str, about: str) -> Figur
         "hspace": 0.3,
     }
     panels = drawing.subplots(down, across, sharex=True, sharey=True, squeeze=False, gridspec_kw=room)
-    name = "entropy_nats_q50" if which == "entropy" else "effective_gap_q50"
+    name = "entropy_nats_q50" if quantity == "entropy" else "effective_gap_q50"
     for axes, layer in zip(panels.flat, layers, strict=False):
-        own = curves.filter(pa.array(column(curves, "layer") == layer))
-        _one_layer(axes, own, name, which)
+        layer_curves = curves.filter(pa.array(column(curves, "layer") == layer))
+        _one_layer(axes, layer_curves, name, quantity)
         spread = column(heads.filter(pa.array(column(heads, "layer") == layer)), "logit_spread")
-        _mark(axes, float(horizon(float(np.nanmedian(spread)))), own)
+        _mark(axes, float(horizon(float(np.nanmedian(spread)))), layer_curves)
         axes.text(0.04, 0.93, f"layer {layer}", transform=axes.transAxes, fontsize=7.5, va="top")
         tidy(axes)
     for axes in panels.flat[len(layers) :]:
         axes.set_axis_off()
     handles, labels = panels[0, 0].get_legend_handles_labels()
     drawing.legend(handles, labels, loc="upper right", bbox_to_anchor=(0.985, 1.0), ncols=len(labels), fontsize=7.5)
-    what = "entropy (nats)" if which == "entropy" else "effective gap (nats)"
-    drawing.supylabel(what, fontsize=9, x=0.008)
+    title = "entropy (nats)" if quantity == "entropy" else "effective gap (nats)"
+    drawing.supylabel(title, fontsize=9, x=0.008)
     drawing.supxlabel("visible keys n", fontsize=9, y=0.18 / height)
     drawing.text(
         0.055,
         1 - 0.25 / height,
-        f"{what[0].upper()}{what[1:]} of every head against context length, by layer",
+        f"{title[0].upper()}{title[1:]} of every head against context length, by layer",
         fontsize=9.5,
     )
     note(drawing, f"{about}; dotted vertical line: the layer's median horizon, where it lies within the axis")
     return drawing
 
 
-def _one_layer(axes: Axes, own: pa.Table, name: str, which: str) -> None:
-    n = np.unique(column(own, "n"))
+def _one_layer(axes: Axes, curves: pa.Table, name: str, quantity: str) -> None:
+    n = np.unique(column(curves, "n"))
     ends = np.array([n.min(), n.max()])
-    if which == "entropy":
+    if quantity == "entropy":
         axes.plot(ends, np.log(ends), color=PALE, linewidth=1.2, label="log n")
-        cut = bins(own)
+        cut = bins(curves)
         floor = [float(np.nanmedian(column(part, "entropy_floor_q50"))) for _, part in cut]
-        axes.plot([at for at, _ in cut], floor, **{**CORRECTED, **BARE, "linewidth": 1.1}, label="floor (median)")
-    for index, head in enumerate(sorted(set(own.column("head").to_pylist()))):
-        one = own.filter(pa.array(column(own, "head") == head)).sort_by("n")
         axes.plot(
-            column(one, "n"),
-            column(one, name),
+            [mean_n for mean_n, _ in cut], floor, **{**CORRECTED, **BARE, "linewidth": 1.1}, label="floor (median)"
+        )
+    for index, head in enumerate(sorted(set(curves.column("head").to_pylist()))):
+        curve = curves.filter(pa.array(column(curves, "head") == head)).sort_by("n")
+        axes.plot(
+            column(curve, "n"),
+            column(curve, name),
             color=INK,
             linewidth=0.7,
             alpha=0.75,
             label="heads" if index == 0 else None,
         )
-    if which == "gap":
-        at, first = next(one for one in bins(own) if one[0] >= SHORTEST_IN_SLOPE)
-        start, ends = float(np.nanmedian(column(first, name))), np.array([at, n.max()])
+    if quantity == "gap":
+        first_n, first = next(entry for entry in bins(curves) if entry[0] >= SHORTEST_IN_SLOPE)
+        start, ends = float(np.nanmedian(column(first, name))), np.array([first_n, n.max()])
         axes.plot(
             ends, start + np.log(ends / ends[0]), **{**CORRECTED, **BARE, "linewidth": 1.1}, label="slope 1: keeps up"
         )
@@ -148,10 +150,10 @@ def _slopes(axes: Axes, heads: Mapping[Key, pa.Table], main: int) -> None:
         shares = np.arange(1, len(known) + 1) / max(1, len(known))
         axes.plot(known, shares, **{**look, "markevery": max(1, len(known) // 8)}, label=label)
     top = 1.3  # room for the legend above the lines
-    for at in (0, 1):
-        axes.axvline(at, ymax=1.02 / top, color=PALE, linewidth=0.8, linestyle=(0, (4, 3)))
-    every = np.concatenate([slopes[np.isfinite(slopes)] for _, slopes, _ in lines])
-    axes.set_xlim(min(-0.1, float(every.min()) - 0.05), max(1.1, float(every.max()) + 0.05))
+    for slope in (0, 1):
+        axes.axvline(slope, ymax=1.02 / top, color=PALE, linewidth=0.8, linestyle=(0, (4, 3)))
+    all_slopes = np.concatenate([slopes[np.isfinite(slopes)] for _, slopes, _ in lines])
+    axes.set_xlim(min(-0.1, float(all_slopes.min()) - 0.05), max(1.1, float(all_slopes.max()) + 0.05))
     axes.set_ylim(0, top)
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
     axes.set_xlabel("slope on log n (0: disperses, 1: keeps up)")
@@ -169,7 +171,7 @@ def _bound(axes: Axes, table: pa.Table, ceilings: pa.Table, main: int) -> None:
         for name, style, reading in (("binding_length", "-", "spread grows on"), ("horizon", ":", "spread as it is")):
             lengths = column(table, f"{name}{suffix}")
             lengths = lengths[~np.isnan(lengths)]
-            shares = [float((lengths < at).mean()) for at in n]
+            shares = [float((lengths < length).mean()) for length in n]
             axes.plot(n, shares, **{**look, "linestyle": style}, label=f"{keys}, {reading}")
             most = max(most, *shares)
     measured = [
@@ -198,10 +200,10 @@ def _bound(axes: Axes, table: pa.Table, ceilings: pa.Table, main: int) -> None:
 def _layers(axes: Axes, table: pa.Table) -> None:
     layer, slope = column(table, "layer"), column(table, "gap_slope")
     axes.scatter(layer, slope, s=11, facecolor="white", edgecolor=INK, linewidth=0.7, label="head", zorder=3)
-    middles = [(one, float(np.nanmedian(slope[layer == one]))) for one in np.unique(layer)]
+    middles = [(index, float(np.nanmedian(slope[layer == index]))) for index in np.unique(layer)]
     axes.plot(*zip(*middles, strict=True), **{**CORRECTED, **BARE}, label="median of the layer")
-    for at in (0, 1):
-        axes.axhline(at, color=PALE, linewidth=0.8, linestyle=(0, (4, 3)))
+    for level in (0, 1):
+        axes.axhline(level, color=PALE, linewidth=0.8, linestyle=(0, (4, 3)))
     axes.set_ylim(-1, 2)
     axes.set_xlabel("layer")
     axes.set_ylabel("slope of the gap on log n")
@@ -220,7 +222,7 @@ def _groups(axes: Axes, table: pa.Table) -> None:
     ]
     if pairs:
         axes.scatter(
-            [one for one, _ in pairs],
+            [own_slope for own_slope, _ in pairs],
             [other for _, other in pairs],
             s=11,
             facecolor="white",
@@ -248,16 +250,16 @@ def _band(curves: pa.Table, name: str) -> tuple[Floats, ...]:
     """Return n and, over heads, the median, 10 % and 90 %."""
     cut = bins(curves)
     numbers = [np.nanquantile(_finite(column(part, name)), (0.5, 0.1, 0.9)) for _, part in cut]
-    return np.array([at for at, _ in cut]), *np.array(numbers).T
+    return np.array([mean_n for mean_n, _ in cut]), *np.array(numbers).T
 
 
 def _finite(values: Floats) -> Floats:
     return np.where(np.isfinite(values), values, np.nan)
 
 
-def _mark(axes: Axes, at: float, own: pa.Table) -> None:
-    if at < float(column(own, "n").max()):
-        axes.axvline(at, color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
+def _mark(axes: Axes, position: float, curves: pa.Table) -> None:
+    if position < float(column(curves, "n").max()):
+        axes.axvline(position, color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
 
 
 def _lengths(axes: Axes) -> None:

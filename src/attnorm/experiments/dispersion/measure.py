@@ -77,13 +77,13 @@ def reach(
         further = "" if quick or longest is not None else "; use --longest TOKENS for more"
         return Reach(main, None, "", f"{model} has no fixed context length{further}")
     if main < limit:
-        made = f"{model} has a context of {limit:,}"
+        context_phrase = f"{model} has a context of {limit:,}"
         if quick:
-            why = f"{made}: --quick uses small sizes only"
+            why = f"{context_phrase}: --quick uses small sizes only"
         elif tokens < min(limit, longest or LENGTHS[-1]):
-            why = f"{made}, and the text ends at {tokens:,}"
+            why = f"{context_phrase}, and the text ends at {tokens:,}"
         else:
-            why = f"{made}: use --longest {limit if hard else 2 * limit}"
+            why = f"{context_phrase}: use --longest {limit if hard else 2 * limit}"
         return Reach(main, None, why, why)
     if hard:
         return Reach(main, None, "", f"{model} has no positions beyond {limit:,}")
@@ -109,17 +109,17 @@ def head_table(tables: Mapping[str, pa.Table]) -> pa.Table:
     rows = []
     for row in tables["heads"].to_pylist():
         curve = curves[row["layer"], row["head"]]
-        found = {name.removesuffix("_q50"): row[name] for name in COPIED} | {"length": row["length"]}
-        found["entropy_slope"] = _slope(curve, "entropy_nats")
-        found["weight_slope"] = _slope(curve, "max_weight", logarithm=True)
+        record = {name.removesuffix("_q50"): row[name] for name in COPIED} | {"length": row["length"]}
+        record["entropy_slope"] = _slope(curve, "entropy_nats")
+        record["weight_slope"] = _slope(curve, "max_weight", logarithm=True)
         for suffix in KEYS.values():
             spread = number(row, f"logit_spread{suffix}")
             reach = float("nan") if spread is None else float(horizon(spread))
-            found[f"horizon{suffix}"] = reach
-            found[f"binding_length{suffix}"] = (
+            record[f"horizon{suffix}"] = reach
+            record[f"binding_length{suffix}"] = (
                 float("nan") if spread is None else binding_length(curve, f"logit_spread{suffix}", reach)
             )
-        rows.append(found)
+        rows.append(record)
     return pa.Table.from_pylist(rows)
 
 
@@ -132,13 +132,13 @@ def bound_shares(heads: Mapping[Key, pa.Table], curves: Mapping[Key, pa.Table]) 
     rows = []
     for key, table in heads.items():
         for keys, suffix in KEYS.items():
-            now, later = (column(table, f"{name}{suffix}") for name in ("horizon", "binding_length"))
+            as_measured, later = (column(table, f"{name}{suffix}") for name in ("horizon", "binding_length"))
             for name, n in CEILING_LENGTHS.items():
                 rows.append(
                     {
                         "length": key[0], "logits": key[1], "keys": keys, "at": name, "n": n,
                         "measured": _measured(curves[key], suffix, n),
-                        "as_measured": _share(now < n, now), "growing": _share(later < n, later),
+                        "as_measured": _share(as_measured < n, as_measured), "growing": _share(later < n, later),
                     }
                 )  # fmt: skip
     return pa.Table.from_pylist(rows)
@@ -152,22 +152,22 @@ def kv_effect(heads: pa.Table, generator: np.random.Generator, draws: int = 999)
     layer, group, slope = (column(heads, name) for name in ("layer", "kv_head", "gap_slope"))
     known = np.isfinite(slope)
     layer, group, slope = layer[known], group[known], slope[known]
-    sizes = {len(set(group[layer == one])) for one in set(layer)}
+    sizes = {len(set(group[layer == index])) for index in set(layer)}
     if not len(slope) or len(slope) == len({*zip(layer, group, strict=True)}):
         return {"applies": False, "groups_per_layer": max(sizes, default=0)}
-    found = _within(layer, group, slope)
+    ratio = _within(layer, group, slope)
     null = []
     for _ in range(draws):
         shuffled = group.copy()
-        for one in set(layer):
-            shuffled[layer == one] = generator.permutation(shuffled[layer == one])
+        for index in set(layer):
+            shuffled[layer == index] = generator.permutation(shuffled[layer == index])
         null.append(_within(layer, shuffled, slope))
     return {
         "applies": True,
         "groups_per_layer": max(sizes),
-        "within_groups_over_within_layers": found,
+        "within_groups_over_within_layers": ratio,
         "random_groups": float(np.mean(null)),
-        "p_value": float((1 + np.sum(np.array(null) <= found)) / (1 + draws)),
+        "p_value": float((1 + np.sum(np.array(null) <= ratio)) / (1 + draws)),
     }
 
 
@@ -191,17 +191,17 @@ def bins(curves: pa.Table) -> list[tuple[float, pa.Table]]:
     low = column(curves, "n_low")
     return [
         (float(column(part, "n").mean()), part)
-        for one in np.unique(low)
-        for part in (curves.filter(pa.array(low == one)),)
+        for start in np.unique(low)
+        for part in (curves.filter(pa.array(low == start)),)
     ]
 
 
 def _measured(curves: pa.Table, suffix: str, n: int) -> float:
     low, high = column(curves, "n_low"), column(curves, "n_high")
-    here = curves.filter(pa.array((low <= n) & (n <= high)))
-    if not here.num_rows:
+    rows_at_n = curves.filter(pa.array((low <= n) & (n <= high)))
+    if not rows_at_n.num_rows:
         return float("nan")
-    spread = column(here, f"logit_spread{suffix}_q50")
+    spread = column(rows_at_n, f"logit_spread{suffix}_q50")
     return _share(horizon(torch.from_numpy(spread.copy())).numpy() < n, spread)
 
 
@@ -223,8 +223,8 @@ def _slope(curve: Sequence[Mapping[str, Any]], name: str, *, logarithm: bool = F
 def _within(layer: Floats, group: Floats, slope: Floats) -> float:
     """Return the variance within groups over the variance within layers, with degrees of freedom."""
 
-    def spread(which: Floats) -> float:
-        _, index = np.unique(which, return_inverse=True)
+    def spread(labels: Floats) -> float:
+        _, index = np.unique(labels, return_inverse=True)
         size = np.bincount(index)
         means = np.bincount(index, slope) / size
         return float(((slope - means[index]) ** 2).sum() / max(1, len(slope) - len(size)))
@@ -246,7 +246,11 @@ def measure(subject: ExperimentSubject, progress: ProgressCallback, length: int,
     if (done / "finished").exists():
         names = [variant for variant in (RUNS, CONTENT) if (done / f"{variant}-heads.parquet").exists()]
         return Pass(
-            length, {one: {name: store.read_table(done / f"{one}-{name}.parquet") for name in TABLES} for one in names}
+            length,
+            {
+                variant: {name: store.read_table(done / f"{variant}-{name}.parquet") for name in TABLES}
+                for variant in names
+            },
         )
     settings = _settings(rows, subject.seed)
     runs, content = (Collector(settings, {"model": None}, {}, lambda _: None) for _ in range(2))
@@ -262,15 +266,16 @@ def measure(subject: ExperimentSubject, progress: ProgressCallback, length: int,
                 rotated = True
 
         run_forward_pass(subject, length, on_call, progress, f"{length:,} tokens")
-    found = {RUNS: runs, CONTENT: content} if rotated else {RUNS: runs}
+    collectors = {RUNS: runs, CONTENT: content} if rotated else {RUNS: runs}
     name = subject.passages()[0].name
     variants = {
-        one: {table: collector.tables(name, length)[table] for table in TABLES} for one, collector in found.items()
+        variant: {table: collector.tables(name, length)[table] for table in TABLES}
+        for variant, collector in collectors.items()
     }
     done.mkdir(parents=True, exist_ok=True)
-    for one, tables in variants.items():
+    for variant, tables in variants.items():
         for table, content_of in tables.items():
-            store.write_table(done / f"{one}-{table}.parquet", content_of)
+            store.write_table(done / f"{variant}-{table}.parquet", content_of)
     (done / "finished").touch()
     return Pass(length, variants)
 

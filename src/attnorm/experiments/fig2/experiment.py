@@ -88,7 +88,7 @@ def _run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) ->
             shuffled = [layer.permuted(generator) for layer in layers]
             permuted = _measure_grid(shuffled, sizes, progress, "the same with permuted values")
     assert permuted is not None
-    at_panel = next(one for one in distances if one.length == panel_length)
+    at_panel = next(candidate for candidate in distances if candidate.length == panel_length)
     result = Result(
         distances=tuple(distances),
         at_panel=at_panel,
@@ -148,35 +148,35 @@ def _critical(distances: Distances, pair: str) -> float:
 
 def _compare(pair: str, distances: list[Distances], sizes: Fig2Sizes, seed: int) -> ExpectationComparison:
     """Compute the critical N at every length, with intervals from resampled heads, and the power law through it."""
-    heads = min(one.heads for one in distances)
-    which = bootstrap_heads(heads, heads, sizes.resamples, seed)
-    found, resampled = [], []
-    for one in distances:
-        first, second = PAIRS[pair](one)
-        drawn = resampled_critical_n(first, second, one.grid, which)
+    heads = min(measured.heads for measured in distances)
+    resamples = bootstrap_heads(heads, heads, sizes.resamples, seed)
+    points, resampled = [], []
+    for measured in distances:
+        first, second = PAIRS[pair](measured)
+        drawn = resampled_critical_n(first, second, measured.grid, resamples)
         resampled.append(drawn)
-        accepts = [N for N, yes in zip(one.grid, accepted(first, second), strict=True) if yes]
-        critical = critical_n(first, second, one.grid)
-        found.append(Critical(one.length, critical, interval(drawn), max(accepts, default=0)))
-    lengths = tuple(one.length for one in distances)
-    law = power_law_over_heads(lengths, np.array([one.top_n for one in found]), np.stack(resampled, 1))
-    return ExpectationComparison(pair, tuple(found), law)
+        accepts = [N for N, yes in zip(measured.grid, accepted(first, second), strict=True) if yes]
+        critical = critical_n(first, second, measured.grid)
+        points.append(Critical(measured.length, critical, interval(drawn), max(accepts, default=0)))
+    lengths = tuple(measured.length for measured in distances)
+    law = power_law_over_heads(lengths, np.array([point.top_n for point in points]), np.stack(resampled, 1))
+    return ExpectationComparison(pair, tuple(points), law)
 
 
-def _fewer_heads(at: Distances, sizes: Fig2Sizes, seed: int) -> list[dict[str, float | int | str]]:
+def _fewer_heads(distances: Distances, sizes: Fig2Sizes, seed: int) -> list[dict[str, float | int | str]]:
     """Repeat the test with fewer heads: critical N, and the power at N = 5."""
     rows: list[dict[str, float | int | str]] = []
     for pair in (PRINTED, UPPER):
-        first, second = PAIRS[pair](at)
-        for size in sorted({size for size in (18, 36, 72, PAPER_HEADS, at.heads) if size <= at.heads}):
-            which = subsampled_heads(at.heads, size, sizes.resamples if size < at.heads else 1, seed)
-            drawn = resampled_critical_n(first, second, at.grid, which)
+        first, second = PAIRS[pair](distances)
+        for size in sorted({size for size in (18, 36, 72, PAPER_HEADS, distances.heads) if size <= distances.heads}):
+            subsamples = subsampled_heads(distances.heads, size, sizes.resamples if size < distances.heads else 1, seed)
+            drawn = resampled_critical_n(first, second, distances.grid, subsamples)
             low, high = interval(drawn)
-            power = rejection_rates(first, second, bootstrap_heads(at.heads, size, sizes.resamples, seed + 1))
+            power = rejection_rates(first, second, bootstrap_heads(distances.heads, size, sizes.resamples, seed + 1))
             rows.append(
                 {
                     "compared": pair, "heads": size, "critical_n": middle(drawn), "low": low, "high": high,
-                    "power_at_5": float(power[at.column(PANEL_N)]), "resolution": ks_threshold(size),
+                    "power_at_5": float(power[distances.column(PANEL_N)]), "resolution": ks_threshold(size),
                 }
             )  # fmt: skip
     return rows
@@ -203,22 +203,24 @@ def _choice(
     layers: list[LastRows], sizes: Fig2Sizes, progress: ProgressCallback, what: str
 ) -> dict[str, float | int | str]:
     grid = n_grid(layers[0].keys, max(sizes.ratio, 1.1))
-    found = over_grid(layers, grid, lambda done: progress(what, done, len(grid)))
-    return {"what": what, **{name: _critical(found, name) for name in PAIRS}}
+    distances = over_grid(layers, grid, lambda done: progress(what, done, len(grid)))
+    return {"what": what, **{name: _critical(distances, name) for name in PAIRS}}
 
 
 def _tables(result: Result) -> dict[str, pa.Table]:
     points = {(point.length, point.top_n): point for point in (*result.by_length, *result.by_n)}
-    at = result.at_panel
-    curves: dict[str, Floats | list[int]] = {"top_n": list(at.grid)}
+    distances = result.at_panel
+    curves: dict[str, Floats | list[int]] = {"top_n": list(distances.grid)}
     for name, pair in PAIRS.items():
-        curves[f"ks: {name}"] = ks_statistic(*pair(at))
+        curves[f"ks: {name}"] = ks_statistic(*pair(distances))
     for name in ("measured", "printed", "lower", "upper", "mass"):
-        curves[f"median {name}"] = np.median(getattr(at, name), axis=0)
-    curves["threshold"] = np.full(len(at.grid), ks_threshold(at.heads))
+        curves[f"median {name}"] = np.median(getattr(distances, name), axis=0)
+    curves["threshold"] = np.full(len(distances.grid), ks_threshold(distances.heads))
     return {
         "fig2_heads": pa.concat_tables([point.table() for point in points.values()]),
-        "fig2_critical": pa.Table.from_pylist([row for one in result.comparisons.values() for row in one.rows()]),
+        "fig2_critical": pa.Table.from_pylist(
+            [row for comparison in result.comparisons.values() for row in comparison.rows()]
+        ),
         "fig2_ks": pa.table(curves),
         "fig2_fewer_heads": pa.Table.from_pylist(result.fewer_heads),
         **({"fig2_choices": pa.Table.from_pylist(result.choices)} if result.choices else {}),

@@ -48,17 +48,17 @@ def paper_figure(result: Result, setting: str) -> Figure:
     return figure
 
 
-def _distances(axes: Axes, points: tuple[Point, ...], at: list[int]) -> None:
+def _distances(axes: Axes, points: tuple[Point, ...], x: list[int]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     medians: Callable[[str], list[float]] = lambda name: [float(np.median(getattr(p, name))) for p in points]  # noqa: E731
     low, high = ([float(np.quantile(point.measured, share)) for point in points] for share in (0.25, 0.75))
-    axes.fill_between(at, low, high, color=INK, alpha=0.1, linewidth=0)
-    axes.plot(at, medians("fixed_printed"), label="upper bound, true set (printed, holds)", **BOUND)
-    axes.plot(at, medians("printed"), label="expectation, random set, as printed", **PRINTED)
-    axes.plot(at, medians("measured"), label=r"measured distance $\tilde{d}$", **MEASURED)
-    axes.fill_between(at, medians("lower"), medians("upper"), color=CORRECTED["color"], alpha=0.2, linewidth=0)
-    axes.plot(at, medians("upper"), label="expectation, random set, corrected (band: its bounds)", **CORRECTED)
+    axes.fill_between(x, low, high, color=INK, alpha=0.1, linewidth=0)
+    axes.plot(x, medians("fixed_printed"), label="upper bound, true set (printed, holds)", **BOUND)
+    axes.plot(x, medians("printed"), label="expectation, random set, as printed", **PRINTED)
+    axes.plot(x, medians("measured"), label=r"measured distance $\tilde{d}$", **MEASURED)
+    axes.fill_between(x, medians("lower"), medians("upper"), color=CORRECTED["color"], alpha=0.2, linewidth=0)
+    axes.plot(x, medians("upper"), label="expectation, random set, corrected (band: its bounds)", **CORRECTED)
     tidy(axes)
 
 
@@ -73,16 +73,16 @@ def _critical(axes: Axes, result: Result) -> None:
         (pairs.LOWER, {**CORRECTED, "markerfacecolor": "white", "linewidth": 0.9}, None),
     ):
         comparison = result.comparisons[name]
-        values = np.array([one.top_n for one in comparison.critical])
-        low, high = np.array([one.interval for one in comparison.critical]).T
+        values = np.array([point.top_n for point in comparison.critical])
+        low, high = np.array([point.interval for point in comparison.critical]).T
         spread = np.nan_to_num(np.stack([values - low, high - values])).clip(min=0)
         axes.errorbar(lengths, values, yerr=spread, **{**look, "linestyle": "none"}, **BARS)
         law = comparison.law
         if law is not None:
             label_text = None if label is None else f"{label}: {law.coefficient:.2g} $L^{{{law.exponent:.2f}}}$"
             fit = {key: look[key] for key in ("color", "linestyle", "linewidth")}
-            at = lengths[np.isfinite(values)]  # the points of the fit
-            axes.plot(at, law.coefficient * at**law.exponent, label=label_text, **fit)
+            fit_lengths = lengths[np.isfinite(values)]  # the points of the fit
+            axes.plot(fit_lengths, law.coefficient * fit_lengths**law.exponent, label=label_text, **fit)
     axes.set_xlabel("context length $L$ (tokens)")
     axes.set_ylabel("critical $N$ (KS test, level 0.01)")
     _log2_ticks(axes, [int(length) for length in lengths])
@@ -97,26 +97,26 @@ def why_figure(result: Result, setting: str) -> Figure:
     a, b, c = figure.subplots(
         1, 3, gridspec_kw={"wspace": 0.3, "left": 0.06, "right": 0.99, "top": 0.9, "bottom": 0.17}
     )
-    at = result.at_panel
-    _same_ratio(a, at, result.critical(pairs.PRINTED).top_n)
+    distances = result.at_panel
+    _same_ratio(a, distances, result.critical(pairs.PRINTED).top_n)
     _statistics(b, result)
     _fewer_heads(c, result)
-    note(figure, f"{setting}; L = {at.length}, {at.heads} heads")
+    note(figure, f"{setting}; L = {distances.length}, {distances.heads} heads")
     return figure
 
 
-def _same_ratio(axes: Axes, at: Distances, critical: float) -> None:
+def _same_ratio(axes: Axes, distances: Distances, critical: float) -> None:
     top_n = int(critical) if np.isfinite(critical) else 5
-    column = at.column(top_n)
-    x = at.output[:, column] / at.context[:, column]
-    y = at.printed[:, column] / at.measured[:, column]
+    column = distances.column(top_n)
+    x = distances.output[:, column] / distances.context[:, column]
+    y = distances.printed[:, column] / distances.measured[:, column]
     axes.set_xscale("log")
     axes.set_yscale("log")
     ends = [min(x.min(), y.min()) * 0.9, max(x.max(), y.max()) * 1.1]
     axes.plot(ends, ends, color=PALE, linewidth=0.8, linestyle="--", label="equal")
     axes.plot(x, y, "o", markersize=3.2, color=PRINTED["color"], alpha=0.55, markeredgewidth=0,
               label="as printed")  # fmt: skip
-    y = at.upper[:, column] / at.measured[:, column]
+    y = distances.upper[:, column] / distances.measured[:, column]
     axes.plot(x, y, "s", markersize=3, color=CORRECTED["color"], alpha=0.55, markeredgewidth=0,
               label="corrected, upper end")  # fmt: skip
     axes.set_xlabel(r"whole output over selected part, $\|\bar{x}\| / \|s\|$")
@@ -127,21 +127,26 @@ def _same_ratio(axes: Axes, at: Distances, critical: float) -> None:
 
 
 def _statistics(axes: Axes, result: Result) -> None:
-    at, permuted = result.at_panel, result.permuted
+    distances, permuted = result.at_panel, result.permuted
     axes.set_xscale("log", base=2)
     compared: list[tuple[Floats, Floats, dict[str, Any], str]] = [
-        (at.measured, at.printed, PRINTED, r"$\tilde{d}$ against printed expectation"),
-        (at.context, at.output, {**MEASURED, "marker": "x", "linewidth": 0.8}, r"$\|s\|$ against $\|\bar{x}\|$"),
+        (distances.measured, distances.printed, PRINTED, r"$\tilde{d}$ against printed expectation"),
+        (
+            distances.context,
+            distances.output,
+            {**MEASURED, "marker": "x", "linewidth": 0.8},
+            r"$\|s\|$ against $\|\bar{x}\|$",
+        ),
         (permuted.measured, permuted.printed, NULL, "printed, values permuted"),
-        (at.measured, at.upper, CORRECTED, r"$\tilde{d}$ against corrected, upper end"),
+        (distances.measured, distances.upper, CORRECTED, r"$\tilde{d}$ against corrected, upper end"),
     ]
     for first, second, look, label in compared:
-        axes.plot(at.grid, ks_statistic(first, second), label=label, markevery=6, **look)
+        axes.plot(distances.grid, ks_statistic(first, second), label=label, markevery=6, **look)
     threshold: dict[str, Any] = {"color": INK, "linewidth": 0.9, "linestyle": (0, (1, 2))}
-    axes.axhline(ks_threshold(at.heads), label="distinguished above this line", **threshold)
+    axes.axhline(ks_threshold(distances.heads), label="distinguished above this line", **threshold)
     axes.set_ylim(0, 1.45)
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
-    _log2_ticks(axes, [4**power for power in range(6) if 4**power <= at.length])
+    _log2_ticks(axes, [4**power for power in range(6) if 4**power <= distances.length])
     axes.set_xlabel("selected keys $N$")
     axes.set_ylabel("Kolmogorov-Smirnov statistic")
     axes.legend(loc="upper right", fontsize=7.5, labelspacing=0.25)

@@ -57,14 +57,14 @@ def summary(result: Result) -> str:
     )
 
 
-def explained(at: Distances, top_n: float) -> float:
+def explained(distances: Distances, top_n: float) -> float:
     """Return the share of the variance of log(printed / d_tilde) over heads that log(||x_bar|| / ||s||) explains."""
     if math.isnan(top_n):
         return math.nan
-    column = at.column(int(top_n))
-    ratio = np.log(at.printed[:, column] / at.measured[:, column])
-    rest = ratio - np.log(at.output[:, column] / at.context[:, column])
-    return float(1 - rest.var() / ratio.var())
+    column = distances.column(int(top_n))
+    ratio = np.log(distances.printed[:, column] / distances.measured[:, column])
+    residual = ratio - np.log(distances.output[:, column] / distances.context[:, column])
+    return float(1 - residual.var() / ratio.var())
 
 
 def _linear_growth(result: Result) -> ExperimentFinding:
@@ -197,9 +197,9 @@ def _sub_linear(result: Result) -> ExperimentFinding:
 
 
 def _never(result: Result) -> str:
-    every = result.comparisons[PRINTED].critical
-    never = [str(one.length) for one in every if math.isnan(one.top_n)]
-    rests = f"so the fit rests on {len(every) - len(never)} of {len(every)} lengths"
+    points = result.comparisons[PRINTED].critical
+    never = [str(point.length) for point in points if math.isnan(point.top_n)]
+    rests = f"so the fit rests on {len(points) - len(never)} of {len(points)} lengths"
     return f"; at L = {', '.join(never)} the test rejects the printed one at every N, {rests}" if never else ""
 
 
@@ -208,16 +208,18 @@ def _meaning(result: Result) -> ExperimentFinding:
     claim = "At the critical N attention behaves as if its weights were uniform: selection is no better than chance"
     if math.isnan(printed.top_n):
         return ExperimentFinding(claim, "there is no critical N", "not tested")
-    at = result.at_panel
-    column = at.column(int(printed.top_n))
+    distances = result.at_panel
+    column = distances.column(int(printed.top_n))
     rejected = [_rejects_random_sets(point) for point in result.by_n]
-    mass, expected = float(np.median(at.mass[:, column])), _ratio(result, "upper")
+    mass, expected = float(np.median(distances.mass[:, column])), _ratio(result, "upper")
     return ExperimentFinding(
         claim,
         f"at N = {printed.top_n:g} the top N hold {mass:.0%} of the weight and the corrected expectation is at most "
-        f"{expected:.0%} of the distance (KS statistic {_ks(at.measured, at.upper, column):.2f}, threshold "
-        f"{ks_threshold(at.heads):.2f}); ||s|| against ||x_bar|| alone gives N = {norms.top_n:g} and explains "
-        f"{_share(explained(at, printed.top_n))} of the variance of log(printed / measured); permuted values give "
+        f"{expected:.0%} of the distance (KS statistic {_ks(distances.measured, distances.upper, column):.2f}, "
+        "threshold "
+        f"{ks_threshold(distances.heads):.2f}); ||s|| against ||x_bar|| alone gives N = {norms.top_n:g} and explains "
+        f"{_share(explained(distances, printed.top_n))} of the variance of log(printed / measured); permuted values "
+        "give "
         f"N = {result.permuted_critical[PRINTED]:g}; random sets are distinguished from the printed expectation at "
         f"{sum(rejected)} of {len(rejected)} N",
         "does not" if expected < 0.8 else "partly",
@@ -267,9 +269,9 @@ def _linear(law: PowerLaw | None) -> bool:
 
 def _ratio(result: Result, name: str) -> float:
     """Return the median of the corrected expectation over the distance, at the printed critical N."""
-    at = result.at_panel
-    column = at.column(int(result.critical(PRINTED).top_n))
-    return float(np.median(getattr(at, name)[:, column] / at.measured[:, column]))
+    distances = result.at_panel
+    column = distances.column(int(result.critical(PRINTED).top_n))
+    return float(np.median(getattr(distances, name)[:, column] / distances.measured[:, column]))
 
 
 def _rejects_random_sets(point: Point) -> bool:

@@ -85,20 +85,20 @@ def accepted(first: Floats, second: Floats, level: float = LEVEL) -> npt.NDArray
 
 def critical_n(first: Floats, second: Floats, grid: tuple[int, ...], level: float = LEVEL) -> float:
     """Return the smallest N of the grid at which the test accepts; NaN if it never does."""
-    found = np.flatnonzero(accepted(first, second, level))
-    return float(grid[found[0]]) if len(found) else math.nan
+    accepting = np.flatnonzero(accepted(first, second, level))
+    return float(grid[accepting[0]]) if len(accepting) else math.nan
 
 
 def resampled_critical_n(
-    first: Floats, second: Floats, grid: tuple[int, ...], which: npt.NDArray[np.int64], level: float = LEVEL
+    first: Floats, second: Floats, grid: tuple[int, ...], resamples: npt.NDArray[np.int64], level: float = LEVEL
 ) -> Floats:
     """Return the critical N for each row of head indices: a bootstrap, or subsamples of fewer heads."""
-    return np.array([critical_n(first[heads], second[heads], grid, level) for heads in which])
+    return np.array([critical_n(first[heads], second[heads], grid, level) for heads in resamples])
 
 
-def rejection_rates(first: Floats, second: Floats, which: npt.NDArray[np.int64], level: float = LEVEL) -> Floats:
+def rejection_rates(first: Floats, second: Floats, resamples: npt.NDArray[np.int64], level: float = LEVEL) -> Floats:
     """Return the power of the test at each N: the share of resamples in which it rejects."""
-    return np.asarray(1 - np.mean([accepted(first[heads], second[heads], level) for heads in which], axis=0))
+    return np.asarray(1 - np.mean([accepted(first[heads], second[heads], level) for heads in resamples], axis=0))
 
 
 def bootstrap_heads(heads: int, size: int, draws: int, seed: int) -> npt.NDArray[np.int64]:
@@ -136,10 +136,10 @@ def power_law_over_heads(lengths: tuple[int, ...], critical: Floats, resampled: 
     usable = torch.from_numpy(np.isfinite(critical))
     if usable.sum() < 3:
         return None
-    at = torch.tensor(lengths, dtype=torch.float64)
-    fit = fit_power_law(at[usable], torch.from_numpy(critical)[usable])
+    x = torch.tensor(lengths, dtype=torch.float64)
+    fit = fit_power_law(x[usable], torch.from_numpy(critical)[usable])
     drawn = torch.from_numpy(resampled).log()
-    lines = least_squares_line(at.log().expand(drawn.shape), drawn.nan_to_num(), drawn.isfinite() & usable)
+    lines = least_squares_line(x.log().expand(drawn.shape), drawn.nan_to_num(), drawn.isfinite() & usable)
     return replace(fit, exponent_interval=interval(lines.slope.numpy()))
 
 
@@ -214,14 +214,14 @@ def whole(layers: Sequence[LastRows], length: int) -> list[LastRows]:
 def over_grid(layers: Sequence[LastRows], grid: tuple[int, ...], progress: Callable[[int], None]) -> Distances:
     """Measure every N of the grid. progress: called with the number of finished N."""
     length = layers[0].keys
-    every = [layer.selected(max(grid)) for layer in layers]
-    for rows in every:
+    selections = [layer.selected(max(grid)) for layer in layers]
+    for rows in selections:
         _ = rows.norms, rows.output, rows.squares  # the same for all N
     columns: dict[str, list[Floats]] = {name: [] for name in _NUMBERS}
     for index, N in enumerate(grid):
-        chosen = [rows.with_indices(rows.indices[..., :N]) for rows in every]
+        top_rows = [rows.with_indices(rows.indices[..., :N]) for rows in selections]
         for name, number in _NUMBERS.items():
-            columns[name].append(_concatenate_heads(chosen, number))
+            columns[name].append(_concatenate_heads(top_rows, number))
         progress(index + 1)
     return Distances(length, grid, **{name: np.stack(values, 1) for name, values in columns.items()})
 
@@ -231,22 +231,22 @@ def at_point(
     layers: Sequence[LastRows], top_n: int, draws: int, generator: torch.Generator, heaviest: int = 4
 ) -> Point:
     """Measure one N. draws: random sets. heaviest: keys that the corrected bounds treat separately; more is tighter."""
-    chosen = [layer.selected(top_n) for layer in layers]
-    drawn = [random_set_monte_carlo(rows, draws, generator) for rows in chosen]
-    bounds = [theorem1_random_bounds(rows, heaviest) for rows in chosen]
+    selections = [layer.selected(top_n) for layer in layers]
+    drawn = [random_set_monte_carlo(rows, draws, generator) for rows in selections]
+    bounds = [theorem1_random_bounds(rows, heaviest) for rows in selections]
     return Point(
         length=layers[0].keys,
         top_n=top_n,
-        measured=_concatenate_heads(chosen, d_tilde),
-        relative=_concatenate_heads(chosen, relative_distance),
-        fixed_printed=_concatenate_heads(chosen, theorem1_fixed_printed),
-        fixed_tight=_concatenate_heads(chosen, theorem1_fixed_tight),
-        printed=_concatenate_heads(chosen, theorem1_random_printed),
-        expected=_flat([one.mean for one in drawn]),
-        expected_error=_flat([one.standard_error for one in drawn]),
-        lower=_flat([one[0] for one in bounds]),
-        upper=_flat([one[1] for one in bounds]),
-        corollary=_concatenate_heads(chosen, corollary2_printed),
+        measured=_concatenate_heads(selections, d_tilde),
+        relative=_concatenate_heads(selections, relative_distance),
+        fixed_printed=_concatenate_heads(selections, theorem1_fixed_printed),
+        fixed_tight=_concatenate_heads(selections, theorem1_fixed_tight),
+        printed=_concatenate_heads(selections, theorem1_random_printed),
+        expected=_flat([estimate.mean for estimate in drawn]),
+        expected_error=_flat([estimate.standard_error for estimate in drawn]),
+        lower=_flat([bound[0] for bound in bounds]),
+        upper=_flat([bound[1] for bound in bounds]),
+        corollary=_concatenate_heads(selections, corollary2_printed),
     )
 
 
@@ -297,18 +297,18 @@ class ExpectationComparison:
     law: PowerLaw | None
 
     def at(self, length: int) -> Critical:
-        return next(one for one in self.critical if one.length == length)
+        return next(point for point in self.critical if point.length == length)
 
     def rows(self) -> list[dict[str, Any]]:
         return [
             {
-                "compared": self.name, "length": one.length, "critical_n": one.top_n, "share": one.share,
-                "low": one.interval[0], "high": one.interval[1], "last_accepted": one.last_accepted,
+                "compared": self.name, "length": point.length, "critical_n": point.top_n, "share": point.share,
+                "low": point.interval[0], "high": point.interval[1], "last_accepted": point.last_accepted,
                 "exponent": self.law.exponent if self.law else math.nan,
                 "exponent_low": self.law.exponent_interval[0] if self.law else math.nan,
                 "exponent_high": self.law.exponent_interval[1] if self.law else math.nan,
             }
-            for one in self.critical
+            for point in self.critical
         ]  # fmt: skip
 
 

@@ -40,20 +40,20 @@ def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> 
     length = subject.lengths((QUICK_LENGTH,) if subject.quick else LENGTHS)[-1]
     rows = 4 if subject.quick else 8
     windows = (length, QUICK_WINDOWS if subject.quick else WINDOWS)
-    found = measure(subject, progress, length, rows, windows)
-    findings = judge_claims(found)
+    numbers = measure(subject, progress, length, rows, windows)
+    findings = judge_claims(numbers)
 
     about = (
         f"{subject.loaded().name}, {subject.passages()[0].name}, {length:,} tokens, {rows} of the longest rows per head"
     )
     return Outcome(
-        summary=_summary(findings, found.selected),
+        summary=_summary(findings, numbers.selected),
         findings=findings,
-        figures={"guidelines": figure(found, about)},
+        figures={"guidelines": figure(numbers, about)},
         tables={
-            "active-set": active_set(found.selected),
-            "temperature": temperature(found.cooled),
-            "heads": _early(found.early),
+            "active-set": active_set(numbers.selected),
+            "temperature": temperature(numbers.cooled),
+            "heads": _early(numbers.early),
         },
         parameters={
             "length": length, "rows": rows, "windows": windows, "shares": SHARES, "top_n": TOP_N,
@@ -62,24 +62,29 @@ def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> 
     )  # fmt: skip
 
 
-def judge_claims(found: GuidelineNumbers) -> tuple[ExperimentFinding, ...]:
-    return _active_set(found.selected), _entropy(found.early), _temperature(found.cooled), _coverage(found.covered)
+def judge_claims(numbers: GuidelineNumbers) -> tuple[ExperimentFinding, ...]:
+    return (
+        _active_set(numbers.selected),
+        _entropy(numbers.early),
+        _temperature(numbers.cooled),
+        _coverage(numbers.covered),
+    )
 
 
 def _finding(claim: str, answer: Answer, ours: str, why: str) -> ExperimentFinding:
     return ExperimentFinding(claim=claim, ours=f"{answer}: {ours}", verdict=AS_VERDICT[answer], why=why)
 
 
-def _active_set(found: Selected) -> ExperimentFinding:
+def _active_set(selected: Selected) -> ExperimentFinding:
     index = SHARES.index(PAPERS_SHARE)
-    lost, most = (found.change(share) for share in (PAPERS_SHARE, SHARES[-1]))
-    fading = [found.separability[at] - found.null[at] for at in (0, index, -1)]
+    lost, most = (selected.change(share) for share in (PAPERS_SHARE, SHARES[-1]))
+    fading = [selected.separability[position] - selected.null[position] for position in (0, index, -1)]
     verdict, phrase = weighed(lost, LITTLE, MUCH)
     return ExperimentFinding(
         "Keep the active set small: beyond about 0.06 L more tokens yield vanishing returns (guideline 1)",
         f"{AS_ANSWER[verdict]}: with only the heaviest 6 % of the keys of each row ({MIN_KEYS} at least) the loss "
         f"changes by {lost} nats per token ({phrase}; with {SHARES[-1]:.0%} of the keys {most}); they hold "
-        f"{found.mass[index]:.0%} of the weight in the median "
+        f"{selected.mass[index]:.0%} of the weight in the median "
         f"head, and their separability is {fading[1]:+.2f} above that of permuted values (N = 1 % of L: "
         f"{fading[0]:+.2f}, 50 %: {fading[2]:+.2f})",
         verdict,
@@ -88,10 +93,10 @@ def _active_set(found: Selected) -> ExperimentFinding:
     )
 
 
-def _entropy(found: EarlySign) -> ExperimentFinding:
+def _entropy(early: EarlySign) -> ExperimentFinding:
     claim = "Monitor entropy: its rise is an early sign of saturation (guideline 2)"
-    readings = {"at most 80 % distinguishable": found.by_level, "no better than with permuted values": found.by_null}
-    areas = {name: found.area_under_curve(saturated) for name, saturated in readings.items()}
+    readings = {"at most 80 % distinguishable": early.by_level, "no better than with permuted values": early.by_null}
+    areas = {name: early.area_under_curve(saturated) for name, saturated in readings.items()}
     known = [area for area in areas.values() if not np.isnan(area)]
     phrase = "; ".join(
         f"saturated = {name} ({int(saturated.sum())} of {len(saturated)} heads): "
@@ -106,84 +111,86 @@ def _entropy(found: EarlySign) -> ExperimentFinding:
         answer,
         "entropy / log n at a quarter of the length ranks a head that will be saturated above one that will not "
         f"(chance: 50 %): {phrase}; a rise of entropy and a drop of separability have rank correlation "
-        f"{-found.correlation():+.2f}",
+        f"{-early.correlation():+.2f}",
         "entropy depends on the weights only; how many keys are distinguishable depends on the vectors too, and with "
         "permuted values it is often as many",
     )
 
 
-def _temperature(found: Cooled) -> ExperimentFinding:
-    cold, rest = (TEMPERATURES.index(T) for T in (0.1, 1.0))
+def _temperature(cooled: Cooled) -> ExperimentFinding:
+    cold, trained = (TEMPERATURES.index(T) for T in (0.1, 1.0))
     colder = 0
-    norm = np.median(found.norm, 1)
-    apart = np.nanmedian(found.separability, 1)
+    norm = np.median(cooled.norm, 1)
+    apart = np.nanmedian(cooled.separability, 1)
     # The paper's Figure 4 shows the largest norm; training depends on those of most heads.
-    largest_grows = found.norm[colder].max() > found.norm[cold].max()
+    largest_grows = cooled.norm[colder].max() > cooled.norm[cold].max()
     most_grow, sharper = norm[colder] > norm[cold], apart[colder] > apart[cold] + 0.02
     answer: Answer = "yes" if most_grow and not sharper else "partly" if largest_grows or not sharper else "no"
     return _finding(
         "Avoid T below 0.1: it increases Jacobian norms without increasing separability (guideline 3)",
         answer,
         f"from T = 1 to 0.1 and {TEMPERATURES[0]:g} of the trained temperature the median norm is "
-        f"{norm[rest]:.3g}, {norm[cold]:.3g}, {norm[colder]:.3g} (largest head {found.norm[rest].max():.2g}, "
-        f"{found.norm[cold].max():.2g}, {found.norm[colder].max():.2g}) and separability {apart[rest]:.2f}, "
+        f"{norm[trained]:.3g}, {norm[cold]:.3g}, {norm[colder]:.3g} (largest head {cooled.norm[trained].max():.2g}, "
+        f"{cooled.norm[cold].max():.2g}, {cooled.norm[colder].max():.2g}) and separability {apart[trained]:.2f}, "
         f"{apart[cold]:.2f}, {apart[colder]:.2f}",
-        f"the paper's T = 0.1 on raw logits is {0.1 / found.trained_temperature:.3g} of the trained temperature; "
+        f"the paper's T = 0.1 on raw logits is {0.1 / cooled.trained_temperature:.3g} of the trained temperature; "
         "there most rows are decided and their gradient is gone, a few tied ones explode",
     )
 
 
-def _coverage(found: Covered) -> ExperimentFinding:
-    answer: Answer = "yes" if found.own >= 0.99 else "partly" if found.own >= 0.95 else "no"
+def _coverage(covered: Covered) -> ExperimentFinding:
+    answer: Answer = "yes" if covered.own >= 0.99 else "partly" if covered.own >= 0.95 else "no"
     return _finding(
         "Three heads cover 99 % of the top-N tokens, 1 - (1 - p)^3 at p = 0.8 (Discussion)",
         answer,
-        f"a head distinguishes {found.alone:.0%} of its own top {TOP_N}, so three should cover {found.predicted:.1%}; "
-        f"they cover {found.own:.1%} of the first one's, and {found.together:.1%} of what the three select together",
+        f"a head distinguishes {covered.alone:.0%} of its own top {TOP_N}, so three should cover "
+        f"{covered.predicted:.1%}; "
+        f"they cover {covered.own:.1%} of the first one's, and {covered.together:.1%} of what the three select "
+        "together",
         "the formula assumes independent heads that cover one set of tokens; heads of a layer select different sets, "
         "and what one misses the other two rarely distinguish",
     )
 
 
-def active_set(found: Selected) -> pa.Table:
+def active_set(selected: Selected) -> pa.Table:
     return pa.table(
         {
-            "share_of_context": SHARES, "mass": found.mass, "separability": found.separability,
-            "separability_null": found.null, "loss": [float(found.losses[share].mean()) for share in SHARES],
-            "loss_as_it_runs": [float(found.losses[1.0].mean())] * len(SHARES),
-            "change": [found.change(share).value for share in SHARES],
-            "change_error": [found.change(share).error for share in SHARES],
-            "windows": [len(found.losses[1.0])] * len(SHARES),
+            "share_of_context": SHARES, "mass": selected.mass, "separability": selected.separability,
+            "separability_null": selected.null, "loss": [float(selected.losses[share].mean()) for share in SHARES],
+            "loss_as_it_runs": [float(selected.losses[1.0].mean())] * len(SHARES),
+            "change": [selected.change(share).value for share in SHARES],
+            "change_error": [selected.change(share).error for share in SHARES],
+            "windows": [len(selected.losses[1.0])] * len(SHARES),
         }
     )  # fmt: skip
 
 
-def temperature(found: Cooled) -> pa.Table:
+def temperature(cooled: Cooled) -> pa.Table:
     return pa.table(
         {
-            "temperature": TEMPERATURES, "papers_temperature": [T * found.trained_temperature for T in TEMPERATURES],
-            "norm_median": np.median(found.norm, 1), "norm_largest": found.norm.max(1),
-            "separability_median": np.nanmedian(found.separability, 1),
+            "temperature": TEMPERATURES, "papers_temperature": [T * cooled.trained_temperature for T in TEMPERATURES],
+            "norm_median": np.median(cooled.norm, 1), "norm_largest": cooled.norm.max(1),
+            "separability_median": np.nanmedian(cooled.separability, 1),
         }
     )  # fmt: skip
 
 
-def _early(found: EarlySign) -> pa.Table:
+def _early(early: EarlySign) -> pa.Table:
     return pa.table(
         {
-            "entropy_ratio_quarter": found.entropy_before, "entropy_ratio": found.entropy_after,
-            "separability_quarter": found.apart_before, "separability": found.apart_after,
-            "separability_null_high": found.chance_after,
+            "entropy_ratio_quarter": early.entropy_before, "entropy_ratio": early.entropy_after,
+            "separability_quarter": early.apart_before, "separability": early.apart_after,
+            "separability_null_high": early.chance_after,
         }
     )  # fmt: skip
 
 
-def _summary(findings: tuple[ExperimentFinding, ...], found: Selected) -> str:
+def _summary(findings: tuple[ExperimentFinding, ...], selected: Selected) -> str:
     short = ("Active set at most 0.06 L", "entropy as an early sign", "T not below 0.1", "three heads cover 99 %")
     first, *rest = (
         f"{name}: {AS_ANSWER.get(finding.verdict, 'not tested')}" for name, finding in zip(short, findings, strict=True)
     )
-    change = found.change(PAPERS_SHARE)
+    change = selected.change(PAPERS_SHARE)
     low, high = change.interval
     loss = (
         f"the loss changes by {change} nats per token, mean ± standard error of {change.windows} windows; 95 %: "

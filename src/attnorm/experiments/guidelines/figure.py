@@ -39,23 +39,23 @@ BARE = {"marker": None}
 COVERED = 0.99  # by three heads, as printed
 
 
-def figure(found: GuidelineNumbers, about: str) -> Figure:
+def figure(numbers: GuidelineNumbers, about: str) -> Figure:
     drawing = Figure(figsize=(11.4, 6.6), facecolor="white")
     panels = drawing.subplots(2, 3, gridspec_kw=ROOM)
-    _loss(panels[0, 0], found.selected)
-    _active(panels[0, 1], found.selected)
-    _early(panels[0, 2], found.early)
-    _apart(panels[1, 0], found.cooled)
-    _norms(panels[1, 1], found.cooled)
-    _coverage(panels[1, 2], found.covered)
+    _loss(panels[0, 0], numbers.selected)
+    _active(panels[0, 1], numbers.selected)
+    _early(panels[0, 2], numbers.early)
+    _apart(panels[1, 0], numbers.cooled)
+    _norms(panels[1, 1], numbers.cooled)
+    _coverage(panels[1, 2], numbers.covered)
     note(drawing, about)
     return drawing
 
 
-def _loss(axes: Axes, found: Selected) -> None:
-    changes = [found.change(share) for share in SHARES]
-    values = np.array([one.value for one in changes])
-    low, high = np.array([one.interval for one in changes]).T
+def _loss(axes: Axes, selected: Selected) -> None:
+    changes = [selected.change(share) for share in SHARES]
+    values = np.array([change.value for change in changes])
+    low, high = np.array([change.interval for change in changes]).T
     axes.errorbar(
         [*SHARES, 1.0], [*values, 0.0], yerr=np.stack([[*(values - low), 0.0], [*(high - values), 0.0]]), **MEASURED,
         capsize=3, elinewidth=1, label=f"mean of {changes[0].windows} windows, 95 % interval",
@@ -69,10 +69,10 @@ def _loss(axes: Axes, found: Selected) -> None:
     _shares(axes)
 
 
-def _active(axes: Axes, found: Selected) -> None:
-    axes.plot(SHARES, found.mass, **CORRECTED, label="share of the weight on them")
-    axes.plot(SHARES, found.separability, **MEASURED, label="distinguishable, $N_s/N$")
-    axes.plot(SHARES, found.null, **NULL, label="distinguishable, values permuted")
+def _active(axes: Axes, selected: Selected) -> None:
+    axes.plot(SHARES, selected.mass, **CORRECTED, label="share of the weight on them")
+    axes.plot(SHARES, selected.separability, **MEASURED, label="distinguishable, $N_s/N$")
+    axes.plot(SHARES, selected.null, **NULL, label="distinguishable, values permuted")
     axes.set_ylim(0, 1.4)
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
     axes.set_ylabel("share, median over heads")
@@ -92,26 +92,26 @@ def _shares(axes: Axes, top: float = 0.84) -> None:
     tidy(axes)
 
 
-def _early(axes: Axes, found: EarlySign) -> None:
-    like_chance = found.by_null
+def _early(axes: Axes, early: EarlySign) -> None:
+    like_chance = early.by_null
     looks: list[tuple[NDArray[np.bool_], dict[str, Any], str]] = [
         (~like_chance, {"marker": "o", "facecolor": "white", "edgecolor": INK}, "better than its null"),
         (like_chance, {"marker": "x", "color": INK}, "no better"),
     ]
-    for which, look, label in looks:
-        axes.scatter(found.entropy_before[which], found.apart_after[which], s=15, linewidth=0.8, label=label, **look)
+    for mask, look, label in looks:
+        axes.scatter(early.entropy_before[mask], early.apart_after[mask], s=15, linewidth=0.8, label=label, **look)
     axes.axhline(PAPERS_LEVEL, color=PALE, linewidth=0.9, linestyle=(0, (4, 3)))
     axes.set_xlim(0, 1.02)
     axes.set_ylim(0, 1.25)
     axes.set_xlabel("entropy / log n at a quarter of the length")
     axes.set_ylabel(f"distinguishable at the length, $N_s/N$, N = {TOP_N}")
-    letter(axes, "c", f"Guideline 2 (AUC {found.area_under_curve(found.by_level):.2f} for 80 %)")
+    letter(axes, "c", f"Guideline 2 (AUC {early.area_under_curve(early.by_level):.2f} for 80 %)")
     axes.legend(loc="upper right", fontsize=7, ncols=2)
     tidy(axes)
 
 
-def _apart(axes: Axes, found: Cooled) -> None:
-    low, centre, high = np.nanquantile(found.separability, (0.25, 0.5, 0.75), axis=1)
+def _apart(axes: Axes, cooled: Cooled) -> None:
+    low, centre, high = np.nanquantile(cooled.separability, (0.25, 0.5, 0.75), axis=1)
     axes.fill_between(TEMPERATURES, low, high, color=INK, alpha=0.15, linewidth=0)
     axes.plot(TEMPERATURES, centre, **MEASURED, label="median head, quartiles")
     axes.set_ylim(0, 1.35)
@@ -122,34 +122,35 @@ def _apart(axes: Axes, found: Cooled) -> None:
     axes.legend(loc="upper left", fontsize=7)
     axes.set_ylabel(f"distinguishable, $N_s/N$, N = {TOP_N}")
     letter(axes, "d", "Guideline 3: separability")
-    _temperatures(axes, found)
+    _temperatures(axes, cooled)
 
 
-def _norms(axes: Axes, found: Cooled) -> None:
-    draw_norms(axes, found.norm, "head")
+def _norms(axes: Axes, cooled: Cooled) -> None:
+    draw_norms(axes, cooled.norm, "head")
     axes.set_ylabel("Jacobian norm, mean over rows")
     letter(axes, "e", "Guideline 3: gradients")
-    _temperatures(axes, found)
+    _temperatures(axes, cooled)
 
 
-def _temperatures(axes: Axes, found: Cooled) -> None:
+def _temperatures(axes: Axes, cooled: Cooled) -> None:
     """Mark the paper's T = 0.1, relative to the trained temperature and on raw logits."""
-    for at, text in ((0.1, "T = 0.1"), (0.1 / found.trained_temperature, "0.1 on raw q·k")):
-        if at > TEMPERATURES[0]:
-            axes.axvline(at, ymax=BELOW_LEGEND, color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
+    for temperature, text in ((0.1, "T = 0.1"), (0.1 / cooled.trained_temperature, "0.1 on raw q·k")):
+        if temperature > TEMPERATURES[0]:
+            axes.axvline(temperature, ymax=BELOW_LEGEND, color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
             axes.text(
-                at, BELOW_LEGEND + 0.005, text, transform=axes.get_xaxis_transform(), fontsize=6.5, va="bottom",
+                temperature, BELOW_LEGEND + 0.005, text, transform=axes.get_xaxis_transform(), fontsize=6.5,
+                va="bottom",
                 ha="center",
             )  # fmt: skip
     tidy(axes)
 
 
-def _coverage(axes: Axes, found: Covered) -> None:
+def _coverage(axes: Axes, covered: Covered) -> None:
     bars = {
-        "one head,\nits own": (found.alone, ""),
-        "three, as\npredicted": (found.predicted, "////"),
-        "three, the\nfirst's": (found.own, "...."),
-        "three,\nall theirs": (found.together, "xxxx"),
+        "one head,\nits own": (covered.alone, ""),
+        "three, as\npredicted": (covered.predicted, "////"),
+        "three, the\nfirst's": (covered.own, "...."),
+        "three,\nall theirs": (covered.together, "xxxx"),
     }
     axes.axhline(COVERED, **{**PRINTED, **BARE}, label=f"{COVERED:.0%}, as printed", zorder=0)
     for index, (value, hatch) in enumerate(bars.values()):

@@ -126,47 +126,52 @@ def measure_separability(
     """Measure in one pass how many of the N heaviest keys are distinguishable, also with permuted weights."""
     generator = torch.Generator().manual_seed(subject.seed)
     counts = counts_of(length)
-    found: dict[str, list[Floats]] = {name: [] for name in ("entropy", "mass", "separability", "null", "chance")}
+    columns: dict[str, list[Floats]] = {name: [] for name in ("entropy", "mass", "separability", "null", "chance")}
 
     def on_call(call: AttentionCall) -> None:
         parts: dict[str, list[Tensor]] = {name: [] for name in ("entropy", "mass", "separability", "null")}
         for block in logit_blocks(call, longest_rows(call, rows).to(call.query_BHQD.device), all_heads=True):
             heads = block.logits.shape[0]
-            chosen = _chosen(call, block, 1.0)
-            n = chosen.visible.sum(-1)
-            parts["entropy"].append((entropy_nats(chosen.weights) / n.log()).reshape(heads, -1))
-            sets = [_heaviest(chosen, N) for N in counts]
-            parts["mass"].append(torch.stack([one.mass.reshape(heads, -1) for one in sets]))
-            parts["separability"].append(torch.stack([separability(one).reshape(heads, -1) for one in sets]))
-            draws = [_permuted(chosen, generator) for _ in range(DRAWS)]
+            selected_rows = _select_rows(call, block, 1.0)
+            n = selected_rows.visible.sum(-1)
+            parts["entropy"].append((entropy_nats(selected_rows.weights) / n.log()).reshape(heads, -1))
+            sets = [_heaviest(selected_rows, N) for N in counts]
+            parts["mass"].append(torch.stack([selection.mass.reshape(heads, -1) for selection in sets]))
+            parts["separability"].append(
+                torch.stack([separability(selection).reshape(heads, -1) for selection in sets])
+            )
+            draws = [_permuted(selected_rows, generator) for _ in range(DRAWS)]
             null = [
                 torch.stack([separability(_heaviest(draw, N)).reshape(heads, -1) for draw in draws[:FEW_DRAWS]])
                 for N in counts[:-1]
             ]
             last = torch.stack([separability(_heaviest(draw, TOP_N)).reshape(heads, -1) for draw in draws])
-            parts["null"].append(torch.cat([*(one.mean(0, keepdim=True) for one in null), last]))
-        whole = {name: torch.cat(values, -1).nanmean(-1).double().cpu().numpy() for name, values in parts.items()}
-        drawn = whole.pop("null")
-        for name, value in whole.items():
-            found[name].append(value)
-        found["null"].append(np.concatenate([drawn[: len(SHARES)], drawn[len(SHARES) :].mean(0, keepdims=True)]))
-        found["chance"].append(np.quantile(drawn[len(SHARES) :], 0.95, axis=0))
+            parts["null"].append(torch.cat([*(by_draw.mean(0, keepdim=True) for by_draw in null), last]))
+        means = {name: torch.cat(values, -1).nanmean(-1).double().cpu().numpy() for name, values in parts.items()}
+        drawn = means.pop("null")
+        for name, value in means.items():
+            columns[name].append(value)
+        columns["null"].append(np.concatenate([drawn[: len(SHARES)], drawn[len(SHARES) :].mean(0, keepdims=True)]))
+        columns["chance"].append(np.quantile(drawn[len(SHARES) :], 0.95, axis=0))
 
     run_forward_pass(subject, length, on_call, progress, f"heaviest keys, {length:,} tokens")
-    return HeadSeparability(**{name: np.concatenate(values, axis=-1) for name, values in found.items()})
+    return HeadSeparability(**{name: np.concatenate(values, axis=-1) for name, values in columns.items()})
 
 
 def selected(
-    subject: ExperimentSubject, progress: ProgressCallback, found: HeadSeparability, windows: tuple[int, int]
+    subject: ExperimentSubject, progress: ProgressCallback, separabilities: HeadSeparability, windows: tuple[int, int]
 ) -> Selected:
     names = {share: f"the heaviest {share:.0%} of the keys" for share in SHARES} | {1.0: AS_IT_RUNS}
-    wanted: dict[str, Normalizer | None] = {names[1.0]: None}
-    wanted |= {
+    normalizers: dict[str, Normalizer | None] = {names[1.0]: None}
+    normalizers |= {
         names[share]: topk(lambda n, part=share: torch.ceil(part * n).clamp(min=MIN_KEYS))  # type: ignore[misc]
         for share in SHARES
     }
-    measured = losses(subject, progress, wanted, windows_of(subject, *windows))
-    mass, apart, null = (np.nanmedian(one[:-1], 1) for one in (found.mass, found.separability, found.null))
+    measured = losses(subject, progress, normalizers, windows_of(subject, *windows))
+    mass, apart, null = (
+        np.nanmedian(values[:-1], 1)
+        for values in (separabilities.mass, separabilities.separability, separabilities.null)
+    )
     return Selected(mass, apart, null, {share: measured[name] for share, name in names.items()})
 
 
@@ -187,21 +192,26 @@ def cooled_and_covered(
 
     def on_call(call: AttentionCall) -> None:
         scales.append(call.scale)
-        found: list[tuple[Tensor, Tensor]] = []
+        by_block: list[tuple[Tensor, Tensor]] = []
         for block in logit_blocks(call, longest_rows(call, rows).to(call.query_BHQD.device), all_heads=True):
             by_temperature = []
             for T in TEMPERATURES:
-                chosen = _chosen(call, block, T)
+                selected_rows = _select_rows(call, block, T)
                 heads = block.logits.shape[0]
-                norm = entmax_jacobian_norm(chosen.weights.reshape(heads, -1, chosen.weights.shape[-1]), temperature=T)
-                by_temperature.append((separability(chosen).reshape(heads, -1), norm))
+                norm = entmax_jacobian_norm(
+                    selected_rows.weights.reshape(heads, -1, selected_rows.weights.shape[-1]), temperature=T
+                )
+                by_temperature.append((separability(selected_rows).reshape(heads, -1), norm))
                 if T == 1.0:
-                    shares.append(_covered(chosen, heads))
-            found.append(
-                (torch.stack([one for one, _ in by_temperature]), torch.stack([other for _, other in by_temperature]))
+                    shares.append(_covered(selected_rows, heads))
+            by_block.append(
+                (
+                    torch.stack([separable for separable, _ in by_temperature]),
+                    torch.stack([other for _, other in by_temperature]),
+                )
             )
-        apart.append(torch.cat([one for one, _ in found], -1).nanmean(-1).cpu())
-        norms.append(torch.cat([other for _, other in found], -1).nanmean(-1).cpu())
+        apart.append(torch.cat([separable for separable, _ in by_block], -1).nanmean(-1).cpu())
+        norms.append(torch.cat([other for _, other in by_block], -1).nanmean(-1).cpu())
 
     run_forward_pass(subject, length, on_call, progress, "cooled, and three heads together")
     alone, own, together = np.nanmean(shares, 0)
@@ -213,7 +223,7 @@ def cooled_and_covered(
     )
 
 
-def _chosen(call: AttentionCall, block: LogitBlock, temperature: float) -> SelectedRows:
+def _select_rows(call: AttentionCall, block: LogitBlock, temperature: float) -> SelectedRows:
     """Select the top N keys of the block's rows at a temperature: (groups, heads of the group x rows, keys)."""
     visible = block.visible.expand(block.logits.shape)
     logits = torch.where(visible, block.logits / temperature, -torch.inf)
@@ -236,11 +246,11 @@ def _permuted(rows: SelectedRows, generator: torch.Generator) -> SelectedRows:
     return replace(rows, weights=permute_weights(rows.weights, rows.visible, scores), log_weights=logs)
 
 
-def _covered(chosen: SelectedRows, heads: int) -> tuple[float, float, float]:
+def _covered(selected_rows: SelectedRows, heads: int) -> tuple[float, float, float]:
     """Return the coverage alone, of the first head's keys, and of all keys that three heads select; over triples."""
-    shape = (heads, -1, chosen.weights.shape[-1])
-    distinct, picked = distinguishable(chosen).reshape(shape), chosen.chosen.reshape(shape)  # (h, r, w)
-    alone = float(separability(chosen).nanmean())
+    shape = (heads, -1, selected_rows.weights.shape[-1])
+    distinct, picked = distinguishable(selected_rows).reshape(shape), selected_rows.chosen.reshape(shape)  # (h, r, w)
+    alone = float(separability(selected_rows).nanmean())
     own, together = [], []
     for three in _triples(heads):
         covered, selections = distinct[list(three)].transpose(0, 1), picked[list(three)].transpose(0, 1)  # (r, 3, w)
@@ -251,8 +261,8 @@ def _covered(chosen: SelectedRows, heads: int) -> tuple[float, float, float]:
 
 def _triples(heads: int) -> Sequence[tuple[int, ...]]:
     """Return evenly spaced triples of heads; fewer heads if a layer has less than three."""
-    every = list(combinations(range(heads), min(HEADS, heads)))
-    return every[:: max(1, len(every) // MAX_TRIPLES)]
+    triples = list(combinations(range(heads), min(HEADS, heads)))
+    return triples[:: max(1, len(triples) // MAX_TRIPLES)]
 
 
 @dataclass(frozen=True)
@@ -266,6 +276,6 @@ class GuidelineNumbers:
 def measure(
     subject: ExperimentSubject, progress: ProgressCallback, length: int, rows: int, windows: tuple[int, int]
 ) -> GuidelineNumbers:
-    before, after = (measure_separability(subject, progress, one, rows) for one in (length // 4, length))
+    before, after = (measure_separability(subject, progress, tokens, rows) for tokens in (length // 4, length))
     cooled, covered = cooled_and_covered(subject, progress, length, rows)
     return GuidelineNumbers(selected(subject, progress, after, windows), early_sign(before, after), cooled, covered)

@@ -36,12 +36,12 @@ KEPT = (
 
 def measure(worker: Worker, normalizer: str, seed: int = 0) -> None:
     """Measure losses by length on every held-out text and attention statistics, also with replacements at inference."""
-    wanted = _variants(worker, "measure", normalizer, seed)
-    if not wanted:
+    variants = _variants(worker, "measure", normalizer, seed)
+    if not variants:
         return
     worker.check_time()
     model, settings = trained_model(worker, normalizer, seed)
-    for instead in wanted:
+    for instead in variants:
         began = time.monotonic()
         with _with_normalizer(model, instead, settings), in_training(model, attention=worker.attention(normalizer)):
             losses = {
@@ -60,16 +60,16 @@ def measure(worker: Worker, normalizer: str, seed: int = 0) -> None:
                 "wall_seconds": round(time.monotonic() - began, 1), **machine(worker.device),
             }
         )  # fmt: skip
-        found = "; ".join(f"{name} {by_length}" for name, by_length in losses.items())
-        worker.log(f"{normalizer}{f' with {instead}' if instead else ''} seed {seed}: {found}")
+        losses_text = "; ".join(f"{name} {by_length}" for name, by_length in losses.items())
+        worker.log(f"{normalizer}{f' with {instead}' if instead else ''} seed {seed}: {losses_text}")
     del model
     free_memory()
 
 
 def needle(worker: Worker, normalizer: str, seed: int = 0) -> None:
     """Fine-tune the trained model on pass keys and test it at increasing lengths."""
-    wanted = _variants(worker, "needle", normalizer, seed)
-    if not wanted:
+    variants = _variants(worker, "needle", normalizer, seed)
+    if not variants:
         return
     worker.check_time()
     plan, device = worker.workspace.plan, worker.device
@@ -83,20 +83,20 @@ def needle(worker: Worker, normalizer: str, seed: int = 0) -> None:
     )  # fmt: skip
     worker.check_time()
     tuned = time.monotonic()
-    for instead in wanted:
+    for instead in variants:
         with _with_normalizer(model, instead, settings), in_training(model, attention=worker.attention(normalizer)):
-            found = find_keys(model, settings, tested, wording, plan.needle, device)
+            answers = find_keys(model, settings, tested, wording, plan.needle, device)
             many = among_many(model, settings, tested, wording, plan.needle, device)
         worker.workspace.add(
             {
                 "stage": "needle", "normalizer": normalizer, "at_inference": instead, "seed": seed,
-                "course": course, "among_many": many, "by_length": summary(found),
-                "answers": [each.as_dict() for each in found],
+                "course": course, "among_many": many, "by_length": summary(answers),
+                "answers": [answer.as_dict() for answer in answers],
                 "tuning_seconds": round(tuned - began, 1), "wall_seconds": round(time.monotonic() - began, 1),
                 **machine(device),
             }
         )  # fmt: skip
-        by_length = {length: each["exact"] for length, each in summary(found).items()}
+        by_length = {length: figures["exact"] for length, figures in summary(answers).items()}
         worker.log(f"{normalizer}{f' with {instead}' if instead else ''} seed {seed}: keys found {by_length}, {many}")
     del model
     free_memory()
@@ -109,13 +109,13 @@ def losses_at(
     longest = max(plan.longer) * settings.context
     chunks = spread_chunks(tokens, longest, plan.chunks)
     dtype = getattr(torch, settings.dtype)
-    found = {}
+    losses = {}
     for times in plan.longer:
         length = times * settings.context
         windows = [chunk[start : start + length + 1] for chunk in chunks for start in range(0, longest, length)]
         together = max(1, EVALUATION_BATCH * settings.context // length)
-        found[str(length)] = round(validation_loss(model, windows, device, dtype, together), 5)
-    return found
+        losses[str(length)] = round(validation_loss(model, windows, device, dtype, together), 5)
+    return losses
 
 
 def spread_chunks(tokens: Tokens, length: int, count: int) -> list[torch.Tensor]:
@@ -137,7 +137,7 @@ def observed_windows(tokens: Tokens, count: int, context: int) -> torch.Tensor:
 
 def _variants(worker: Worker, stage: str, normalizer: str, seed: int) -> list[str | None]:
     """Return the unfinished variants: the model as trained and, for softmax, its replacements at inference."""
-    done = [each["at_inference"] for each in worker.workspace.results(stage=stage, normalizer=normalizer, seed=seed)]
+    done = [line["at_inference"] for line in worker.workspace.results(stage=stage, normalizer=normalizer, seed=seed)]
     swaps = worker.workspace.plan.at_inference if normalizer == SOFTMAX else ()
     return [variant for variant in (AS_TRAINED, *swaps) if variant not in done]
 
@@ -146,10 +146,10 @@ def _variants(worker: Worker, stage: str, normalizer: str, seed: int) -> list[st
 def _with_normalizer(model: Any, instead: str | None, settings: LMSettings) -> Iterator[None]:
     from attnorm.models.patch import swap
 
-    chosen: Any = (
+    context: Any = (
         nullcontext() if instead is None else swap(model, instead, warm_start=False, train_length=settings.context)
     )
-    with chosen:
+    with context:
         yield
 
 
@@ -162,8 +162,10 @@ def attention_statistics(model: Any, windows: Tensor, device: torch.device) -> d
     by_layer: dict[int, list[dict[str, Tensor]]] = {}
 
     def on_call(call: AttentionCall) -> None:
-        (found,) = measure_rows(call, [None], rows, (1,)).values()
-        means = {name: found.values[name].double().nanmean((0, 2)).cpu() for name in KEPT if name in found.values}
+        (statistics,) = measure_rows(call, [None], rows, (1,)).values()
+        means = {
+            name: statistics.values[name].double().nanmean((0, 2)).cpu() for name in KEPT if name in statistics.values
+        }
         by_layer.setdefault(call.layer, []).append(means)
 
     model.eval()
@@ -172,7 +174,7 @@ def attention_statistics(model: Any, windows: Tensor, device: torch.device) -> d
             model.base_model(input_ids=window[None].to(device), use_cache=False)
     names = next(iter(by_layer.values()))[0]
     heads = {
-        name: [torch.stack([one[name] for one in by_layer[layer]]).nanmean(0) for layer in sorted(by_layer)]
+        name: [torch.stack([means[name] for means in by_layer[layer]]).nanmean(0) for layer in sorted(by_layer)]
         for name in names
     }
     return {

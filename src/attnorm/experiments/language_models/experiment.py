@@ -53,15 +53,15 @@ def outcome(lines: Sequence[Line], plan: LanguageModelPlan) -> Outcome:
     Raises:
         ValueError: No model is finished.
     """
-    found = contenders(lines)
-    if not found:
+    models = contenders(lines)
+    if not models:
         problems = [f"{line['normalizer']}: {line['problem']}" for line in lines if line["stage"] == "problem"]
         raise ValueError(f"no model is finished: {'; '.join(problems) or 'nothing was trained yet'}")
     return Outcome(
-        summary=summary(found) + ("" if plan.main_tokens >= MIN_TOKENS else f" {TOO_SMALL}"),
-        findings=_findings(found, judge_claims=plan.main_tokens >= MIN_TOKENS),
-        figures={"language-models": comparison_figure(found), "course": course_figure(lines)},
-        tables={"models": _table(found)},
+        summary=summary(models) + ("" if plan.main_tokens >= MIN_TOKENS else f" {TOO_SMALL}"),
+        findings=_findings(models, judge_claims=plan.main_tokens >= MIN_TOKENS),
+        figures={"language-models": comparison_figure(models), "course": course_figure(lines)},
+        tables={"models": _table(models)},
         parameters=plan.as_dict(),
     )
 
@@ -79,34 +79,34 @@ def texts_of(subject: ExperimentSubject, folder: Path) -> tuple[list[Path], Path
             "language-models trains on --text and measures on --valid: give both (.txt or .txt.xz); --quick alone "
             "uses text that is part of Python"
         )
-    whole = topics()
-    cut = whole.rfind("\n", 0, int((1 - HELD_OUT_SHARE) * len(whole))) + 1
-    made = {"python-topics": whole[:cut], "python-topics-held-out": whole[cut:], "passage": passage()}
+    all_topics = topics()
+    cut = all_topics.rfind("\n", 0, int((1 - HELD_OUT_SHARE) * len(all_topics))) + 1
+    contents = {"python-topics": all_topics[:cut], "python-topics-held-out": all_topics[cut:], "passage": passage()}
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in made.items():
+    for name, text in contents.items():
         (folder / f"{name}.txt").write_text(text, encoding="utf-8")
-    train, valid, other = (folder / f"{name}.txt" for name in made)
+    train, valid, other = (folder / f"{name}.txt" for name in contents)
     return [train], valid, [other]
 
 
-def _findings(found: Sequence[LMContender], *, judge_claims: bool) -> tuple[ExperimentFinding, ...]:
+def _findings(models: Sequence[LMContender], *, judge_claims: bool) -> tuple[ExperimentFinding, ...]:
     """Compare every normalizer with softmax; no paper has this comparison under equal conditions."""
-    by_name = {one.name: one for one in found}
+    by_name = {model.name: model for model in models}
     softmax = by_name.get(SOFTMAX)
     if softmax is None:
         return ()
     text, lengths = next((text, list(by)) for text, by in softmax.losses.items())
     findings = []
-    for one in found:
-        if one is softmax:
+    for model in models:
+        if model is softmax:
             continue
-        first, last = (one.losses[text][n].mean - softmax.losses[text][n].mean for n in (lengths[0], lengths[-1]))
+        first, last = (model.losses[text][n].mean - softmax.losses[text][n].mean for n in (lengths[0], lengths[-1]))
         findings.append(
             ExperimentFinding(
-                claim=f"{one.name} models text better than softmax, at the training length or beyond",
+                claim=f"{model.name} models text better than softmax, at the training length or beyond",
                 ours=f"{first:+.4f} nats per token at {lengths[0]:,}, {last:+.4f} at {lengths[-1]:,}",
                 verdict=_verdict(first, last) if judge_claims else "not tested",
-                why=f"{one.seeds} seed{'s' if one.seeds > 1 else ''}" if judge_claims else TOO_SMALL,
+                why=f"{model.seeds} seed{'s' if model.seeds > 1 else ''}" if judge_claims else TOO_SMALL,
             )
         )
     return tuple(findings)
@@ -118,17 +118,17 @@ def _verdict(*differences: float) -> Verdict:
     return "reproduces" if all(better) else "partly" if any(better) else "does not"
 
 
-def _table(found: Sequence[LMContender]) -> pa.Table:
+def _table(models: Sequence[LMContender]) -> pa.Table:
     rows: list[dict[str, Any]] = []
-    for one in found:
-        row: dict[str, Any] = {"normalizer": one.normalizer, "at_inference": one.at_inference, "seeds": one.seeds}
+    for model in models:
+        row: dict[str, Any] = {"normalizer": model.normalizer, "at_inference": model.at_inference, "seeds": model.seeds}
         row |= {
-            f"loss_{text}_{length}": spread.mean for text, by in one.losses.items() for length, spread in by.items()
+            f"loss_{text}_{length}": spread.mean for text, by in model.losses.items() for length, spread in by.items()
         }
-        row |= {f"keys_found_{length}": spread.mean for length, spread in one.found.items()}
-        row |= {f"characters_found_{length}": spread.mean for length, spread in one.characters.items()}
-        row |= {name: getattr(one, name) for name in ("learning_rate", "tokens", "tokens_per_second")}
-        rows.append({**row, "peak_memory_bytes": one.peak_memory_bytes, **one.attention})
+        row |= {f"keys_found_{length}": spread.mean for length, spread in model.keys_found.items()}
+        row |= {f"characters_found_{length}": spread.mean for length, spread in model.characters.items()}
+        row |= {name: getattr(model, name) for name in ("learning_rate", "tokens", "tokens_per_second")}
+        rows.append({**row, "peak_memory_bytes": model.peak_memory_bytes, **model.attention})
     return pa.Table.from_pylist(rows)
 
 

@@ -28,37 +28,37 @@ FEW = 4 * SMOOTHED  # fewer entries are not smoothed
 SETTLED = 0.06  # share of the tokens that is skipped: early differences would hide all later ones
 
 
-def comparison_figure(found: Sequence[LMContender]) -> Figure:
+def comparison_figure(models: Sequence[LMContender]) -> Figure:
     """Draw one row per model, lowest loss on top: loss at every length, keys found, and entropy against keys found."""
-    lengths = sorted(next(iter(found[0].losses.values())))
-    asked = any(one.found for one in found)
-    columns = max(len(lengths), 3 if asked else 1)
-    height = 0.25 * len(found) + 0.9
-    figure = Figure(figsize=(3.2 * columns + 1.4, height * (1 + asked) + 0.8 * asked + 0.2), layout="constrained")
-    axes = figure.subplots(1 + asked, columns, squeeze=False)
+    lengths = sorted(next(iter(models[0].losses.values())))
+    has_keys = any(model.keys_found for model in models)
+    columns = max(len(lengths), 3 if has_keys else 1)
+    height = 0.25 * len(models) + 0.9
+    figure = Figure(figsize=(3.2 * columns + 1.4, height * (1 + has_keys) + 0.8 * has_keys + 0.2), layout="constrained")
+    axes = figure.subplots(1 + has_keys, columns, squeeze=False)
     for column, length in enumerate(lengths):
-        _losses(axes[0, column], found, length, named=column == 0)
+        _losses(axes[0, column], models, length, named=column == 0)
         letter(axes[0, column], ascii_lowercase[column], f"Loss, windows of {length:,} tokens")
     for empty in axes[0, len(lengths) :]:
         empty.set_visible(False)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper right", ncols=4, handletextpad=0.1)
-    if asked:
-        some = any(spread.mean for one in found for spread in one.found.values())
-        panels = (_keys, _depths, _entropy) if some else (_keys,)
+    if has_keys:
+        any_found = any(spread.mean for model in models for spread in model.keys_found.values())
+        panels = (_keys, _depths, _entropy) if any_found else (_keys,)
         for column, draw in enumerate(panels):
-            letter(axes[1, column], ascii_lowercase[len(lengths) + column], draw(axes[1, column], found))
+            letter(axes[1, column], ascii_lowercase[len(lengths) + column], draw(axes[1, column], models))
         for empty in axes[1, len(panels) :]:
             empty.set_visible(False)
     return figure
 
 
-def _losses(axes: Axes, found: Sequence[LMContender], length: int, *, named: bool) -> None:
-    texts = list(found[0].losses)
-    far = FAR_OFF * median(one.losses[text][length].mean for one in found for text in texts)
-    for row, one in enumerate(found):
+def _losses(axes: Axes, models: Sequence[LMContender], length: int, *, named: bool) -> None:
+    texts = list(models[0].losses)
+    far = FAR_OFF * median(model.losses[text][length].mean for model in models for text in texts)
+    for row, model in enumerate(models):
         off = []
         for text, look in zip(texts, LOOKS, strict=False):
-            spread = one.losses[text][length]
+            spread = model.losses[text][length]
             if spread.mean > far:
                 off.append(f"{spread.mean:.2f}")
                 continue
@@ -68,35 +68,35 @@ def _losses(axes: Axes, found: Sequence[LMContender], length: int, *, named: boo
                 axes.plot(ends, (row, row), color=look["color"], linewidth=1.2)
         if off:
             axes.text(0.98, row, f"{', '.join(off)} →", transform=axes.get_yaxis_transform(), ha="right", va="center")
-    for one in (one for one in found if one.name == SOFTMAX):
+    for model in (model for model in models if model.name == SOFTMAX):
         for text, look in zip(texts, LOOKS, strict=False):
-            axes.axvline(one.losses[text][length].mean, color=look["color"], linewidth=0.7, linestyle=":", zorder=0)
+            axes.axvline(model.losses[text][length].mean, color=look["color"], linewidth=0.7, linestyle=":", zorder=0)
     axes.set_xlabel("nats per token")
     axes.margins(x=0.08)
-    _rows(axes, found, named=named)
+    _rows(axes, models, named=named)
 
 
-def _rows(axes: Axes, found: Sequence[LMContender], *, named: bool) -> None:
-    axes.set_ylim(len(found) - 0.5, -0.5)
-    axes.set_yticks(range(len(found)), _names_in_order(found) if named else [""] * len(found))
+def _rows(axes: Axes, models: Sequence[LMContender], *, named: bool) -> None:
+    axes.set_ylim(len(models) - 0.5, -0.5)
+    axes.set_yticks(range(len(models)), _names_in_order(models) if named else [""] * len(models))
     tidy(axes)
 
 
-def _names_in_order(found: Sequence[LMContender]) -> list[str]:
-    return [f"{one.name}  {row}" for row, one in enumerate(found, 1)]
+def _names_in_order(models: Sequence[LMContender]) -> list[str]:
+    return [f"{model.name}  {row}" for row, model in enumerate(models, 1)]
 
 
-def _keys(axes: Axes, found: Sequence[LMContender]) -> str:
-    lengths = sorted({length for one in found for length in one.found})
-    for row, one in enumerate(found):
+def _keys(axes: Axes, models: Sequence[LMContender]) -> str:
+    lengths = sorted({length for model in models for length in model.keys_found})
+    for row, model in enumerate(models):
         for length, look in zip(lengths, LOOKS, strict=False):
-            if length not in one.found:
+            if length not in model.keys_found:
                 continue
-            share = one.found[length].mean
-            ends = [100 * end for end in wilson_interval(share, one.questions)]
+            share = model.keys_found[length].mean
+            ends = [100 * end for end in wilson_interval(share, model.questions)]
             axes.plot(ends, (row, row), color=look["color"], linewidth=0.8)
             axes.plot(100 * share, row, linestyle="", **look)
-        if not one.found:
+        if not model.keys_found:
             axes.text(50, row, "not measured", ha="center", va="center", color=PALE, fontsize=7)
     for length, look in zip(lengths, LOOKS, strict=False):
         axes.plot([], [], linestyle="", label=f"{length:,}", **look)
@@ -105,43 +105,43 @@ def _keys(axes: Axes, found: Sequence[LMContender]) -> str:
     )
     axes.set_xlabel("% of keys, every character right")
     axes.set_xlim(-4, 104)
-    _rows(axes, found, named=True)
-    axes.set_ylim(len(found) + 0.4, -0.5)
+    _rows(axes, models, named=True)
+    axes.set_ylim(len(models) + 0.4, -0.5)
     return "Pass keys found, by length"
 
 
-def _depths(axes: Axes, found: Sequence[LMContender]) -> str:
+def _depths(axes: Axes, models: Sequence[LMContender]) -> str:
     """Draw keys found, one row per model and one column per position of the key."""
-    length = most_different_length(found)
+    length = most_different_length(models)
     assert length is not None
-    depths = sorted({depth for one in found for depth in one.by_depth.get(length, ())})
-    shares = [[one.by_depth.get(length, {}).get(depth, math.nan) for depth in depths] for one in found]
+    depths = sorted({depth for model in models for depth in model.by_depth.get(length, ())})
+    shares = [[model.by_depth.get(length, {}).get(depth, math.nan) for depth in depths] for model in models]
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1.15, aspect="auto", alpha=0.85)
     for row, of_model in enumerate(shares):
         for column, share in enumerate(of_model):
             if not math.isnan(share):
                 dark = share > DARK
                 axes.text(column, row, f"{100 * share:.0f}", ha="center", va="center", color="white" if dark else INK)
-    learned = sum(depth * length <= min(one for each in found for one in each.found) for depth in depths)
+    learned = sum(depth * length <= min(n for model in models for n in model.keys_found) for depth in depths)
     axes.axvline(learned - 0.5, color=INK, linewidth=1)
     axes.set_xticks(range(len(depths)), [f"{depth * length:,.0f}" for depth in depths])
     axes.set_xlabel("token of the key; line: training length")
-    _rows(axes, found, named=False)
-    axes.set_ylim(len(found) + 0.4, -0.5)
+    _rows(axes, models, named=False)
+    axes.set_ylim(len(models) + 0.4, -0.5)
     axes.grid(visible=False)
     return f"% of keys in {length:,} tokens, by position"
 
 
-def _entropy(axes: Axes, found: Sequence[LMContender]) -> str:
-    length = most_different_length(found)
+def _entropy(axes: Axes, models: Sequence[LMContender]) -> str:
+    length = most_different_length(models)
     assert length is not None
     points: dict[tuple[float, float], list[int]] = {}
-    for row, one in enumerate(found):
-        if one.found and "entropy_ratio" in one.attention:
-            points.setdefault((one.attention["entropy_ratio"], 100 * one.found[length].mean), []).append(row)
+    for row, model in enumerate(models):
+        if model.keys_found and "entropy_ratio" in model.attention:
+            points.setdefault((model.attention["entropy_ratio"], 100 * model.keys_found[length].mean), []).append(row)
     for (x, y), rows in points.items():
-        trained = any(found[row].at_inference is None for row in rows)
-        ends = [100 * end for end in wilson_interval(y / 100, found[rows[0]].questions)]
+        trained = any(models[row].at_inference is None for row in rows)
+        ends = [100 * end for end in wilson_interval(y / 100, models[rows[0]].questions)]
         axes.plot((x, x), ends, color=PALE, linewidth=0.7)
         axes.plot(x, y, "o", color=INK, markersize=5, markerfacecolor=INK if trained else "white")
         numbers = ", ".join(str(row + 1) for row in rows)
@@ -156,32 +156,32 @@ def _entropy(axes: Axes, found: Sequence[LMContender]) -> str:
 def course_figure(lines: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw the training loss of the main runs by tokens read, and its difference to softmax on the same batches."""
     runs = [line for line in lines if line["stage"] == "main" and line["course"]]
-    runs = [run for run in runs if run["seed"] == min(each["seed"] for each in runs)]
+    runs = [run for run in runs if run["seed"] == min(other["seed"] for other in runs)]
     softmax = next((_losses_by_tokens(run) for run in runs if run["normalizer"] == SOFTMAX), {})
     figure = Figure(figsize=(9.0, 3.6) if softmax else (5.4, 3.6), layout="constrained")
-    both = figure.subplots(1, 2 if softmax else 1, squeeze=False)[0]
+    panels = figure.subplots(1, 2 if softmax else 1, squeeze=False)[0]
     for number, run in enumerate(runs):
         look = {"color": COLOURS[number % len(COLOURS)], "linestyle": LINES[number // 3 % len(LINES)]}
         losses = _losses_by_tokens(run)
-        both[0].plot([each / 1e6 for each in losses], list(losses.values()), label=run["normalizer"], **look)
+        panels[0].plot([count / 1e6 for count in losses], list(losses.values()), label=run["normalizer"], **look)
         if softmax and run["normalizer"] != SOFTMAX:
             above = {n: loss - softmax[n] for n, loss in losses.items() if n in softmax}
             tokens, differences = _smoothed(above)
-            both[1].plot([each / 1e6 for each in tokens], differences, **look)
-    both[0].set_ylabel("training loss, nats per token")
+            panels[1].plot([count / 1e6 for count in tokens], differences, **look)
+    panels[0].set_ylabel("training loss, nats per token")
     if softmax and max(softmax) > 100 * min(softmax):
-        both[0].set_xscale("log")
-        both[0].xaxis.set_major_formatter("{x:g}")
+        panels[0].set_xscale("log")
+        panels[0].xaxis.set_major_formatter("{x:g}")
     if softmax:
-        letter(both[0], "a", "Training loss")
-        letter(both[1], "b", "Above softmax, on the same batches")
-        both[1].set_ylabel("difference, nats per token")
-        both[1].axhline(0, color=INK, linewidth=0.8)
-    for axes in both:
+        letter(panels[0], "a", "Training loss")
+        letter(panels[1], "b", "Above softmax, on the same batches")
+        panels[1].set_ylabel("difference, nats per token")
+        panels[1].axhline(0, color=INK, linewidth=0.8)
+    for axes in panels:
         axes.set_xlabel("million tokens read")
         tidy(axes)
     if runs:
-        both[0].legend(ncols=2)
+        panels[0].legend(ncols=2)
         about = f"{runs[0]['parameters']:,} parameters, {runs[0]['device']}; seed {runs[0]['seed']}"
         smoothing = f"; (b) means of {SMOOTHED} entries, without the first of the warmup" if len(softmax) > FEW else ""
         figure.get_layout_engine().set(rect=(0, 0.04, 1, 0.96))  # type: ignore[union-attr, call-arg]

@@ -40,7 +40,7 @@ class LMContender:
     seeds: int
     losses: dict[str, dict[int, Spread]]
     """By text and window length, nats per token."""
-    found: dict[int, Spread]
+    keys_found: dict[int, Spread]
     """Share of keys found by length; empty if not measured."""
     characters: dict[int, Spread]
     among_many: Spread | None
@@ -62,25 +62,25 @@ class LMContender:
         return self.normalizer if self.at_inference is None else f"{self.normalizer} → {self.at_inference}"
 
     def loss(self, text: str, length: int) -> float | None:
-        found = self.losses.get(text, {}).get(length)
-        return None if found is None else found.mean
+        spread = self.losses.get(text, {}).get(length)
+        return None if spread is None else spread.mean
 
 
 def contenders(lines: Iterable[Line]) -> list[LMContender]:
     """Return the models with measured losses, lowest loss at the training length first."""
-    every = list(lines)
-    measured = [line for line in every if line["stage"] == "measure"]
+    all_lines = list(lines)
+    measured = [line for line in all_lines if line["stage"] == "measure"]
     keys = dict.fromkeys((line["normalizer"], line["at_inference"]) for line in measured)
-    made = [_contender(every, *key) for key in keys]
-    return sorted(made, key=lambda one: min(next(iter(one.losses.values())).items())[1].mean)
+    models = [_contender(all_lines, *key) for key in keys]
+    return sorted(models, key=lambda model: min(next(iter(model.losses.values())).items())[1].mean)
 
 
 def _contender(lines: Sequence[Line], normalizer: str, at_inference: str | None) -> LMContender:
-    here = [line for line in lines if line.get("normalizer") == normalizer]
-    asked = [line for line in here if line.get("at_inference", at_inference) == at_inference]
-    measured = [line for line in asked if line["stage"] == "measure"]
-    needles = [line for line in asked if line["stage"] == "needle"]
-    main = [line for line in here if line["stage"] == "main" and not line["problem"]]
+    of_normalizer = [line for line in lines if line.get("normalizer") == normalizer]
+    of_variant = [line for line in of_normalizer if line.get("at_inference", at_inference) == at_inference]
+    measured = [line for line in of_variant if line["stage"] == "measure"]
+    needles = [line for line in of_variant if line["stage"] == "needle"]
+    main = [line for line in of_normalizer if line["stage"] == "main" and not line["problem"]]
     statistics = [line["attention_statistics"]["mean"] for line in measured if line.get("attention_statistics")]
     trained = at_inference is None
     return LMContender(
@@ -88,12 +88,12 @@ def _contender(lines: Sequence[Line], normalizer: str, at_inference: str | None)
         at_inference,
         seeds=len(measured),
         losses={text: _losses_by_length([line["losses"][text] for line in measured]) for text in measured[0]["losses"]},
-        found=_losses_by_length([_part(line, "exact") for line in needles]),
+        keys_found=_losses_by_length([_part(line, "exact") for line in needles]),
         characters=_losses_by_length([_part(line, "characters") for line in needles]),
         among_many=_among_many(needles),
         attention=_means(statistics),
         by_depth=_found_by_depth(needles),
-        questions=sum(min(each["questions"] for each in line["by_length"].values()) for line in needles),
+        questions=sum(min(figures["questions"] for figures in line["by_length"].values()) for line in needles),
         learning_rate=main[0]["learning_rate"] if main and trained else None,
         tokens=main[0]["tokens"] if main and trained else None,
         parameters=main[0]["parameters"] if main and trained else None,
@@ -103,32 +103,32 @@ def _contender(lines: Sequence[Line], normalizer: str, at_inference: str | None)
     )
 
 
-def _losses_by_length(found: Sequence[Mapping[str, float]]) -> dict[int, Spread]:
-    if not found:
+def _losses_by_length(runs: Sequence[Mapping[str, float]]) -> dict[int, Spread]:
+    if not runs:
         return {}
-    return {int(length): Spread.of([one[length] for one in found]) for length in found[0]}
+    return {int(length): Spread.of([run[length] for run in runs]) for length in runs[0]}
 
 
-def _part(line: Line, which: str) -> dict[str, float]:
-    return {length: figures[which] for length, figures in line["by_length"].items()}
+def _part(line: Line, name: str) -> dict[str, float]:
+    return {length: figures[name] for length, figures in line["by_length"].items()}
 
 
 def _found_by_depth(needles: Sequence[Line]) -> dict[int, dict[float, float]]:
-    found: dict[int, dict[float, list[float]]] = {}
+    shares_by_length: dict[int, dict[float, list[float]]] = {}
     for answer in (answer for line in needles for answer in line.get("answers", ())):
-        found.setdefault(answer["length"], {}).setdefault(answer["depth"], []).append(answer["exact"])
-    return {n: {depth: mean(shares) for depth, shares in by.items()} for n, by in found.items()}
+        shares_by_length.setdefault(answer["length"], {}).setdefault(answer["depth"], []).append(answer["exact"])
+    return {n: {depth: mean(shares) for depth, shares in by.items()} for n, by in shares_by_length.items()}
 
 
 def _among_many(needles: Sequence[Line]) -> Spread | None:
-    asked = [line["among_many"]["exact"] for line in needles if "among_many" in line]
-    return Spread.of(asked) if asked else None
+    shares = [line["among_many"]["exact"] for line in needles if "among_many" in line]
+    return Spread.of(shares) if shares else None
 
 
-def _means(found: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
-    names = found[0] if found else ()
-    values = {name: [one[name] for one in found] for name in names}
-    return {name: mean(v for v in each if v is not None) for name, each in values.items() if None not in each}
+def _means(statistics: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+    names = statistics[0] if statistics else ()
+    values = {name: [run[name] for run in statistics] for name in names}
+    return {name: mean(v for v in numbers if v is not None) for name, numbers in values.items() if None not in numbers}
 
 
 def _largest(lines: Sequence[Line], name: str) -> float | None:
@@ -136,17 +136,17 @@ def _largest(lines: Sequence[Line], name: str) -> float | None:
     return max(values, default=None)
 
 
-def most_different_length(found: Sequence[LMContender]) -> int | None:
+def most_different_length(models: Sequence[LMContender]) -> int | None:
     """Return the length at which the shares of keys found differ most between models; None if not measured."""
-    asked = [one.found for one in found if one.found]
-    ranges = {n: [by_length[n].mean for by_length in asked] for n in (asked[0] if asked else ())}
+    shares_found = [model.keys_found for model in models if model.keys_found]
+    ranges = {n: [by_length[n].mean for by_length in shares_found] for n in (shares_found[0] if shares_found else ())}
     return max(ranges, key=lambda n: max(ranges[n]) - min(ranges[n]), default=None)
 
 
 def wilson_interval(share: float, questions: int) -> tuple[float, float]:
     """Return Wilson's 95 % interval of a share that was measured with so many questions."""
-    found = binomtest(round(share * questions), questions).proportion_ci(method="wilson")
-    return float(found.low), float(found.high)
+    interval = binomtest(round(share * questions), questions).proportion_ci(method="wilson")
+    return float(interval.low), float(interval.high)
 
 
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
@@ -178,24 +178,24 @@ class Learned:
 
 def learned_parameters(lines: Sequence[Line], lengths: Sequence[int] = ()) -> list[Learned]:
     """Return the parameters in the order of the runs; with lengths, also the factor on the logits at these lengths."""
-    found = []
+    parameters = []
     for run in (line for line in lines if line["stage"] == "main" and line.get("learned")):
         heads = _heads_by_parameter(run["learned"])
         heads |= {f"factor at {n:,} keys": factors for n in lengths if (factors := _factors(heads, n))}
-        found += [
-            Learned(run["normalizer"], run["seed"], what, mean(values), min(values), max(values))
-            for what, values in heads.items()
+        parameters += [
+            Learned(run["normalizer"], run["seed"], name, mean(values), min(values), max(values))
+            for name, values in heads.items()
         ]
-    return found
+    return parameters
 
 
 def _heads_by_parameter(learned: Heads) -> Heads:
-    found: Heads = {}
+    heads: Heads = {}
     for name, values in learned.items():
         last = name.rpartition(".")[2]
-        what, acting = AS_IT_ACTS.get(last, (last, float))
-        found.setdefault(what, []).extend(acting(value) for value in values)
-    return found
+        label, acting = AS_IT_ACTS.get(last, (last, float))
+        heads.setdefault(label, []).extend(acting(value) for value in values)
+    return heads
 
 
 def _factors(heads: Heads, n: int) -> list[float]:

@@ -61,9 +61,9 @@ class Limits(TypedDict, total=False):
 def closest(workspace: LMWorkspace, count: int, seed: int = 0) -> tuple[str, ...]:
     """Return softmax and the `count` normalizers whose main runs ended with the lowest loss."""
     ended = {
-        each["normalizer"]: each["valid_loss"]
-        for each in workspace.results(stage="main", seed=seed)
-        if each["valid_loss"] is not None
+        line["normalizer"]: line["valid_loss"]
+        for line in workspace.results(stage="main", seed=seed)
+        if line["valid_loss"] is not None
     }
     best = {SOFTMAX, *sorted(ended, key=lambda name: ended[name])[:count]}
     return tuple(name for name in workspace.plan.normalizers if name in best and name in ended)
@@ -152,8 +152,8 @@ def run_works(
             if len(workspace.results(stage="problem", normalizer=normalizer, seed=seed)) >= MAX_PROBLEMS:
                 finished = False
                 continue
-            with workspace.claimed(f"{normalizer}-seed-{seed}") as mine:
-                finished &= mine and _done(worker, WORKS[stage], normalizer, seed)
+            with workspace.claimed(f"{normalizer}-seed-{seed}") as acquired:
+                finished &= acquired and _done(worker, WORKS[stage], normalizer, seed)
     return finished
 
 

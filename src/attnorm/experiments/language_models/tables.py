@@ -24,73 +24,74 @@ ATTENTION = {
 
 
 def all_tables(lines: Iterable[Line]) -> str:
-    every = list(lines)
-    found = contenders(every)
+    all_lines = list(lines)
+    models = contenders(all_lines)
     parts = [
-        ("Loss", losses_table(found)), ("Pass keys found", needle_table(found)),
-        ("Where the key lay", depth_table(found)), ("Cost", cost_table(found)),
-        ("Attention", attention_table(found)), ("Sharper heads, better recall?", recall_table(found)),
-        ("Learned by the normalizers", learned_table(every, found)), ("Learning rates", rates_table(every)),
-        ("While training", course_table(every)), ("Trials", trials_table(every)), ("Summary", summary(found)),
+        ("Loss", losses_table(models)), ("Pass keys found", needle_table(models)),
+        ("Where the key lay", depth_table(models)), ("Cost", cost_table(models)),
+        ("Attention", attention_table(models)), ("Sharper heads, better recall?", recall_table(models)),
+        ("Learned by the normalizers", learned_table(all_lines, models)), ("Learning rates", rates_table(all_lines)),
+        ("While training", course_table(all_lines)), ("Trials", trials_table(all_lines)), ("Summary", summary(models)),
     ]  # fmt: skip
     return "\n\n".join(f"## {title}\n\n{body}" for title, body in parts if body) + "\n"
 
 
-def losses_table(found: Sequence[LMContender]) -> str:
+def losses_table(models: Sequence[LMContender]) -> str:
     """Return nats per token by text and window length."""
-    if not found:
+    if not models:
         return ""
-    columns = [(text, length) for text, lengths in found[0].losses.items() for length in lengths]
+    columns = [(text, length) for text, lengths in models[0].losses.items() for length in lengths]
     rows = [
-        [one.name, str(one.seeds), *(one.losses[text][length].written(4) for text, length in columns)] for one in found
+        [model.name, str(model.seeds), *(model.losses[text][length].written(4) for text, length in columns)]
+        for model in models
     ]
     return table(["normalizer", "seeds", *(f"{text}, {length:,}" for text, length in columns)], rows)
 
 
-def needle_table(found: Sequence[LMContender]) -> str:
+def needle_table(models: Sequence[LMContender]) -> str:
     """Return the percentage of keys with every character right, and of characters."""
-    asked = [one for one in found if one.found]
-    if not asked:
+    tested = [model for model in models if model.keys_found]
+    if not tested:
         return ""
-    lengths = list(asked[0].found)
-    best_first = sorted(asked, key=lambda one: [-one.found[length].mean for length in reversed(lengths)])
+    lengths = list(tested[0].keys_found)
+    best_first = sorted(tested, key=lambda model: [-model.keys_found[length].mean for length in reversed(lengths)])
     rows = [
         [
-            one.name,
-            *(one.found[length].written(1, 100) for length in lengths),
-            *(one.characters[length].written(1, 100) for length in lengths),
-            one.among_many.written(1, 100) if one.among_many else "",
+            model.name,
+            *(model.keys_found[length].written(1, 100) for length in lengths),
+            *(model.characters[length].written(1, 100) for length in lengths),
+            model.among_many.written(1, 100) if model.among_many else "",
         ]
-        for one in best_first
+        for model in best_first
     ]
     headings = [f"{what} at {length:,}" for what in ("keys", "characters") for length in lengths]
     return table(["normalizer", *(f"% {heading}" for heading in headings), "% keys among many"], rows)
 
 
-def depth_table(found: Sequence[LMContender]) -> str:
+def depth_table(models: Sequence[LMContender]) -> str:
     """Return the percentage of keys found by position, at the length where models differ most."""
-    length = most_different_length(found)
-    looked = [one for one in found if length is not None and one.by_depth.get(length)]
+    length = most_different_length(models)
+    looked = [model for model in models if length is not None and model.by_depth.get(length)]
     if length is None or not looked:
         return ""
     depths = list(looked[0].by_depth[length])
-    rows = [[one.name, *(f"{100 * one.by_depth[length][depth]:.0f}" for depth in depths)] for one in looked]
+    rows = [[model.name, *(f"{100 * model.by_depth[length][depth]:.0f}" for depth in depths)] for model in looked]
     return table([f"key at token, of {length:,}", *(f"{depth * length:,.0f}" for depth in depths)], rows)
 
 
-def cost_table(found: Sequence[LMContender]) -> str:
+def cost_table(models: Sequence[LMContender]) -> str:
     rows = [
         [
-            one.name,
-            _number(one.tokens_per_second, "{:,.0f}"),
-            _number(None if one.peak_memory_bytes is None else one.peak_memory_bytes / 2**30, "{:.1f}"),
-            one.computed,
-            _number(one.tokens, "{:,}"),
-            _number(one.parameters, "{:,}"),
-            _number(one.learning_rate, "{:g}"),
+            model.name,
+            _number(model.tokens_per_second, "{:,.0f}"),
+            _number(None if model.peak_memory_bytes is None else model.peak_memory_bytes / 2**30, "{:.1f}"),
+            model.computed,
+            _number(model.tokens, "{:,}"),
+            _number(model.parameters, "{:,}"),
+            _number(model.learning_rate, "{:g}"),
         ]
-        for one in found
-        if one.at_inference is None
+        for model in models
+        if model.at_inference is None
     ]
     headings = [
         "normalizer",
@@ -104,37 +105,45 @@ def cost_table(found: Sequence[LMContender]) -> str:
     return table(headings, rows) if rows else ""
 
 
-def attention_table(found: Sequence[LMContender]) -> str:
-    looked = [one for one in found if one.attention]
+def attention_table(models: Sequence[LMContender]) -> str:
+    looked = [model for model in models if model.attention]
     rows = [
-        [one.name, *(_number(one.attention.get(name), f"{{:.{digits}f}}") for name, (_, digits) in ATTENTION.items())]
-        for one in looked
+        [
+            model.name,
+            *(_number(model.attention.get(name), f"{{:.{digits}f}}") for name, (_, digits) in ATTENTION.items()),
+        ]
+        for model in looked
     ]
     return table(["normalizer", *(heading for heading, _ in ATTENTION.values())], rows) if rows else ""
 
 
-def recall_table(found: Sequence[LMContender]) -> str:
+def recall_table(models: Sequence[LMContender]) -> str:
     """Return keys found at the length where models differ most, with a 95 % interval; lowest entropy first."""
-    length = most_different_length(found)
+    length = most_different_length(models)
     if length is None:
         return ""
-    asked = [one for one in found if one.found and "entropy_ratio" in one.attention]
+    tested = [model for model in models if model.keys_found and "entropy_ratio" in model.attention]
     rows = []
-    for one in sorted(asked, key=lambda one: one.attention["entropy_ratio"]):
-        low, high = wilson_interval(one.found[length].mean, one.questions)
+    for model in sorted(tested, key=lambda model: model.attention["entropy_ratio"]):
+        low, high = wilson_interval(model.keys_found[length].mean, model.questions)
         rows.append(
-            [one.name, f"{one.attention['entropy_ratio']:.3f}", one.found[length].written(0, 100),
-             f"{100 * low:.0f} to {100 * high:.0f}", one.characters[length].written(0, 100)]
+            [model.name, f"{model.attention['entropy_ratio']:.3f}", model.keys_found[length].written(0, 100),
+             f"{100 * low:.0f} to {100 * high:.0f}", model.characters[length].written(0, 100)]
         )  # fmt: skip
     return table(["normalizer", "entropy / log n", f"% keys at {length:,}", "95 %", "% characters"], rows)
 
 
-def learned_table(lines: Sequence[Line], found: Sequence[LMContender]) -> str:
+def learned_table(lines: Sequence[Line], models: Sequence[LMContender]) -> str:
     """Return the normalizers' parameters over all heads, and their factor on the logits at every measured length."""
-    lengths = sorted({n for one in found for by_length in one.losses.values() for n in by_length})
+    lengths = sorted({n for model in models for by_length in model.losses.values() for n in by_length})
     rows = [
-        [one.normalizer, str(one.seed), one.what, *(f"{x:.3f}" for x in (one.mean, one.smallest, one.largest))]
-        for one in learned_parameters(lines, lengths)
+        [
+            parameter.normalizer,
+            str(parameter.seed),
+            parameter.what,
+            *(f"{x:.3f}" for x in (parameter.mean, parameter.smallest, parameter.largest)),
+        ]
+        for parameter in learned_parameters(lines, lengths)
     ]
     return table(["normalizer", "seed", "parameter", "mean", "smallest", "largest"], rows) if rows else ""
 
@@ -181,39 +190,39 @@ def trials_table(lines: Sequence[Line]) -> str:
     return table(["normalizer", "attention", "tokens/s", "peak GiB", "problem"], rows) if rows else ""
 
 
-def summary(found: Sequence[LMContender]) -> str:
+def summary(models: Sequence[LMContender]) -> str:
     """Return the summary: the best normalizers, and whether sharper heads find more keys."""
-    trained = [one for one in found if one.at_inference is None]
+    trained = [model for model in models if model.at_inference is None]
     if len(trained) < 2:
         return ""
-    text, lengths = next(iter((text, list(by)) for text, by in found[0].losses.items()))
+    text, lengths = next(iter((text, list(by)) for text, by in models[0].losses.items()))
     sentences = []
     for length in (lengths[0], lengths[-1]):
-        best = min(found, key=lambda one: one.losses[text][length].mean)
-        softmax = next((one for one in found if one.name == "softmax"), None)
+        best = min(models, key=lambda model: model.losses[text][length].mean)
+        softmax = next((model for model in models if model.name == "softmax"), None)
         behind = "" if softmax is None or softmax is best else f"; softmax {softmax.losses[text][length].mean:.4f}"
         sentences.append(
             f"On windows of {length:,} tokens {best.name} has the lowest loss on {text}, "
             f"{best.losses[text][length].mean:.4f} nats{behind}."
         )
-    asked = [one for one in found if one.found]
-    if asked:
-        for length in (min(asked[0].found), max(asked[0].found)):
-            most = max(one.found[length].mean for one in asked)
-            best_ones = [one.name for one in asked if one.found[length].mean == most]
+    tested = [model for model in models if model.keys_found]
+    if tested:
+        for length in (min(tested[0].keys_found), max(tested[0].keys_found)):
+            most = max(model.keys_found[length].mean for model in tested)
+            best_ones = [model.name for model in tested if model.keys_found[length].mean == most]
             finds = f"{', '.join(best_ones)} {'finds' if len(best_ones) == 1 else 'find'} most keys, {100 * most:.1f} %"
             sentences.append(f"At {length:,} tokens {finds if most else 'no model finds a key'}.")
-        sentences.append(_sharper(asked))
+        sentences.append(_sharper(tested))
     return " ".join(sentence for sentence in sentences if sentence)
 
 
-def _sharper(asked: Sequence[LMContender]) -> str:
-    length = most_different_length(asked)
+def _sharper(models: Sequence[LMContender]) -> str:
+    length = most_different_length(models)
     assert length is not None
     pairs = [
-        (one.attention["entropy_ratio"], one.found[length].mean)
-        for one in asked
-        if one.at_inference is None and "entropy_ratio" in one.attention
+        (model.attention["entropy_ratio"], model.keys_found[length].mean)
+        for model in models
+        if model.at_inference is None and "entropy_ratio" in model.attention
     ]
     correlation = rank_correlation(pairs)
     if correlation is None:

@@ -66,8 +66,8 @@ class Worker:
 
     def attention(self, normalizer: str) -> Attention:
         path = self.workspace.folder / ATTENTION
-        found: dict[str, Attention] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        return found.get(key_spec(normalizer)) or fastest_attention(normalizer, self.device)
+        recorded: dict[str, Attention] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return recorded.get(key_spec(normalizer)) or fastest_attention(normalizer, self.device)
 
 
 def try_rates(worker: Worker, normalizer: str, seed: int = 0) -> None:
@@ -90,12 +90,12 @@ def best_rate(workspace: LMWorkspace, normalizer: str) -> float:
     Raises:
         ValueError: Some runs are missing, or all diverged.
     """
-    tried = {each["learning_rate"]: each for each in workspace.results(stage="rate", normalizer=normalizer)}
+    tried = {line["learning_rate"]: line for line in workspace.results(stage="rate", normalizer=normalizer)}
     missing = [rate for rate in workspace.plan.rates if rate not in tried]
     if missing:
         raise ValueError(f"{normalizer} has no short run at the learning rate {missing[0]:g} yet; run 'rates' first")
     ended: dict[float, float] = {
-        rate: each["valid_loss"] for rate, each in tried.items() if each["valid_loss"] is not None
+        rate: line["valid_loss"] for rate, line in tried.items() if line["valid_loss"] is not None
     }
     if not ended:
         raise ValueError(f"{normalizer} diverged at every learning rate: {', '.join(f'{rate:g}' for rate in tried)}")
@@ -198,12 +198,12 @@ def learned(model: Any) -> dict[str, list[float]]:
     """Return the parameters of the normalizers, by layer."""
     from attnorm.models.dispatch import NORMALIZER
 
-    found = {
+    values_by_name = {
         name: [round(value, 5) for value in parameter.detach().flatten().float().tolist()]
         for name, parameter in model.named_parameters()
         if NORMALIZER in name.split(".")
     }
-    return {name.removeprefix("model.layers."): values for name, values in found.items()}
+    return {name.removeprefix("model.layers."): values for name, values in values_by_name.items()}
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -236,8 +236,8 @@ def choose_engines(
         speeds: dict[Attention, float] = {}
         fused_everywhere = fastest_attention(normalizer, torch.device("cpu")) == "engine"
         ways: tuple[Attention, ...] = ("engine",) if fused_everywhere else ("dense", "engine")
-        with workspace.claimed(f"trial-{normalizer}") as mine:
-            if not mine or workspace.results(stage="trial", normalizer=normalizer):
+        with workspace.claimed(f"trial-{normalizer}") as acquired:
+            if not acquired or workspace.results(stage="trial", normalizer=normalizer):
                 continue
             for way in ways:
                 if time.monotonic() >= deadline:

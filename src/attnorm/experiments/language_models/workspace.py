@@ -176,14 +176,14 @@ class Workspace(Generic[AnyPlan]):
         """
         folder.mkdir(parents=True, exist_ok=True)
         workspace = cls(folder, plan)
-        here = json.loads(json.dumps(plan.as_dict()))
+        current = json.loads(json.dumps(plan.as_dict()))
         with workspace.locked("plan", WAIT_TO_WRITE):
             if not (folder / PLAN).exists():
-                write_json(folder / PLAN, here)
-        there = json.loads((folder / PLAN).read_text(encoding="utf-8"))
-        if "normalizers" in there:
-            there["normalizers"] = [*map(read_spec, there["normalizers"])]
-        require_same_run(here, there, f"{folder} holds another plan", "Choose another folder")
+                write_json(folder / PLAN, current)
+        stored = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+        if "normalizers" in stored:
+            stored["normalizers"] = [*map(read_spec, stored["normalizers"])]
+        require_same_run(current, stored, f"{folder} holds another plan", "Choose another folder")
         return workspace
 
     @property
@@ -196,10 +196,10 @@ class Workspace(Generic[AnyPlan]):
     def model_folder(self, normalizer: str, seed: int) -> Path:
         return self.folder / "models" / f"{_as_file(normalizer)}-seed-{seed}"
 
-    def results(self, **wanted: Any) -> list[dict[str, Any]]:
+    def results(self, **conditions: Any) -> list[dict[str, Any]]:
         """Return the finished pieces of work that have these values, in the order in which they were finished."""
-        found = read_results(self.folder / RESULTS)
-        return [each for each in found if all(each.get(key) == value for key, value in wanted.items())]
+        lines = read_results(self.folder / RESULTS)
+        return [line for line in lines if all(line.get(key) == value for key, value in conditions.items())]
 
     def add(self, result: dict[str, Any]) -> dict[str, Any]:
         """Append a finished piece of work to the results."""

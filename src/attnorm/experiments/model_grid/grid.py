@@ -75,10 +75,10 @@ def records_of(plan: GridPlan, subject: ExperimentSubject, progress: ProgressCal
     """Return the record of every model and seed of the plan; train models without a record."""
     plan = on_this_machine(plan)
     workspace = Workspace.open(parts, plan)
-    wanted = [(model, subject.seed + seed) for seed in plan.seeds for model in plan.models]
-    keys = [_record_key(model.label, settings_of(plan, model, seed).as_dict()) for model, seed in wanted]
+    pairs = [(model, subject.seed + seed) for seed in plan.seeds for model in plan.models]
+    keys = [_record_key(model.label, settings_of(plan, model, seed).as_dict()) for model, seed in pairs]
     known = _known_records(workspace, parts)
-    missing = [(key, *one) for key, one in zip(keys, wanted, strict=True) if key not in known]
+    missing = [(key, *pair) for key, pair in zip(keys, pairs, strict=True) if key not in known]
     if missing:
         progress("encoding the texts", 0, len(missing))
         train, valid, others = texts_of(subject, parts)
@@ -86,8 +86,8 @@ def records_of(plan: GridPlan, subject: ExperimentSubject, progress: ProgressCal
         unigram = _unigram_loss(workspace)
         for done, (key, model, seed) in enumerate(missing):
             progress(f"training {model.label}, seed {seed}", done, len(missing))
-            with workspace.claimed(f"{model.label}-seed-{seed}") as mine:
-                if mine and key not in _known_records(workspace, parts):  # another process may have finished it
+            with workspace.claimed(f"{model.label}-seed-{seed}") as acquired:
+                if acquired and key not in _known_records(workspace, parts):  # another process may have finished it
                     record = train_and_measure(plan, model, seed, texts, parts, chosen_device(subject.device))
                     ended = record["valid_loss"]
                     workspace.add(record | {"unigram_loss": unigram, "diverged": ended is None or ended > unigram})
@@ -98,8 +98,8 @@ def records_of(plan: GridPlan, subject: ExperimentSubject, progress: ProgressCal
 def _known_records(workspace: Workspace[GridPlan], parts: Path) -> dict[str, Record]:
     files = [parts.parent.parent / name for name in (RECORDS, f"{RECORDS}.xz")]
     elsewhere = [record for file in files if file.exists() for record in read_results(file)]
-    found = [record for record in [*elsewhere, *workspace.results()] if record["stage"] == "model"]
-    return {_record_key(record["label"], record["settings"]): record for record in found}
+    records = [record for record in [*elsewhere, *workspace.results()] if record["stage"] == "model"]
+    return {_record_key(record["label"], record["settings"]): record for record in records}
 
 
 def _unigram_loss(workspace: Workspace[GridPlan]) -> float:
@@ -172,26 +172,26 @@ def measure_model(
     lengths = plan if ANY_LENGTH[settings.architecture] else replace(plan, longer=(1,))
     with in_training(model, attention=attention), without_compiled_blocks(model, settings):
         losses = {name: losses_at(lengths, model, settings, tokens, device) for name, tokens in texts.held_out.items()}
-    found = analyze(model, windows, metrics=plan.metrics, read_keys=0)
+    analysis = analyze(model, windows, metrics=plan.metrics, read_keys=0)
     return {
         "losses": losses,
-        "heads": _columns_for_json(found.heads, ("layer", "head", *KEPT_OF_HEADS)),
-        "top_n": _columns_for_json(found.top_n, ("layer", "head", *KEPT_OF_TOP_N)),
-        "coverage": _columns_for_json(found.coverage, ("layer", *KEPT_OF_COVERAGE)),
+        "heads": _columns_for_json(analysis.heads, ("layer", "head", *KEPT_OF_HEADS)),
+        "top_n": _columns_for_json(analysis.top_n, ("layer", "head", *KEPT_OF_TOP_N)),
+        "coverage": _columns_for_json(analysis.coverage, ("layer", *KEPT_OF_COVERAGE)),
     }
 
 
 def _columns_for_json(table: pa.Table, columns: Sequence[str]) -> dict[str, list[float | None]]:
     """Return columns of a table as lists; NaN and infinity, which JSON does not have, become None."""
-    found = table.select(list(columns)).to_pydict()
+    values_by_name = table.select(list(columns)).to_pydict()
     return {
-        name: [None if one is None or not math.isfinite(one) else float(f"{one:.6g}") for one in column]
-        for name, column in found.items()
+        name: [None if value is None or not math.isfinite(value) else float(f"{value:.6g}") for value in column]
+        for name, column in values_by_name.items()
     }
 
 
 @torch.no_grad()
 def measure_heads(model: Any, windows: torch.Tensor, device: torch.device) -> dict[str, float]:
     """Return the means of a few row statistics over all heads."""
-    found: Mapping[str, float] = attention_statistics(model, windows, device)["mean"]
-    return {name: found[name] for name in MEASURED_IN_TRAINING if name in found}
+    means: Mapping[str, float] = attention_statistics(model, windows, device)["mean"]
+    return {name: means[name] for name in MEASURED_IN_TRAINING if name in means}

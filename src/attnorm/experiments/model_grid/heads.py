@@ -76,8 +76,8 @@ def _mean_difference(rows: dict[str, list[float]] | None, first: str, second: st
 def _mean_of(rows: dict[str, list[float]] | None, column: str) -> float:
     if not rows:
         return math.nan
-    at = np.array(rows["top_n"]) == TOP_N
-    numbers = np.array(rows[column], dtype=np.float64)[at]
+    at_top_n = np.array(rows["top_n"]) == TOP_N
+    numbers = np.array(rows[column], dtype=np.float64)[at_top_n]
     return float(np.nanmean(numbers)) if np.isfinite(numbers).any() else math.nan
 
 
@@ -88,20 +88,20 @@ def findings(records: Sequence[Record], *, small: bool) -> tuple[ExperimentFindi
     """Compare most with fewest heads for each map, and every other map with softmax at equal heads."""
     counts = sorted({record["heads_per_layer"] for record in records})
     maps = list(dict.fromkeys(record["map"] for record in records))
-    found = []
+    results = []
     for name in maps:
         few, many = (
             mean(select_records(records, heads_per_layer=count, map=name), excess) for count in (counts[0], counts[-1])
         )
-        found.append(
+        results.append(
             _finding(
                 f"more heads restore separability ({name})", f"{counts[0]} heads", few, f"{counts[-1]}", many, small
             )
         )
     for name in maps[1:]:
-        here, softmax = (mean(select_records(records, map=one), excess) for one in (name, maps[0]))
-        found.append(_finding(f"{name} restores separability", maps[0], softmax, name, here, small))
-    return tuple(found)
+        with_map, softmax = (mean(select_records(records, map=map_name), excess) for map_name in (name, maps[0]))
+        results.append(_finding(f"{name} restores separability", maps[0], softmax, name, with_map, small))
+    return tuple(results)
 
 
 def _finding(claim: str, first: str, before: float, second: str, after: float, small: bool) -> ExperimentFinding:
@@ -133,7 +133,7 @@ def figure(records: Sequence[Record]) -> Figure:
         ("keys covered by all heads of a layer", f"share, {TOP_N} keys per head", union),
     ]
     counts = sorted({record["heads_per_layer"] for record in records})
-    for axes, which, (title, label, number) in zip(panels, "abc", numbers, strict=True):
+    for axes, panel_letter, (title, label, number) in zip(panels, "abc", numbers, strict=True):
         for name in dict.fromkeys(record["map"] for record in records):
             groups = [select_records(records, heads_per_layer=count, map=name) for count in counts]
             bars = [np.nan_to_num(seed_deviation(group, number)) for group in groups]
@@ -144,7 +144,7 @@ def figure(records: Sequence[Record]) -> Figure:
         axes.set_xticks(counts, [str(count) for count in counts])
         axes.set_xlabel("heads per layer")
         axes.set_ylabel(label)
-        letter(axes, which, title)
+        letter(axes, panel_letter, title)
         tidy(axes)
     panels[0].legend()
     note(drawn, "Models of equal width and parameters. attnorm reproduce heads")

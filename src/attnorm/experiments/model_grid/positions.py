@@ -86,13 +86,13 @@ def effects(times: int) -> dict[str, Number]:
 
 def findings(records: Sequence[Record], numbers: dict[str, Number], *, small: bool) -> tuple[ExperimentFinding, ...]:
     """Compare how much of the variance of each effect the positions and the normalizer explain."""
-    found = []
+    results = []
     for name, number in numbers.items():
         # Learned positions end at the training length and have no rise of the loss; some models have no horizon.
         shares = variance_shares(records, ("positions", "map"), number)
         if len(shares) < 2 or not {"positions", "map"} <= {*shares}:
             continue
-        found.append(
+        results.append(
             ExperimentFinding(
                 claim=f"the {name} belongs to the normalizer, not to the positions",
                 ours=f"of the variance between models: positions {shares['positions']:.0%}, "
@@ -103,7 +103,7 @@ def findings(records: Sequence[Record], numbers: dict[str, Number], *, small: bo
                 else f"{len(values(records, number))} of {len(records)} models have this number",
             )
         )
-    return tuple(found)
+    return tuple(results)
 
 
 def _verdict(map_: float, positions: float) -> Verdict:
@@ -135,15 +135,15 @@ def figure(records: Sequence[Record], longer: Sequence[int]) -> Figure:
     panels = grid[: len(maps) + 1]
     for axes in panels[1:-1]:
         axes.sharey(panels[0])
-    for axes, which, name in zip(panels, "abcdefgh", maps, strict=False):
+    for axes, panel_letter, name in zip(panels, "abcdefgh", maps, strict=False):
         for way, look in STYLES.items():
-            here = select_records(records, positions=way, map=name)
-            axes.plot(longer, [mean(here, partial(loss_at, times=times)) for times in longer], label=way, **look)
+            group = select_records(records, positions=way, map=name)
+            axes.plot(longer, [mean(group, partial(loss_at, times=times)) for times in longer], label=way, **look)
         axes.set_xscale("log", base=2)
         axes.set_xticks(longer, [f"{times}x" for times in longer])
         axes.set_xlabel("length of the window, in training lengths")
         axes.set_ylabel("nats per token")
-        letter(axes, which, name)
+        letter(axes, panel_letter, name)
         tidy(axes)
     panels[0].legend()
     last = panels[-1]
@@ -152,7 +152,9 @@ def figure(records: Sequence[Record], longer: Sequence[int]) -> Figure:
             mean(select_records(records, positions=way, map=name), lambda r: mean_over_heads(r, "gap_slope"))
             for name in maps
         ]
-        last.plot([place + 0.06 * (index - 1.5) for place in range(len(maps))], slopes, **{**look, "linestyle": ""})
+        last.plot(
+            [position + 0.06 * (index - 1.5) for position in range(len(maps))], slopes, **{**look, "linestyle": ""}
+        )
     last.set_xticks(range(len(maps)), maps)
     last.set_ylabel("slope, mean over heads")
     letter(last, "abcdefgh"[len(maps)], "slope of the effective gap")

@@ -20,19 +20,19 @@ def select_records(records: Sequence[Record], **columns: Any) -> list[Record]:
 
 def values(records: Sequence[Record], number: Number) -> list[float]:
     """Return the number of every record that has one."""
-    found = [number(record) for record in records]
-    return [value for value in found if math.isfinite(value)]
+    numbers = [number(record) for record in records]
+    return [value for value in numbers if math.isfinite(value)]
 
 
 def mean(records: Sequence[Record], number: Number) -> float:
-    found = values(records, number)
-    return fmean(found) if found else math.nan
+    numbers = values(records, number)
+    return fmean(numbers) if numbers else math.nan
 
 
 def seed_deviation(records: Sequence[Record], number: Number) -> float:
     """Return the standard deviation over seeds; NaN below two."""
-    found = values(records, number)
-    return stdev(found) if len(found) > 1 else math.nan
+    numbers = values(records, number)
+    return stdev(numbers) if len(numbers) > 1 else math.nan
 
 
 def loss(record: Record) -> float:

@@ -35,7 +35,7 @@ STYLES = dict(zip(MAPS, (MEASURED, CORRECTED, PRINTED), strict=True))
 
 
 def models(maps: Iterable[str], temperatures: Sequence[float]) -> tuple[GridModel, ...]:
-    given = [
+    fixed = [
         GridModel({"map": name, "temperature": str(T)}, f"tempered:map={MAPS[name]}:temperature={T}")
         for T in temperatures
         for name in maps
@@ -44,7 +44,7 @@ def models(maps: Iterable[str], temperatures: Sequence[float]) -> tuple[GridMode
         GridModel({"map": name, "temperature": LEARNED}, f"tempered:map={MAPS[name]}:temperature=1:learned=true")
         for name in maps
     ]
-    return (*given, *learned)
+    return (*fixed, *learned)
 
 
 FULL = GridPlan(
@@ -86,26 +86,26 @@ def jacobian_norm(record: Record) -> float:
 
 def fixed_temperatures(records: Sequence[Record], map_: str) -> list[float]:
     """Return the fixed temperatures of a map, in ascending order."""
-    found = {record["temperature"] for record in select_records(records, map=map_)} - {LEARNED}
-    return sorted(float(T) for T in found)
+    temperatures = {record["temperature"] for record in select_records(records, map=map_)} - {LEARNED}
+    return sorted(float(T) for T in temperatures)
 
 
 def is_costly(records: Sequence[Record], map_: str, temperature: str) -> bool:
     """Whether some run diverges, or the mean loss is clearly above the best of the map."""
-    here = select_records(records, map=map_, temperature=temperature)
+    group = select_records(records, map=map_, temperature=temperature)
     means = [
         mean(select_records(records, map=map_, temperature=str(T)), loss) for T in fixed_temperatures(records, map_)
     ]
     best = min((value for value in means if math.isfinite(value)), default=math.nan)
-    return any(record["diverged"] for record in here) or not mean(here, loss) < best + WORSE
+    return any(record["diverged"] for record in group) or not mean(group, loss) < best + WORSE
 
 
 def findings(records: Sequence[Record], *, small: bool) -> tuple[ExperimentFinding, ...]:
     """Judge two claims for each map: training diverges at low temperatures, and low temperatures increase the loss."""
-    found = []
+    results = []
     for map_ in dict.fromkeys(record["map"] for record in records):
-        found += [_unstable(records, map_, small=small), _worse(records, map_, small=small)]
-    return tuple(found)
+        results += [_unstable(records, map_, small=small), _worse(records, map_, small=small)]
+    return tuple(results)
 
 
 def _unstable(records: Sequence[Record], map_: str, *, small: bool) -> ExperimentFinding:
@@ -175,24 +175,30 @@ def figure(records: Sequence[Record]) -> Figure:
     loss_axes, gradient_axes, norm_axes = drawn.subplots(1, 3)
     for map_ in dict.fromkeys(record["map"] for record in records):
         T = fixed_temperatures(records, map_)
-        here = [select_records(records, map=map_, temperature=str(one)) for one in T]
-        bars = [np.nan_to_num(seed_deviation(group, loss)) for group in here]
-        loss_axes.errorbar(T, [mean(group, loss) for group in here], bars, label=map_, capsize=2, **STYLES[map_])
-        gradient_axes.plot(T, [mean(group, largest_gradient) for group in here], label=map_, **STYLES[map_])
-        norm_axes.plot(T, [mean(group, jacobian_norm) for group in here], label=map_, **STYLES[map_])
-        diverged = [one for one, group in zip(T, here, strict=True) if any(record["diverged"] for record in group)]
+        groups = [select_records(records, map=map_, temperature=str(temperature)) for temperature in T]
+        bars = [np.nan_to_num(seed_deviation(group, loss)) for group in groups]
+        loss_axes.errorbar(T, [mean(group, loss) for group in groups], bars, label=map_, capsize=2, **STYLES[map_])
+        gradient_axes.plot(T, [mean(group, largest_gradient) for group in groups], label=map_, **STYLES[map_])
+        norm_axes.plot(T, [mean(group, jacobian_norm) for group in groups], label=map_, **STYLES[map_])
+        diverged = [
+            temperature
+            for temperature, group in zip(T, groups, strict=True)
+            if any(record["diverged"] for record in group)
+        ]
         ended = values(select_records(records, map=map_), loss)
         if diverged and ended:
             loss_axes.scatter(diverged, [max(ended)] * len(diverged), marker="x", color="#b3261e", zorder=5)
     T = sorted({float(r["temperature"]) for r in records if r["temperature"] != LEARNED})
-    norm_axes.plot(T, [1 / (2 * one) for one in T], label="bound of softmax, 1/(2T)", **NULL)
+    norm_axes.plot(T, [1 / (2 * temperature) for temperature in T], label="bound of softmax, 1/(2T)", **NULL)
     titles = ("final loss", "largest norm of the gradient", "Jacobian norm of the attention")
     labels = ("nats per token", "before clipping", "mean over heads")
-    for axes, which, title, label in zip((loss_axes, gradient_axes, norm_axes), "abc", titles, labels, strict=True):
+    for axes, panel_letter, title, label in zip(
+        (loss_axes, gradient_axes, norm_axes), "abc", titles, labels, strict=True
+    ):
         axes.set_xscale("log")
         axes.set_xlabel("temperature T")
         axes.set_ylabel(label)
-        letter(axes, which, title)
+        letter(axes, panel_letter, title)
         tidy(axes)
     gradient_axes.set_yscale("log")
     norm_axes.set_yscale("log")
@@ -213,8 +219,10 @@ def course_figure(records: Sequence[Record]) -> Figure:
         temperatures = fixed_temperatures(records, map_)
         shades = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(temperatures)))
         for T, shade in zip(temperatures, shades, strict=True):
-            here = select_records(records, map=map_, temperature=str(T))
-            for axes, line in zip(panels[:, column], (_losses_on_the_way(here), _norms_on_the_way(here)), strict=True):
+            group = select_records(records, map=map_, temperature=str(T))
+            for axes, line in zip(
+                panels[:, column], (_losses_on_the_way(group), _norms_on_the_way(group)), strict=True
+            ):
                 axes.plot(*line, color=shade, label=f"T = {T:g}", linewidth=1.3)
         letter(panels[0, column], "abcdefgh"[column], f"{map_}: training loss")
         letter(panels[1, column], "abcdefgh"[len(maps) + column], f"{map_}: Jacobian norm")
@@ -234,7 +242,7 @@ def _losses_on_the_way(records: Sequence[Record]) -> tuple[list[float], list[flo
     """Steps after the warmup and mean losses, as far as all runs got."""
     rows = zip(*(record["course"] for record in records), strict=False)
     after = [[entry[:2] for entry in row] for row in rows if row[0][0] > records[0]["settings"]["warmup"]]
-    return [row[0][0] for row in after], [float(np.mean([each for _, each in row])) for row in after]
+    return [row[0][0] for row in after], [float(np.mean([value for _, value in row])) for row in after]
 
 
 def _norms_on_the_way(records: Sequence[Record]) -> tuple[list[float], list[float]]:

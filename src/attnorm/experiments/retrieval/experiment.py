@@ -20,8 +20,8 @@ from attnorm.experiments.retrieval.plan import (
     PRINTED_ADAPTIVE,
     PRINTED_SIZES,
     PRINTED_SOFTMAX,
-    Found,
     Section,
+    TrainingRecords,
     collect,
     plan,
 )
@@ -40,34 +40,34 @@ ADAPTIVE = "adaptive_temperature"
 
 
 def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
-    chosen = plan(quick=subject.quick, only=subject.only, seed=subject.seed)
-    everything = collect(chosen, parts / TRAINING, _records_elsewhere(parts), subject.device, progress)
-    found = [one for one in everything if one.records]
-    lines, scales = lines_of(found), scales_of(found)
+    retrieval_plan = plan(quick=subject.quick, only=subject.only, seed=subject.seed)
+    entries = collect(retrieval_plan, parts / TRAINING, _records_elsewhere(parts), subject.device, progress)
+    with_records = [entry for entry in entries if entry.records]
+    lines, scales = lines_of(with_records), scales_of(with_records)
     for stem, text in fragments(lines, scales).items():
         write_text(parts / TABLES / f"{stem}.md", text)
     numbers = RetrievalNumbers(lines, scales)
-    about = _about(len(chosen.seeds))
+    about = _about(len(retrieval_plan.seeds))
     return Outcome(
-        summary=summary(numbers, _missing(everything), quick=subject.quick),
+        summary=summary(numbers, _missing(entries), quick=subject.quick),
         findings=findings(numbers, quick=subject.quick),
         figures=figures.drawn(lines, scales, about),
         tables={"accuracy": accuracy_table(lines), "scale": scale_table(scales)},
         parameters={
-            "seeds": list(chosen.seeds),
-            "device": found[0].records[0]["device"],
+            "seeds": list(retrieval_plan.seeds),
+            "device": with_records[0].records[0]["device"],
             "trainings": [
                 {
-                    "section": one.training.section,
-                    "label": one.training.label,
-                    "task": one.training.task,
-                    "normalizer": one.training.normalizer,
-                    "recipe": one.training.recipe.as_dict(),
-                    "sizes": list(one.training.trials.sizes),
-                    "sets": one.training.trials.sets,
-                    "complete": one.complete,
+                    "section": entry.training.section,
+                    "label": entry.training.label,
+                    "task": entry.training.task,
+                    "normalizer": entry.training.normalizer,
+                    "recipe": entry.training.recipe.as_dict(),
+                    "sizes": list(entry.training.trials.sizes),
+                    "sets": entry.training.trials.sets,
+                    "complete": entry.complete,
                 }
-                for one in found
+                for entry in with_records
             ],
         },
     )
@@ -80,14 +80,14 @@ def _records_elsewhere(parts: Path) -> Iterator[Path]:
     yield from sorted(out.glob(f"parts/retrieval-*/{TRAINING}/{RECORDS}"))
 
 
-def _missing(found: list[Found]) -> list[str]:
+def _missing(entries: list[TrainingRecords]) -> list[str]:
     """Return the incomplete trainings by section; "all" if none of it is complete."""
     phrases = []
-    for section in dict.fromkeys(one.training.section for one in found):
-        mine = [one for one in found if one.training.section == section]
-        missing = [one.training.label for one in mine if not one.complete]
+    for section in dict.fromkeys(entry.training.section for entry in entries):
+        in_section = [entry for entry in entries if entry.training.section == section]
+        missing = [entry.training.label for entry in in_section if not entry.complete]
         if missing:
-            phrases.append(f"{section}: {'all' if len(missing) == len(mine) else ', '.join(missing)}")
+            phrases.append(f"{section}: {'all' if len(missing) == len(in_section) else ', '.join(missing)}")
     return phrases
 
 
@@ -138,11 +138,13 @@ class RetrievalNumbers:
 
 def findings(numbers: RetrievalNumbers, *, quick: bool) -> tuple[ExperimentFinding, ...]:
     """Return the findings for which there are numbers; a quick run has no verdicts."""
-    made = [one for one in (_fall(numbers), _adaptive(numbers), _cause(numbers), _must_fail(numbers)) if one]
+    results = [
+        finding for finding in (_fall(numbers), _adaptive(numbers), _cause(numbers), _must_fail(numbers)) if finding
+    ]
     if not quick:
-        return tuple(made)
+        return tuple(results)
     reason = "Few steps and narrow models: run without --quick for a verdict."
-    return tuple(ExperimentFinding(one.claim, one.ours, "not tested", reason) for one in made)
+    return tuple(ExperimentFinding(finding.claim, finding.ours, "not tested", reason) for finding in results)
 
 
 def summary(numbers: RetrievalNumbers, missing: Sequence[str], *, quick: bool) -> str:
@@ -169,10 +171,10 @@ def summary(numbers: RetrievalNumbers, missing: Sequence[str], *, quick: bool) -
 
 
 def _fall(numbers: RetrievalNumbers) -> ExperimentFinding | None:
-    ours = numbers.percents(*numbers.as_in_the_paper)
-    if not ours.keys() & PRINTED_SOFTMAX.keys():
+    percents = numbers.percents(*numbers.as_in_the_paper)
+    if not percents.keys() & PRINTED_SOFTMAX.keys():
         return None
-    off = _apart(ours)
+    off = _apart(percents)
     verdict: Verdict = "reproduces" if off <= CLOSE else "partly" if off <= NEAR else "does not"
     why = []
     steps = f"{RetrievalRecipe.steps:,}"
@@ -185,31 +187,31 @@ def _fall(numbers: RetrievalNumbers) -> ExperimentFinding | None:
         )
     return ExperimentFinding(
         f"A softmax head trained on at most 16 items is right in {_series(PRINTED_SOFTMAX)} ({TABLE}).",
-        f"{_series(ours)}; {off:.1f} points apart at most",
+        f"{_series(percents)}; {off:.1f} points apart at most",
         verdict,
         " ".join(why),
     )
 
 
-def _apart(ours: dict[int, float]) -> float:
+def _apart(percents: dict[int, float]) -> float:
     """Return the largest difference to the printed table, in points."""
-    return max(abs(ours[size] - percent) for size, percent in PRINTED_SOFTMAX.items() if size in ours)
+    return max(abs(percents[size] - percent) for size, percent in PRINTED_SOFTMAX.items() if size in percents)
 
 
 def _adaptive(numbers: RetrievalNumbers) -> ExperimentFinding | None:
     softmax, sizes = numbers.as_in_the_paper, PRINTED_SIZES[1:]
-    found = [line for size in sizes if (line := numbers.line(*softmax, ADAPTIVE, size)) and line.difference]
-    if not found:
+    lines = [line for size in sizes if (line := numbers.line(*softmax, ADAPTIVE, size)) and line.difference]
+    if not lines:
         return None
-    gains = {line.row.size: line.difference for line in found if line.difference}
+    gains = {line.row.size: line.difference for line in lines if line.difference}
     better = [size for size, gain in gains.items() if gain.mean.value > 0 and gain.p < SIGNIFICANT]
     verdict: Verdict = "reproduces" if len(better) == len(gains) else "partly" if better else "does not"
     phrases = ", ".join(
         f"{100 * gain.mean.value:+.1f} at {size:,} (p = {gain.p:.1g})" for size, gain in sorted(gains.items())
     )
-    theirs = ", ".join(f"{PRINTED_ADAPTIVE[size] - PRINTED_SOFTMAX[size]:+.1f} at {size:,}" for size in sizes)
+    printed = ", ".join(f"{PRINTED_ADAPTIVE[size] - PRINTED_SOFTMAX[size]:+.1f} at {size:,}" for size in sizes)
     return ExperimentFinding(
-        f"Adaptive temperature at inference helps from 64 items on, in points: {theirs} ({TABLE}).",
+        f"Adaptive temperature at inference helps from 64 items on, in points: {printed} ({TABLE}).",
         f"{phrases}; paired t-tests without correction, as printed",
         verdict,
         "It sharpens what is dispersed and cannot reorder logits; hard attention shows the limit of that.",
@@ -239,17 +241,17 @@ def _cause(numbers: RetrievalNumbers) -> ExperimentFinding | None:
 
 
 def _must_fail(numbers: RetrievalNumbers) -> ExperimentFinding | None:
-    ours = numbers.percents("ours", BASELINE)
-    goals = {size: goal for size, goal in GOALS.items() if size in ours}
+    percents = numbers.percents("ours", BASELINE)
+    goals = {size: goal for size, goal in GOALS.items() if size in percents}
     if not goals:
         return None
-    reached = all(ours[size] >= goal for size, goal in goals.items())
+    reached = all(percents[size] >= goal for size, goal in goals.items())
     slopes = [scale.slope for section in ("paper", "ours") if (scale := numbers.scale(section, BASELINE))]
     steeper = f" Its logits are {slopes[1] / slopes[0]:.0f} times as steep." if len(slopes) == 2 else ""
     return ExperimentFinding(
         "Softmax cannot stay sharp as the number of items grows (Theorem 2.2), which is why the heads fail out of "
         "distribution.",
-        f"our recipe, the same architecture and normalizer, at most 16 items in training: {_series(ours)}",
+        f"our recipe, the same architecture and normalizer, at most 16 items in training: {_series(percents)}",
         "partly" if reached else "reproduces",
         "The theorem holds for bounded logits; training decides how steep they are, and so at which size it applies."
         + steeper,

@@ -37,15 +37,15 @@ TASKS: dict[Section, tuple[str, str, str]] = {
 
 def drawn(lines: Sequence[RetrievalLine], scales: Sequence[Scale], about: str) -> dict[str, Figure]:
     """Draw the figures for which there are numbers; return them by file stem."""
-    made = {"accuracy": accuracy(lines, about)}
+    figures = {"accuracy": accuracy(lines, about)}
     if any(line.section == "parts" for line in lines):
-        made["parts"] = parts(lines, about)
-    made["errors"] = errors(lines, about)
+        figures["parts"] = parts(lines, about)
+    figures["errors"] = errors(lines, about)
     if scales:
-        made["scale"] = scale(scales, about)
+        figures["scale"] = scale(scales, about)
     if any(line.section in ("recall", "majority") for line in lines):
-        made["tasks"] = tasks(lines, about)
-    return made
+        figures["tasks"] = tasks(lines, about)
+    return figures
 
 
 def accuracy(lines: Sequence[RetrievalLine], about: str) -> Figure:
@@ -54,20 +54,20 @@ def accuracy(lines: Sequence[RetrievalLine], about: str) -> Figure:
     figure = Figure(figsize=(6.0 * len(panels), 5.2), facecolor="white")
     for index, (section, title) in enumerate(panels):
         axes = figure.add_axes(((0.11 + index) / len(panels), 0.13, 0.69 / len(panels), 0.78))
-        mine = [line for line in lines if line.section == section]
+        section_lines = [line for line in lines if line.section == section]
         sizes = _draw_sizes(axes, lines)
         for tested_with, (label, look) in TESTS.items():
-            chosen = [line for line in mine if (line.label, line.row.tested_with) == (BASELINE, tested_with)]
-            if chosen:
-                _draw_line(axes, chosen, label, look)
-        others = [line for line in mine if line.label != BASELINE and line.row.tested_with == OWN]
+            curve = [line for line in section_lines if (line.label, line.row.tested_with) == (BASELINE, tested_with)]
+            if curve:
+                _draw_line(axes, curve, label, look)
+        others = [line for line in section_lines if line.label != BASELINE and line.row.tested_with == OWN]
         for label in dict.fromkeys(line.label for line in others):
-            chosen = [line for line in others if line.label == label]
-            axes.plot(*_points(chosen), color="#b9bec6", linewidth=1.0, zorder=1)
+            curve = [line for line in others if line.label == label]
+            axes.plot(*_points(curve), color="#b9bec6", linewidth=1.0, zorder=1)
         marks = PRINTED_SOFTMAX if section == "paper" else GOALS
-        there = {size: value for size, value in marks.items() if size <= sizes[-1]}
-        axes.plot(list(there), list(there.values()), **(AS_PRINTED if section == "paper" else GOAL))
-        _list_beside(axes, [line for line in mine if line.row.tested_with == OWN])
+        shown = {size: value for size, value in marks.items() if size <= sizes[-1]}
+        axes.plot(list(shown), list(shown.values()), **(AS_PRINTED if section == "paper" else GOAL))
+        _list_beside(axes, [line for line in section_lines if line.row.tested_with == OWN])
         axes.legend(loc="upper right" if section == "paper" else "lower left", fontsize=7.5)
         letter(axes, "ab"[index], title)
     note(figure, f"{about}. Bars: 95 % confidence. Grey: other normalizers, trained and tested with themselves.")
@@ -78,17 +78,17 @@ def parts(lines: Sequence[RetrievalLine], about: str) -> Figure:
     """Draw softmax with the paper's recipe, each part of ours alone, ours without each part, and ours."""
     figure = Figure(figsize=(9.2, 4.8), facecolor="white")
     axes = figure.add_axes((0.07, 0.14, 0.56, 0.77))
-    mine = [line for line in lines if line.section == "parts" and line.row.tested_with == OWN]
-    _draw_sizes(axes, mine)
+    part_lines = [line for line in lines if line.section == "parts" and line.row.tested_with == OWN]
+    _draw_sizes(axes, part_lines)
     looks = ("-", "--", "-.", ":")
-    for index, label in enumerate(dict.fromkeys(line.label for line in mine)):
-        chosen = [line for line in mine if line.label == label]
+    for index, label in enumerate(dict.fromkeys(line.label for line in part_lines)):
+        curve = [line for line in part_lines if line.label == label]
         edge = label in ("paper's recipe", "our recipe")
         colour = INK if edge else "#3f8fcf" if label.startswith("+") else "#d9731a"
         look = "-" if edge else looks[index % 4]
-        axes.plot(*_points(chosen), color=colour, linewidth=2.2 if edge else 1.2, linestyle=look,
+        axes.plot(*_points(curve), color=colour, linewidth=2.2 if edge else 1.2, linestyle=look,
                   marker="os^vDPX*"[index % 8], markersize=4)  # fmt: skip
-    _label_ends(axes, mine)
+    _label_ends(axes, part_lines)
     axes.set_title("What each part of the recipe contributes; softmax throughout", loc="left")
     note(figure, f"{about}. Blue: one part alone; orange: all but one, or more.")
     return figure
@@ -106,18 +106,18 @@ def errors(lines: Sequence[RetrievalLine], about: str) -> Figure:
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
     for axes, (section, label) in zip(grid.flat, panels, strict=False):
-        chosen = sorted(
+        panel_lines = sorted(
             (line for line in split if (line.section, line.label) == (section, label)), key=lambda line: line.row.size
         )
-        columns = range(len(chosen))
-        dispersed = [100 * line.row.dispersed.value for line in chosen if line.row.dispersed]
-        wrong = [100 * line.row.logits_wrong.value for line in chosen if line.row.logits_wrong]
+        columns = range(len(panel_lines))
+        dispersed = [100 * line.row.dispersed.value for line in panel_lines if line.row.dispersed]
+        wrong = [100 * line.row.logits_wrong.value for line in panel_lines if line.row.logits_wrong]
         axes.bar(columns, wrong, color=WRONG, width=0.9, label="logits wrong: the largest is not the right item's")
         axes.bar(columns, dispersed, bottom=wrong, color=DISPERSED, width=0.9, hatch="////", edgecolor="white",
                  linewidth=0, label="dispersed: it is, and the answer is wrong")  # fmt: skip
         axes.set_title(_name(label) if section == "paper" else f"{label}, our recipe", fontsize=8.5,
                        fontweight="bold" if label == BASELINE else "normal")  # fmt: skip
-        axes.set_xticks(list(columns), [_short(line.row.size) for line in chosen], fontsize=6.5, rotation=45)
+        axes.set_xticks(list(columns), [_short(line.row.size) for line in panel_lines], fontsize=6.5, rotation=45)
         axes.set_ylim(0, 100)
         tidy(axes)
     for row in grid:
@@ -130,32 +130,32 @@ def errors(lines: Sequence[RetrievalLine], about: str) -> Figure:
 
 def scale(scales: Sequence[Scale], about: str) -> Figure:
     """Draw margins in logits by size: delivered, needed by the normalizer, and added by the class."""
-    wanted = [("paper", BASELINE), ("paper", "ssmax"), ("paper", "entmax15"), ("ours", BASELINE)]
+    candidates = [("paper", BASELINE), ("paper", "ssmax"), ("paper", "entmax15"), ("ours", BASELINE)]
     panels = [
-        mine
-        for section, label in wanted
-        if (mine := [s for s in scales if (s.training.section, s.training.label) == (section, label)])
+        panel
+        for section, label in candidates
+        if (panel := [s for s in scales if (s.training.section, s.training.label) == (section, label)])
     ]
     figure = Figure(figsize=(3.0 * len(panels) + 0.6, 3.7), facecolor="white", layout="constrained")
     grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axes, mine, which in zip(grid, panels, "abcd", strict=False):
-        sizes = [s.size for s in mine]
-        noise = [(s.size, s.class_noise) for s in mine if s.class_noise is not None]
-        axes.plot(sizes, [s.delivered for s in mine], **MEASURED, label="delivered: slope / (n + 1)")
-        needed = [(s.size, s.needed) for s in mine if s.needed is not None]
+    for axes, panel, panel_letter in zip(grid, panels, "abcd", strict=False):
+        sizes = [s.size for s in panel]
+        noise = [(s.size, s.class_noise) for s in panel if s.class_noise is not None]
+        axes.plot(sizes, [s.delivered for s in panel], **MEASURED, label="delivered: slope / (n + 1)")
+        needed = [(s.size, s.needed) for s in panel if s.needed is not None]
         if needed:
             axes.plot(*zip(*needed, strict=True), **CORRECTED, label="needed for half of the weight")
         if noise:
             where, height = zip(*noise, strict=True)
-            bottom = min(*height, *(s.delivered for s in mine)) / 3
+            bottom = min(*height, *(s.delivered for s in panel)) / 3
             axes.fill_between(where, bottom, height, color=WRONG, alpha=0.13, linewidth=0)
             axes.plot(where, height, color=WRONG, linestyle=":", linewidth=1.7, label="added by the class (1 s.d.)")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(sizes, [_short(size) for size in sizes], rotation=45, fontsize=7.5)
         axes.set_xticks([], minor=True)
-        recipe = "our recipe" if mine[0].training.section == "ours" else "paper's recipe"
-        letter(axes, which, f"{mine[0].training.label}, {recipe}")
+        recipe = "our recipe" if panel[0].training.section == "ours" else "paper's recipe"
+        letter(axes, panel_letter, f"{panel[0].training.label}, {recipe}")
         tidy(axes)
     grid[0].set_ylabel("margin between the two best, logits")
     grid[0].legend(loc="lower left", fontsize=7.5)
@@ -167,19 +167,21 @@ def scale(scales: Sequence[Scale], about: str) -> Figure:
 
 def tasks(lines: Sequence[RetrievalLine], about: str) -> Figure:
     """Draw accuracy at the largest size of each task, one row per normalizer with more than one task."""
-    chosen = {section: _at_largest([line for line in lines if line.section == section]) for section in TASKS}
-    several = [name for name in chosen["ours"] if sum(name in found for found in chosen.values()) > 1]
-    names = sorted(several, key=lambda name: (name != BASELINE, -chosen["ours"][name].accuracy))
+    by_section = {section: _at_largest([line for line in lines if line.section == section]) for section in TASKS}
+    several = [name for name in by_section["ours"] if sum(name in by_name for by_name in by_section.values()) > 1]
+    names = sorted(several, key=lambda name: (name != BASELINE, -by_section["ours"][name].accuracy))
     figure = Figure(figsize=(6.6, 0.3 * len(names) + 1.7), facecolor="white", layout="constrained")
     axes = figure.subplots()
     for section, (title, colour, marker) in TASKS.items():
-        there = [(index, chosen[section][name].row) for index, name in enumerate(names) if name in chosen[section]]
-        if not there:
+        points = [
+            (index, by_section[section][name].row) for index, name in enumerate(names) if name in by_section[section]
+        ]
+        if not points:
             continue
         axes.errorbar(
-            [100 * row.accuracy.value for _, row in there], [index for index, _ in there],
-            xerr=[100 * (row.accuracy.half_width or 0) for _, row in there], color=colour, marker=marker,
-            linestyle="none", markersize=5, elinewidth=1.0, label=f"{title}, {there[0][1].size:,} items",
+            [100 * row.accuracy.value for _, row in points], [index for index, _ in points],
+            xerr=[100 * (row.accuracy.half_width or 0) for _, row in points], color=colour, marker=marker,
+            linestyle="none", markersize=5, elinewidth=1.0, label=f"{title}, {points[0][1].size:,} items",
             markerfacecolor=colour if section == "ours" else "white",
         )  # fmt: skip
     axes.axvline(CHANCE, color=PALE, linewidth=0.8, linestyle=(0, (1, 3)))
@@ -200,9 +202,9 @@ def _at_largest(lines: Sequence[RetrievalLine]) -> dict[str, RetrievalLine]:
 
 def _ranked(lines: Sequence[RetrievalLine], section: Section) -> list[str]:
     """Return softmax first, then the others from best to worst by mean accuracy."""
-    mine = [line for line in lines if line.section == section]
-    labels = list(dict.fromkeys(line.label for line in mine))
-    mean = {label: fmean(line.accuracy for line in mine if line.label == label) for label in labels}
+    section_lines = [line for line in lines if line.section == section]
+    labels = list(dict.fromkeys(line.label for line in section_lines))
+    mean = {label: fmean(line.accuracy for line in section_lines if line.label == label) for label in labels}
     return sorted(labels, key=lambda label: (label != BASELINE, -mean[label]))
 
 
@@ -238,9 +240,9 @@ def _list_beside(axes: Axes, lines: Sequence[RetrievalLine]) -> None:
     if widest == sizes[-1]:
         _label_ends(axes, lines)
         return
-    there = sorted((line for line in lines if line.row.size == widest), key=lambda line: -line.accuracy)
+    ranked = sorted((line for line in lines if line.row.size == widest), key=lambda line: -line.accuracy)
     axes.text(1.06, 1.0, f"% at {widest:,}", transform=axes.transAxes, fontsize=7.5, va="center", color=PALE)
-    for index, line in enumerate(there, 1):
+    for index, line in enumerate(ranked, 1):
         axes.text(1.06, 1.0 - 1.15 * LINE_HEIGHT * index, f"{100 * line.accuracy:4.1f}  {_name(line.label)}",
                   transform=axes.transAxes, fontsize=7.5, va="center",
                   fontweight="bold" if line.label == BASELINE else "normal")  # fmt: skip

@@ -21,7 +21,7 @@ from statistics import fmean
 import numpy as np
 import torch
 
-from attnorm.experiments.retrieval.plan import BASELINE, PAPERS_RECIPE, Found, Section, Training
+from attnorm.experiments.retrieval.plan import BASELINE, PAPERS_RECIPE, Section, Training, TrainingRecords
 from attnorm.normalizers.contract import Normalizer
 from attnorm.training.retrieval.data import CLASSES
 from attnorm.training.retrieval.evaluate import OWN, Mean, Record, RetrievalRow, mean_of, summarise
@@ -51,21 +51,21 @@ def needed_margin(normalizer: str, size: int, learned: Mapping[str, float] | Non
 
 @cache
 def _needed_margin(normalizer: str, size: int, learned: tuple[tuple[str, float], ...]) -> float | None:
-    made = normalizer_for(normalizer, 1)
-    if not made.properties.shift_invariant or made.properties.row_sum != "one":
+    module = normalizer_for(normalizer, 1)
+    if not module.properties.shift_invariant or module.properties.row_sum != "one":
         return None
     with torch.no_grad():
-        for name, parameter in made.named_parameters():
+        for name, parameter in module.named_parameters():
             parameter.fill_(dict(learned).get(name, parameter.item()))
     row = -torch.arange(size, dtype=torch.float64)
     low, high = math.log(1 / LARGEST_MARGIN), math.log(LARGEST_MARGIN)
-    if _first_weight(made, row * LARGEST_MARGIN) < HALF:
+    if _first_weight(module, row * LARGEST_MARGIN) < HALF:
         return None
-    if _first_weight(made, row / LARGEST_MARGIN) >= HALF:
+    if _first_weight(module, row / LARGEST_MARGIN) >= HALF:
         return 0.0
     for _ in range(20):  # to a relative 1e-5
         middle = (low + high) / 2
-        if _first_weight(made, row * math.exp(middle)) < HALF:
+        if _first_weight(module, row * math.exp(middle)) < HALF:
             low = middle
         else:
             high = middle
@@ -111,7 +111,7 @@ def against(
     baseline: Sequence[Record], others: Mapping[Key, Sequence[Record]], sizes: Sequence[int]
 ) -> dict[tuple[Key, int], Difference]:
     """Compare by row and size; rows or sizes with fewer than two common seeds are omitted."""
-    found: dict[tuple[Key, int], Difference] = {}
+    by_row_and_size: dict[tuple[Key, int], Difference] = {}
     for size in sizes:
         base = _by_seed(baseline, size)
         pairs: dict[Key, np.ndarray[tuple[int], np.dtype[np.float64]]] = {}
@@ -123,8 +123,8 @@ def against(
         raw = {key: _p(differences) for key, differences in pairs.items()}
         corrected = dict(zip(raw, holm(list(raw.values())), strict=True))
         for key, differences in pairs.items():
-            found[key, size] = Difference(_mean_difference(differences), raw[key], corrected[key])
-    return found
+            by_row_and_size[key, size] = Difference(_mean_difference(differences), raw[key], corrected[key])
+    return by_row_and_size
 
 
 def holm(values: Sequence[float]) -> list[float]:
@@ -194,25 +194,25 @@ class Scale:
     predicted_right: float | None  # by the leak alone
 
 
-def lines_of(found: Sequence[Found]) -> list[RetrievalLine]:
+def lines_of(entries: Sequence[TrainingRecords]) -> list[RetrievalLine]:
     """Return the lines in the order of the trainings; differences are within a section, which shares task and data."""
-    made = []
-    for section in dict.fromkeys(one.training.section for one in found):
-        members = [one for one in found if one.training.section == section]
-        first = next((one for one in members if one.training.label in (BASELINE, PAPERS_RECIPE)), None)
+    lines = []
+    for section in dict.fromkeys(entry.training.section for entry in entries):
+        members = [entry for entry in entries if entry.training.section == section]
+        first = next((entry for entry in members if entry.training.label in (BASELINE, PAPERS_RECIPE)), None)
         others: dict[Key, Sequence[Record]] = {
-            (one.training.label, name): one.tested_with(name)
-            for one in members
-            for name in one.training.trials.names
-            if compared(one.training, name) and (one is not first or name != OWN)
+            (entry.training.label, name): entry.tested_with(name)
+            for entry in members
+            for name in entry.training.trials.names
+            if compared(entry.training, name) and (entry is not first or name != OWN)
         }
-        sizes = sorted({record["size"] for one in members for record in one.records})
+        sizes = sorted({record["size"] for entry in members for record in entry.records})
         differences = against(first.tested_with(OWN), others, sizes) if first else {}
-        for one in members:
-            for row in summarise(one.records):
-                key = (one.training.label, row.tested_with)
-                made.append(RetrievalLine(one.training, row, differences.get((key, row.size))))
-    return made
+        for entry in members:
+            for row in summarise(entry.records):
+                key = (entry.training.label, row.tested_with)
+                lines.append(RetrievalLine(entry.training, row, differences.get((key, row.size))))
+    return lines
 
 
 def compared(training: Training, tested_with: str) -> bool:
@@ -222,11 +222,11 @@ def compared(training: Training, tested_with: str) -> bool:
     return tested_with == OWN or training.label == BASELINE or training.section == "steps"
 
 
-def scales_of(found: Iterable[Found]) -> list[Scale]:
+def scales_of(entries: Iterable[TrainingRecords]) -> list[Scale]:
     """Return the scales of trainings whose logits rise with the priority in every seed."""
-    made = []
-    for one in found:
-        own = one.tested_with(OWN)
+    scales = []
+    for entry in entries:
+        own = entry.tested_with(OWN)
         slope, leak = mean_of(own, "slope"), mean_of(own, "leak")
         if slope is None or leak is None:
             continue
@@ -235,20 +235,20 @@ def scales_of(found: Iterable[Found]) -> list[Scale]:
             at_size = [record for record in own if record["size"] == size]
             tops = [_at_top(record) for record in at_size]
             known = _leak_holds_at_top(at_size)
-            made.append(
+            scales.append(
                 Scale(
-                    training=one.training,
+                    training=entry.training,
                     size=size,
                     slope=slope.value,
                     leak=leak.value,
                     delivered=fmean(delivered_margin(rise, size) for rise, _ in tops),
-                    needed=needed_margin(one.training.normalizer, size, learned),
+                    needed=needed_margin(entry.training.normalizer, size, learned),
                     class_noise=fmean(rise * moved for rise, moved in tops) if known else None,
                     logits_right=fmean(record["logits_right"] for record in at_size),
                     predicted_right=fmean(predicted_right(moved, size) for _, moved in tops) if known else None,
                 )
             )
-    return made
+    return scales
 
 
 def _at_top(record: Record) -> tuple[float, float]:

@@ -95,23 +95,23 @@ def plan(*, quick: bool = False, only: Sequence[str] = (), seed: int = 0) -> Ret
     Raises:
         ValueError: A normalizer does not take part.
     """
-    chosen = _chosen(only)
+    names = _select_normalizers(only)
     if quick:
-        return _quick([name for name in chosen if only or name in ("softmax", "ssmax", "entmax15")], seed)
+        return _quick([name for name in names if only or name in ("softmax", "ssmax", "entmax15")], seed)
     paper, sizes = RetrievalRecipe(), (*SIZES, BEYOND)
-    everything = Trials(sizes=sizes, others=OTHERS)
-    other_tasks = [name for name in chosen if _name(name) in OTHER_TASKS]
+    full_trials = Trials(sizes=sizes, others=OTHERS)
+    other_tasks = [name for name in names if _name(name) in OTHER_TASKS]
     # With a constant rate the result would be dominated by its noise in the weights.
     falling = replace(paper, steps=6000, cosine=True)
     long = {PAPERS_RECIPE: paper, "best": replace(ours(paper), **BEST)}
     trainings = [
-        *_of_all("paper", chosen, "max", paper, sizes),
-        *(Training("parts", label, "max", BASELINE, recipe, everything) for label, recipe in _parts(paper).items()),
-        *_of_all("ours", [name for name in chosen if name != "hard"], "max", ours(paper), sizes),
+        *_of_all("paper", names, "max", paper, sizes),
+        *(Training("parts", label, "max", BASELINE, recipe, full_trials) for label, recipe in _parts(paper).items()),
+        *_of_all("ours", [name for name in names if name != "hard"], "max", ours(paper), sizes),
         *_of_all("recall", other_tasks, "recall", falling, SIZES),
         *_of_all("majority", other_tasks, "majority", falling, SIZES),
         *(
-            Training("steps", label, "max", BASELINE, replace(recipe, steps=LONG), everything)
+            Training("steps", label, "max", BASELINE, replace(recipe, steps=LONG), full_trials)
             for label, recipe in long.items()
         ),
     ]
@@ -122,7 +122,7 @@ def ours(paper: RetrievalRecipe) -> RetrievalRecipe:
     return replace(paper, **{name: value for part in PARTS.values() for name, value in part.items()})
 
 
-def _quick(chosen: Sequence[str], seed: int) -> RetrievalPlan:
+def _quick(names: Sequence[str], seed: int) -> RetrievalPlan:
     """Return the quick plan; its learning rates are higher because there are few steps."""
     paper = RetrievalRecipe(steps=400, batch=64, width=32, learning_rate=1e-2)
     better = replace(paper, squeezed=0.5, cosine=True)
@@ -130,24 +130,24 @@ def _quick(chosen: Sequence[str], seed: int) -> RetrievalPlan:
     small = Trials(sizes=sizes, sets=sets, others=OTHERS)
     parts = {PAPERS_RECIPE: paper, "+ cosine": replace(paper, cosine=True), OUR_RECIPE: better}
     trainings = [
-        *_of_all("paper", chosen, "max", paper, sizes, sets),
+        *_of_all("paper", names, "max", paper, sizes, sets),
         *(Training("parts", label, "max", BASELINE, recipe, small) for label, recipe in parts.items()),
-        *_of_all("ours", chosen, "max", better, sizes, sets),
-        *_of_all("recall", chosen, "recall", paper, sizes, sets),
-        *_of_all("majority", chosen, "majority", paper, sizes, sets),
+        *_of_all("ours", names, "max", better, sizes, sets),
+        *_of_all("recall", names, "recall", paper, sizes, sets),
+        *_of_all("majority", names, "majority", paper, sizes, sets),
     ]
     return RetrievalPlan(tuple(range(seed, seed + 3)), tuple(trainings))
 
 
 def _of_all(
     section: Section,
-    chosen: Sequence[str],
+    names: Sequence[str],
     task: str,
     recipe: RetrievalRecipe,
     sizes: tuple[int, ...],
     sets: int = 1024,
 ) -> Iterator[Training]:
-    for name in chosen:
+    for name in names:
         others = OTHERS if name == BASELINE and task == "max" else ("hard",)
         trials = Trials(sizes=sizes, sets=sets, others=others)
         spelling = FOR_SETS.get(name, name)
@@ -156,19 +156,19 @@ def _of_all(
 
 def _parts(paper: RetrievalRecipe) -> dict[str, RetrievalRecipe]:
     """Return the paper's recipe, each part of ours alone, ours without each part, ours, and its extensions."""
-    everything = ours(paper)
+    full_recipe = ours(paper)
     recipes = {PAPERS_RECIPE: paper}
     recipes |= {f"+ {part}": replace(paper, **fields) for part, fields in PARTS.items()}
     for part in PARTS:
         left = {name: value for other, fields in PARTS.items() if other != part for name, value in fields.items()}
         recipes[f"ours without {part}"] = replace(paper, **left)
-    recipes[OUR_RECIPE] = everything
-    recipes["ours + standardized logits"] = replace(everything, **STANDARDIZED)
-    recipes["best: ours + standardized, leak penalty"] = replace(everything, **BEST)
+    recipes[OUR_RECIPE] = full_recipe
+    recipes["ours + standardized logits"] = replace(full_recipe, **STANDARDIZED)
+    recipes["best: ours + standardized, leak penalty"] = replace(full_recipe, **BEST)
     return recipes
 
 
-def _chosen(only: Sequence[str]) -> list[str]:
+def _select_normalizers(only: Sequence[str]) -> list[str]:
     fitting = [name for name in available() if name != FOR_TESTS and _for_sets(name)]
     unknown = [name for name in only if _name(name) not in fitting]
     if unknown:
@@ -185,8 +185,8 @@ def _name(spelling: str) -> str:
 
 def _for_sets(name: str) -> bool:
     """Return whether it maps a row of logits to weights independently of the order of the keys."""
-    made = get(name)
-    return isinstance(made, Normalizer) and made.properties.permutation_equivariant
+    normalizer = get(name)
+    return isinstance(normalizer, Normalizer) and normalizer.properties.permutation_equivariant
 
 
 DEVICES = ("cuda", "cpu")
@@ -194,7 +194,7 @@ WORTH_COMPILING = 2000  # steps
 
 
 @dataclass(frozen=True)
-class Found:
+class TrainingRecords:
     """The records of a training; some may be missing if it could not be trained here."""
 
     training: Training
@@ -207,46 +207,46 @@ class Found:
 
 def collect(
     plan: RetrievalPlan, folder: Path, known: Iterable[Path], device: str | None, progress: ProgressCallback
-) -> list[Found]:
+) -> list[TrainingRecords]:
     """Return the records of all trainings, in the order of the plan; write new ones to `folder`.
 
     Args:
         known: Files of records, .jsonl or .jsonl.xz, which may not exist.
         device: Where to train and whose records to use (default: that of the records, else a GPU if there is one).
     """
-    there = [read_settings(record) for path in (folder / RECORDS, *known) for record in read_jsonl(path)]
-    here = chosen_device(device).type
-    chosen = here if device is not None else _made_on(plan, there) or here
-    device_name = device if chosen == here else chosen
-    found = []
+    known_records = [read_settings(record) for path in (folder / RECORDS, *known) for record in read_jsonl(path)]
+    local_type = chosen_device(device).type
+    device_type = local_type if device is not None else _made_on(plan, known_records) or local_type
+    device_name = device if device_type == local_type else device_type
+    entries = []
     for number, training in enumerate(plan.trainings):
         progress(f"{training.section}: {training.label}", number, len(plan.trainings))
-        records = _of(training, plan.seeds, there, chosen)
-        if len(records) < _wanted(training, plan.seeds) and chosen in (here, "cpu"):
+        records = _of(training, plan.seeds, known_records, device_type)
+        if len(records) < _expected_records(training, plan.seeds) and device_type in (local_type, "cpu"):
             with one_thread():
                 records = train_retrieval(
                     [training.normalizer], folder, task=training.task, seeds=plan.seeds, recipe=training.recipe,
                     trials=training.trials, device=device_name, compiled=_compiled(training),
                     report=_training_progress(progress, training, number, len(plan.trainings)),
                 ).records  # fmt: skip
-            there += records
-        found.append(Found(training, records, len(records) == _wanted(training, plan.seeds)))
+            known_records += records
+        entries.append(TrainingRecords(training, records, len(records) == _expected_records(training, plan.seeds)))
     progress("", len(plan.trainings), len(plan.trainings))
-    return found
+    return entries
 
 
 def _of(training: Training, seeds: Sequence[int], records: Iterable[Record], device: str) -> list[Record]:
     """Return the records of these tests without duplicates, sorted by test, size and seed."""
     run = run_key(training.task, training.normalizer, training.recipe, device)
-    mine = {
+    by_test = {
         (training.trials.names.index(record["tested_with"]), record["size"], record["seed"]): record
         for record in records
         if record.get("run") == run and record["seed"] in seeds and training.trials.asked(record)
     }
-    return [mine[key] for key in sorted(mine)]
+    return [by_test[key] for key in sorted(by_test)]
 
 
-def _wanted(training: Training, seeds: Sequence[int]) -> int:
+def _expected_records(training: Training, seeds: Sequence[int]) -> int:
     return len(seeds) * len(training.trials.sizes) * len(training.trials.names)
 
 
@@ -265,7 +265,7 @@ def _compiled(training: Training) -> bool | None:
 def _training_progress(
     progress: ProgressCallback, training: Training, number: int, of: int
 ) -> Callable[[RetrievalProgress], None]:
-    def report(now: RetrievalProgress) -> None:
-        progress(f"{training.section}: {training.label}, {now.stage} {now.done:,} of {now.total:,}", number, of)
+    def report(state: RetrievalProgress) -> None:
+        progress(f"{training.section}: {training.label}, {state.stage} {state.done:,} of {state.total:,}", number, of)
 
     return report

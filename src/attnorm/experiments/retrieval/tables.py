@@ -71,17 +71,17 @@ def _value(mean: Mean | None) -> float | None:
 
 def fragments(lines: Sequence[RetrievalLine], scales: Sequence[Scale]) -> dict[str, str]:
     """Return the Markdown tables by file stem."""
-    made: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for section in dict.fromkeys(line.section for line in lines):
-        mine = [line for line in lines if line.section == section]
-        made[section] = _section(section, mine)
-        own = [line for line in mine if line.row.tested_with == OWN and line.row.dispersed is not None]
-        if own:
-            made[f"{section}-errors"] = _errors(section, own)
+        section_lines = [line for line in lines if line.section == section]
+        texts[section] = _section(section, section_lines)
+        own_lines = [line for line in section_lines if line.row.tested_with == OWN and line.row.dispersed is not None]
+        if own_lines:
+            texts[f"{section}-errors"] = _errors(section, own_lines)
         ranked = [scale for scale in scales if scale.training.section == section]
         if ranked:
-            made[f"{section}-scale"] = _scales(section, ranked)
-    return made
+            texts[f"{section}-scale"] = _scales(section, ranked)
+    return texts
 
 
 def _section(section: Section, lines: Sequence[RetrievalLine]) -> str:
@@ -123,10 +123,10 @@ def _errors(section: Section, lines: Sequence[RetrievalLine]) -> str:
 
 def _scales(section: Section, scales: Sequence[Scale]) -> str:
     def rows(cell: Callable[[Scale], str]) -> dict[str, dict[int, str]]:
-        found: dict[str, dict[int, str]] = {}
+        by_label: dict[str, dict[int, str]] = {}
         for scale in scales:
-            found.setdefault(scale.training.label, {})[scale.size] = cell(scale)
-        return found
+            by_label.setdefault(scale.training.label, {})[scale.size] = cell(scale)
+        return by_label
 
     margins = rows(lambda s: f"{_plain(s.delivered)} / {_plain(s.needed)} / {_plain(s.class_noise)}")
     rights = rows(lambda s: f"{100 * s.logits_right:.0f} / {_percents(s.predicted_right)}")

@@ -39,17 +39,17 @@ NEAR = 12.0  # nats: a horizon of 160,000 keys, contexts of today
 
 def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
     rows = 16 if subject.quick else 64
-    found, lengths = [], {}
-    for one in subject.each():
-        length = one.lengths((QUICK_LENGTH,) if subject.quick else LENGTHS)[-1]
-        found.append(measure(one, progress, length, rows))
-        lengths[found[-1].model] = length
+    all_spreads, lengths = [], {}
+    for model_subject in subject.each():
+        length = model_subject.lengths((QUICK_LENGTH,) if subject.quick else LENGTHS)[-1]
+        all_spreads.append(measure(model_subject, progress, length, rows))
+        lengths[all_spreads[-1].model] = length
 
     return Outcome(
-        summary=summary(found),
-        findings=judge_claims(found),
-        figures={"spread": figure(found)},
-        tables={"spread": spread_table(found), "heads": heads_table(found)},
+        summary=summary(all_spreads),
+        findings=judge_claims(all_spreads),
+        figures={"spread": figure(all_spreads)},
+        tables={"spread": spread_table(all_spreads), "heads": heads_table(all_spreads)},
         parameters={"length": lengths, "rows": rows, "readings": READINGS, "seed": subject.seed},
     )
 
@@ -72,59 +72,66 @@ AS_PRINTED = " and ".join(
 )
 
 
-def judge_claims(found: Sequence[Spreads]) -> tuple[ExperimentFinding, ...]:
-    growths = " and ".join(f"{_growth(one):.2f}" + (f" ({one.model})" if len(found) > 1 else "") for one in found)
+def judge_claims(all_spreads: Sequence[Spreads]) -> tuple[ExperimentFinding, ...]:
+    growths = " and ".join(
+        f"{_growth(spreads):.2f}" + (f" ({spreads.model})" if len(all_spreads) > 1 else "") for spreads in all_spreads
+    )
     return (
         ExperimentFinding(
             claim=f"The logit spread of real heads is small: {AS_PRINTED} [V]",
-            ours=_each(found, [_readings(one, len(found) > 1) for one in found]),
-            verdict=_together([_small(one) for one in found]),
+            ours=_join_by_model(all_spreads, [_readings(spreads, len(all_spreads) > 1) for spreads in all_spreads]),
+            verdict=_together([_small(spreads) for spreads in all_spreads]),
             why=f"it is no constant of a model: it grows by {growths} nats per e-fold of n, so a table without a "
             "length says little",
         ),
-        _proposition(found),
+        _proposition(all_spreads),
         ExperimentFinding(
             claim="... far below what floating point allows, so dispersion comes sooner than in the worst case (notes "
             "on [V])",
-            ours=_each(found, [_horizons(one) for one in found]),
-            verdict=_together(["reproduces" if float(np.median(one.last)) < NEAR else "partly" for one in found]),
+            ours=_join_by_model(all_spreads, [_horizons(spreads) for spreads in all_spreads]),
+            verdict=_together(
+                ["reproduces" if float(np.median(spreads.last)) < NEAR else "partly" for spreads in all_spreads]
+            ),
             why="beyond the horizon 1 + e^spread no key can have half of the weight; below it the spread is no limit",
         ),
     )
 
 
-def summary(found: Sequence[Spreads]) -> str:
+def summary(all_spreads: Sequence[Spreads]) -> str:
     """Return the summary: the table in a sentence, then what decides its numbers."""
-    spreads = ", ".join(
-        f"the {len(one.last)} heads of {one.model} {_spread(one.last)} nats at {one.keys:,} keys" for one in found
+    phrases = ", ".join(
+        f"the {len(spreads.last)} heads of {spreads.model} {_spread(spreads.last)} nats at {spreads.keys:,} keys"
+        for spreads in all_spreads
     )
     growth = "; ".join(
-        f"{np.nanmean(one.against_n[:, 0]):.1f} at {one.n[0]:.0f} keys to {np.nanmean(one.against_n[:, -1]):.1f} at "
-        f"{one.keys:,}" + (f" in {one.model}" if len(found) > 1 else "")
-        for one in found
+        f"{np.nanmean(spreads.against_n[:, 0]):.1f} at {spreads.n[0]:.0f} keys to "
+        f"{np.nanmean(spreads.against_n[:, -1]):.1f} at "
+        f"{spreads.keys:,}" + (f" in {spreads.model}" if len(all_spreads) > 1 else "")
+        for spreads in all_spreads
     )
     return (
-        f"Logit spreads in the last row, mean ± deviation over heads: {spreads}; the paper has {AS_PRINTED}. The "
-        f"spread grows with the context, as the extremes of more numbers do: from {growth}.{_compared(found)}"
+        f"Logit spreads in the last row, mean ± deviation over heads: {phrases}; the paper has {AS_PRINTED}. The "
+        f"spread grows with the context, as the extremes of more numbers do: from {growth}.{_compared(all_spreads)}"
     )
 
 
-def _compared(found: Sequence[Spreads]) -> str:
-    if len(found) < 2:
+def _compared(all_spreads: Sequence[Spreads]) -> str:
+    if len(all_spreads) < 2:
         return ""
-    same = common_keys(found)
+    same = common_keys(all_spreads)
     phrases = ", ".join(
-        f"{one.model} {_spread(one.at(same))}" for one in sorted(found, key=lambda one: one.at(same).mean())
+        f"{spreads.model} {_spread(spreads.at(same))}"
+        for spreads in sorted(all_spreads, key=lambda spreads: spreads.at(same).mean())
     )
     return f" At {same:,} keys, the most that all have: {phrases}."
 
 
-def _each(found: Sequence[Spreads], phrases: Sequence[str]) -> str:
+def _join_by_model(all_spreads: Sequence[Spreads], phrases: Sequence[str]) -> str:
     """Join the phrases of all models, with their names if there are several."""
     return (
         phrases[0]
-        if len(found) == 1
-        else "; ".join(f"{one.model}: {text}" for one, text in zip(found, phrases, strict=True))
+        if len(all_spreads) == 1
+        else "; ".join(f"{spreads.model}: {text}" for spreads, text in zip(all_spreads, phrases, strict=True))
     )
 
 
@@ -140,31 +147,33 @@ def _spread(values: np.ndarray) -> str:
     return f"{np.nanmean(values):.2f} ± {np.nanstd(values):.2f}"
 
 
-def _readings(one: Spreads, with_keys: bool) -> str:
-    phrases = "; ".join(f"{_spread(one.readings[name])} ({meaning})" for name, meaning in READINGS.items())
-    at = f" at {one.keys:,} keys" if with_keys else ""
-    return f"{phrases} nats{at}; range {one.last.min():.2f} to {one.last.max():.2f}"
+def _readings(spreads: Spreads, with_keys: bool) -> str:
+    phrases = "; ".join(f"{_spread(spreads.readings[name])} ({meaning})" for name, meaning in READINGS.items())
+    at_keys = f" at {spreads.keys:,} keys" if with_keys else ""
+    return f"{phrases} nats{at_keys}; range {spreads.last.min():.2f} to {spreads.last.max():.2f}"
 
 
-def _small(one: Spreads) -> Verdict:
-    mean = float(one.last.mean())
+def _small(spreads: Spreads) -> Verdict:
+    mean = float(spreads.last.mean())
     return "reproduces" if LOWEST_PRINTED <= mean <= HIGHEST_PRINTED else "partly" if mean < FAR_MORE else "does not"
 
 
-def _growth(one: Spreads) -> float:
-    return float(np.polyfit(np.log(one.n), np.nanmean(one.against_n, 0), 1)[0])
+def _growth(spreads: Spreads) -> float:
+    return float(np.polyfit(np.log(spreads.n), np.nanmean(spreads.against_n, 0), 1)[0])
 
 
-def _horizons(one: Spreads) -> str:
-    mean, middle = (format_keys(float(horizon(float(value)))) for value in (one.last.mean(), np.median(one.last)))
+def _horizons(spreads: Spreads) -> str:
+    mean, middle = (
+        format_keys(float(horizon(float(value)))) for value in (spreads.last.mean(), np.median(spreads.last))
+    )
     return f"the mean spread has its horizon at {mean} keys; half of the heads have theirs below {middle}"
 
 
-def _proposition(found: Sequence[Spreads]) -> ExperimentFinding:
+def _proposition(all_spreads: Sequence[Spreads]) -> ExperimentFinding:
     verdicts: list[Verdict] = []
     phrases = []
-    for one in found:
-        ratio = one.bound_ratio
+    for spreads in all_spreads:
+        ratio = spreads.bound_ratio
         if not len(ratio):
             verdicts.append("not tested")
             phrases.append("not applicable: q and k of this model are not its input times a matrix")
@@ -180,7 +189,7 @@ def _proposition(found: Sequence[Spreads]) -> ExperimentFinding:
     why = "norms multiply what never points the same way; RoPE changes no norm, so the bound stays"
     return ExperimentFinding(
         "Spread <= 2 smax(Q) smax(K) ||y|| max ||x|| (Proposition 3.1 [V])",
-        _each(found, phrases),
+        _join_by_model(all_spreads, phrases),
         verdict,
         why if verdict != "not tested" else "",
     )
@@ -212,37 +221,37 @@ class SpreadRow:
     look: dict[str, Any]
 
 
-def figure(found: Sequence[Spreads]) -> Figure:
-    rows = len(PRINTED) + (len(READINGS) if len(found) == 1 else len(found))
+def figure(all_spreads: Sequence[Spreads]) -> Figure:
+    rows = len(PRINTED) + (len(READINGS) if len(all_spreads) == 1 else len(all_spreads))
     height = max(3.7, 1.3 + 0.48 * rows)
     drawing = Figure(figsize=(11.4, height), facecolor="white")
     left, middle, right = drawing.subplots(
         1, 3, gridspec_kw={"left": 0.175, "right": 0.965, "top": 1 - 0.37 / height, "bottom": 0.7 / height,
                            "wspace": 0.3, "width_ratios": (1.15, 1, 1)},
     )  # fmt: skip
-    looks = list(itertools.islice(itertools.cycle(LOOKS), len(found)))
-    _draw_table(left, found, looks)
-    _draw_growth(middle, found, looks)
-    _draw_bound(right, found, looks)
+    looks = list(itertools.islice(itertools.cycle(LOOKS), len(all_spreads)))
+    _draw_table(left, all_spreads, looks)
+    _draw_growth(middle, all_spreads, looks)
+    _draw_bound(right, all_spreads, looks)
     bars = "(a) thin: range; thick: mean ± std (printed), quartiles (ours); marker: mean; tick: median"
-    note(drawing, f"{_about(found)}; {bars}")
+    note(drawing, f"{_about(all_spreads)}; {bars}")
     return drawing
 
 
-def _about(found: Sequence[Spreads]) -> str:
-    if len(found) == 1:
-        (one,) = found
-        return f"{one.model}, {one.text}, {one.keys:,} tokens, {len(one.head)} heads"
+def _about(all_spreads: Sequence[Spreads]) -> str:
+    if len(all_spreads) == 1:
+        (spreads,) = all_spreads
+        return f"{spreads.model}, {spreads.text}, {spreads.keys:,} tokens, {len(spreads.head)} heads"
     models: dict[str, list[str]] = {}
-    for one in found:
-        models.setdefault(one.text, []).append(_short(one.model).replace("\n", ""))
+    for spreads in all_spreads:
+        models.setdefault(spreads.text, []).append(_short(spreads.model).replace("\n", ""))
     if len(models) == 1:
-        return f"Last row of every head; text: {found[0].text}"
+        return f"Last row of every head; text: {all_spreads[0].text}"
     texts = (f"{text} ({who[0] if len(who) == 1 else f'{len(who)} models'})" for text, who in models.items())
     return f"Last row of every head; texts: {', '.join(texts)}"
 
 
-def _draw_table(axes: Axes, found: Sequence[Spreads], looks: Sequence[dict[str, Any]]) -> None:
+def _draw_table(axes: Axes, all_spreads: Sequence[Spreads], looks: Sequence[dict[str, Any]]) -> None:
     """Draw mean, standard deviation and range as in the paper's table; for ours, the quartiles.
 
     Mean - std of a skewed distribution may be negative, which a logarithmic axis cannot show.
@@ -251,14 +260,16 @@ def _draw_table(axes: Axes, found: Sequence[Spreads], looks: Sequence[dict[str, 
         SpreadRow(model, (low, high), (mean - std, mean + std), None, mean, std, NULL)
         for model, (low, high, mean, std) in PRINTED.items()
     ]
-    for one, look in zip(found, looks, strict=True):
+    for spreads, look in zip(all_spreads, looks, strict=True):
         # One model has a row per reading; several models have one row each.
         for reading, meaning in (
-            READINGS.items() if len(found) == 1 else [("last", f"{one.keys:,} keys, {len(one.head)} heads")]
+            READINGS.items()
+            if len(all_spreads) == 1
+            else [("last", f"{spreads.keys:,} keys, {len(spreads.head)} heads")]
         ):
-            values = one.readings[reading]
-            label = f"{_short(one.model)}:\n{meaning}"
-            low, quarter, half, most, high = (float(one) for one in np.quantile(values, (0, 0.25, 0.5, 0.75, 1)))
+            values = spreads.readings[reading]
+            label = f"{_short(spreads.model)}:\n{meaning}"
+            low, quarter, half, most, high = (float(value) for value in np.quantile(values, (0, 0.25, 0.5, 0.75, 1)))
             mean, std = float(values.mean()), float(values.std())
             rows.append(SpreadRow(label, (low, high), (quarter, most), half, mean, std, look))
     for index, row in enumerate(reversed(rows)):
@@ -280,16 +291,16 @@ def _draw_table(axes: Axes, found: Sequence[Spreads], looks: Sequence[dict[str, 
     tidy(axes)
 
 
-def _draw_growth(axes: Axes, found: Sequence[Spreads], looks: Sequence[dict[str, Any]]) -> None:
+def _draw_growth(axes: Axes, all_spreads: Sequence[Spreads], looks: Sequence[dict[str, Any]]) -> None:
     least, most = 2.0, 0.0
-    for one, look in zip(found, looks, strict=True):
-        low, centre, high = np.nanquantile(one.against_n, (0.1, 0.5, 0.9), axis=0)
-        if len(found) <= BANDS:
-            axes.fill_between(one.n, low, high, color=look["color"], alpha=0.15, linewidth=0)
-        label = "heads: median, 10 to 90 %" if len(found) == 1 else _short(one.model)
-        axes.plot(one.n, centre, **look, label=label)
+    for spreads, look in zip(all_spreads, looks, strict=True):
+        low, centre, high = np.nanquantile(spreads.against_n, (0.1, 0.5, 0.9), axis=0)
+        if len(all_spreads) <= BANDS:
+            axes.fill_between(spreads.n, low, high, color=look["color"], alpha=0.15, linewidth=0)
+        label = "heads: median, 10 to 90 %" if len(all_spreads) == 1 else _short(spreads.model)
+        axes.plot(spreads.n, centre, **look, label=label)
         least, most = min(least, float(low.min())), max(most, float(high.max()))
-    n = max((one.n for one in found), key=len)
+    n = max((spreads.n for spreads in all_spreads), key=len)
     axes.plot(n, np.log(n), **{**CORRECTED, "marker": None}, label="log n: below it the ceiling binds")
     axes.axhline(PRINTED["Gemma 2B"][2], color=PALE, linestyle=(0, (4, 3)), linewidth=1, label="Gemma 2B as printed")
     axes.set_xscale("log", base=2)
@@ -299,36 +310,40 @@ def _draw_growth(axes: Axes, found: Sequence[Spreads], looks: Sequence[dict[str,
     axes.set_yscale("log")
     axes.set_yticks(SPREAD_TICKS, [f"{value}" for value in SPREAD_TICKS])
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_ylim(least, most * 2.2 ** (1 + 0.25 * len(found)))  # room for the legend
+    axes.set_ylim(least, most * 2.2 ** (1 + 0.25 * len(all_spreads)))  # room for the legend
     axes.set_xlabel("visible keys n")
-    shown = ": median, 10 to 90 %" if len(found) <= BANDS else ": median of the heads"
-    axes.set_ylabel("logit spread (nats)" + (shown if len(found) > 1 else ""))
+    shown = ": median, 10 to 90 %" if len(all_spreads) <= BANDS else ": median of the heads"
+    axes.set_ylabel("logit spread (nats)" + (shown if len(all_spreads) > 1 else ""))
     letter(axes, "b", "It grows with the context")
     axes.legend(loc="upper left", fontsize=7)
     tidy(axes)
 
 
-def _draw_bound(axes: Axes, found: Sequence[Spreads], looks: Sequence[dict[str, Any]]) -> None:
+def _draw_bound(axes: Axes, all_spreads: Sequence[Spreads], looks: Sequence[dict[str, Any]]) -> None:
     letter(axes, "c", "Proposition 3.1")
-    known = [(one, look, ~np.isnan(one.bound)) for one, look in zip(found, looks, strict=True) if len(one.bound_ratio)]
+    known = [
+        (spreads, look, ~np.isnan(spreads.bound))
+        for spreads, look in zip(all_spreads, looks, strict=True)
+        if len(spreads.bound_ratio)
+    ]
     if not known:
         axes.text(0.5, 0.5, "not applicable", ha="center", transform=axes.transAxes)
         axes.set_axis_off()
         return
-    for one, look, here in known:
-        last, bound = one.last[here], one.bound[here]
-        if len(found) > 1:
+    for spreads, look, mask in known:
+        last, bound = spreads.last[mask], spreads.bound[mask]
+        if len(all_spreads) > 1:
             axes.scatter(
                 last, bound, s=16, marker=look["marker"], facecolor="none", edgecolor=look["color"], linewidth=0.8,
-                alpha=0.8, label=_short(one.model) if len(found) <= BANDS else None,  # more: as in (b)
+                alpha=0.8, label=_short(spreads.model) if len(all_spreads) <= BANDS else None,  # more: as in (b)
             )  # fmt: skip
             continue
-        dots = axes.scatter(last, bound, c=one.layer[here], cmap="viridis", s=14, edgecolor=INK, linewidth=0.4)
+        dots = axes.scatter(last, bound, c=spreads.layer[mask], cmap="viridis", s=14, edgecolor=INK, linewidth=0.4)
         bar = axes.figure.colorbar(dots, ax=axes, pad=0.02)
         bar.set_label("layer", fontsize=8)
     ends = [
-        min(float(one.last[here].min()) for one, _, here in known) * 0.8,
-        max(float(one.last[here].max()) for one, _, here in known) * 4,
+        min(float(spreads.last[mask].min()) for spreads, _, mask in known) * 0.8,
+        max(float(spreads.last[mask].max()) for spreads, _, mask in known) * 4,
     ]
     axes.plot(ends, ends, **{**CORRECTED, "marker": None}, label="bound = spread")
     axes.set_xscale("log")

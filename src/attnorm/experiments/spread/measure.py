@@ -63,12 +63,12 @@ class Spreads:
         return np.asarray(self.against_n[:, self.n.tolist().index(keys)])
 
 
-def common_keys(found: Sequence[Spreads]) -> int:
+def common_keys(all_spreads: Sequence[Spreads]) -> int:
     """Return the longest context at which all models were measured."""
-    return int(max(set.intersection(*(set(one.n.tolist()) for one in found))))
+    return int(max(set.intersection(*(set(spreads.n.tolist()) for spreads in all_spreads))))
 
 
-def spread_table(found: Sequence[Spreads]) -> pa.Table:
+def spread_table(all_spreads: Sequence[Spreads]) -> pa.Table:
     """Return the paper's rows as printed, then one per model; cells that the paper does not have are empty."""
     rows: list[dict[str, Any]] = [
         {
@@ -77,19 +77,19 @@ def spread_table(found: Sequence[Spreads]) -> pa.Table:
         }
         for model, (low, high, mean, deviation) in PRINTED.items()
     ]  # fmt: skip
-    rows += [_row(one, common_keys(found)) for one in found]
+    rows += [_row(spreads, common_keys(all_spreads)) for spreads in all_spreads]
     return pa.Table.from_pylist([{name: row.get(name) for name in rows[-1]} for row in rows])
 
 
-def _row(one: Spreads, common: int) -> dict[str, Any]:
-    ratio = one.bound_ratio
+def _row(spreads: Spreads, common: int) -> dict[str, Any]:
+    ratio = spreads.bound_ratio
     return {
-        "model": one.model, "text": one.text, "keys": one.keys, "heads": len(one.head),
-        "smallest": float(one.last.min()), "largest": float(one.last.max()),
-        **_moments("", one.last), "horizon_of_mean": float(horizon(float(one.last.mean()))),
-        **_moments("_longest_rows", one.readings["mean"]),
-        **_moments("_without_first_key", one.readings["last_without_sink"]),
-        "common_keys": common, **_moments("_at_common_keys", one.at(common)),
+        "model": spreads.model, "text": spreads.text, "keys": spreads.keys, "heads": len(spreads.head),
+        "smallest": float(spreads.last.min()), "largest": float(spreads.last.max()),
+        **_moments("", spreads.last), "horizon_of_mean": float(horizon(float(spreads.last.mean()))),
+        **_moments("_longest_rows", spreads.readings["mean"]),
+        **_moments("_without_first_key", spreads.readings["last_without_sink"]),
+        "common_keys": common, **_moments("_at_common_keys", spreads.at(common)),
         "proposition31_heads": len(ratio), "proposition31_holds": int((ratio >= 1).sum()),
         "proposition31_median_ratio": float(np.median(ratio)) if len(ratio) else None,
     }  # fmt: skip
@@ -99,19 +99,19 @@ def _moments(reading: str, values: Floats) -> dict[str, float]:
     return {f"mean{reading}": float(np.nanmean(values)), f"deviation{reading}": float(np.nanstd(values))}
 
 
-def heads_table(found: Sequence[Spreads]) -> pa.Table:
+def heads_table(all_spreads: Sequence[Spreads]) -> pa.Table:
     """Return one row per head; lengths beyond a model's context are empty."""
-    return pa.concat_tables([_heads(one) for one in found], promote_options="default")
+    return pa.concat_tables([_heads(spreads) for spreads in all_spreads], promote_options="default")
 
 
-def _heads(one: Spreads) -> pa.Table:
+def _heads(spreads: Spreads) -> pa.Table:
     return pa.table(
         {
-            "model": [one.model] * len(one.head),
-            "layer": one.layer.astype(np.int64), "head": one.head.astype(np.int64),
-            **{f"spread_{name}": values for name, values in one.readings.items()},
-            "proposition31_bound": one.bound,
-            **{f"spread_at_{n:.0f}": one.against_n[:, index] for index, n in enumerate(one.n)},
+            "model": [spreads.model] * len(spreads.head),
+            "layer": spreads.layer.astype(np.int64), "head": spreads.head.astype(np.int64),
+            **{f"spread_{name}": values for name, values in spreads.readings.items()},
+            "proposition31_bound": spreads.bound,
+            **{f"spread_at_{n:.0f}": spreads.against_n[:, index] for index, n in enumerate(spreads.n)},
         }
     )  # fmt: skip
 
@@ -119,28 +119,28 @@ def _heads(one: Spreads) -> pa.Table:
 def measure(subject: ExperimentSubject, progress: ProgressCallback, length: int, rows: int) -> Spreads:
     modules = [module for module, _ in attention_sites(subject.loaded().model).items()]
     numbered = {getattr(module, "layer_idx", None): module for module in modules}
-    at = lengths_up_to(length)
-    found: dict[str, list[Floats]] = {name: [] for name in ("layer", "head", "bound", "against_n", *READINGS)}
+    lengths = lengths_up_to(length)
+    columns: dict[str, list[Floats]] = {name: [] for name in ("layer", "head", "bound", "against_n", *READINGS)}
 
     def on_call(call: AttentionCall) -> None:
         long = longest_rows(call, rows)
-        wanted = torch.unique(torch.cat([long, torch.from_numpy(at) - 1]))
-        values = measure_rows(call, [None], wanted, (1,))[MODEL].values
-        spread, rest = (
+        row_indices = torch.unique(torch.cat([long, torch.from_numpy(lengths) - 1]))
+        values = measure_rows(call, [None], row_indices, (1,))[MODEL].values
+        spread, without_sink = (
             values[name][0].double().cpu().numpy() for name in ("logit_spread", "logit_spread_without_sink")
         )
         heads = len(spread)
-        found["layer"].append(np.full(heads, call.layer, dtype=np.float64))
-        found["head"].append(np.arange(heads, dtype=np.float64))
-        found["last"].append(spread[:, -1])
-        found["mean"].append(np.nanmean(spread[:, torch.isin(wanted, long).numpy()], 1))
-        found["last_without_sink"].append(rest[:, -1])
-        found["against_n"].append(spread[:, torch.isin(wanted, torch.from_numpy(at) - 1).numpy()])
-        found["bound"].append(_bound(call, numbered.get(call.layer, modules[min(call.layer, len(modules) - 1)])))
+        columns["layer"].append(np.full(heads, call.layer, dtype=np.float64))
+        columns["head"].append(np.arange(heads, dtype=np.float64))
+        columns["last"].append(spread[:, -1])
+        columns["mean"].append(np.nanmean(spread[:, torch.isin(row_indices, long).numpy()], 1))
+        columns["last_without_sink"].append(without_sink[:, -1])
+        columns["against_n"].append(spread[:, torch.isin(row_indices, torch.from_numpy(lengths) - 1).numpy()])
+        columns["bound"].append(_bound(call, numbered.get(call.layer, modules[min(call.layer, len(modules) - 1)])))
 
     name = subject.loaded().name
     run_forward_pass(subject, length, on_call, progress, f"spread of every head of {name}", inputs=True)
-    joined = {name: np.concatenate(values) for name, values in found.items()}
+    joined = {name: np.concatenate(values) for name, values in columns.items()}
     return Spreads(
         model=name,
         text=subject.passages()[0].name,
@@ -148,7 +148,7 @@ def measure(subject: ExperimentSubject, progress: ProgressCallback, length: int,
         head=joined["head"],
         readings={name: joined[name] for name in READINGS},
         bound=joined["bound"],
-        n=at.astype(np.float64),
+        n=lengths.astype(np.float64),
         against_n=joined["against_n"],
     )
 
@@ -160,13 +160,14 @@ def lengths_up_to(length: int) -> NDArray[np.int64]:
 
 
 def _bound(call: AttentionCall, module: Any) -> Floats:
-    made = projections(module, call)
+    projected = projections(module, call)
     heads = call.query_BHQD.shape[1]
-    if made is None or call.inputs_BKC is None or call.bias is not None or call.softcap is not None:
+    if projected is None or call.inputs_BKC is None or call.bias is not None or call.softcap is not None:
         return np.full(heads, np.nan)
     x = call.inputs_BKC[0].float()
     bound = proposition31_bound(
-        made.query_weight, made.key_weight, x[-1:], x, query_bias=made.query_bias, key_bias=made.key_bias,
+        projected.query_weight, projected.key_weight, x[-1:], x, query_bias=projected.query_bias,
+        key_bias=projected.key_bias,
         scaling=call.scale,
     )  # fmt: skip
     return bound[:, 0].double().cpu().numpy()
