@@ -51,6 +51,11 @@ class _NewtonInverse(torch.autograd.Function):
 
 
 def _runs_kernel(a: Tensor) -> bool:
+    """On a GPU alone: Triton's interpreter takes far longer than torch on a CPU."""
+    return a.is_cuda and fits_kernel(a)
+
+
+def fits_kernel(a: Tensor) -> bool:
     small = a.dtype == torch.float32 and a.shape[-1] <= LARGEST_IN_KERNEL
     return small and a.numel() > 0 and not under_transform() and runs_triton(a.device)
 
