@@ -82,7 +82,7 @@ class Inline:
 @pytest.fixture
 def plan(tmp_path: Path) -> Path:
     write_text(tmp_path / "train.txt", 300, seed=1)
-    write_text(tmp_path / "valid.txt", 30, seed=2)
+    write_text(tmp_path / "valid.txt", 12, seed=2)
     (tmp_path / "plan.toml").write_text(PLAN)
     return tmp_path / "plan.toml"
 
