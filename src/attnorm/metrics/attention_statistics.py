@@ -87,9 +87,9 @@ def attention_statistics(
     >>> statistics = attention_statistics(q, k, causal=True)
     >>> statistics.entropy.mean((0, 2))  # of each head
     """
-    chosen = resolve_for_call(normalizer)
-    if isinstance(chosen, Mechanism):
-        raise TypeError(f"expected a row normalizer, got the mechanism {chosen.name!r}, which has no rows of logits.")
+    resolved = resolve_for_call(normalizer)
+    if isinstance(resolved, Mechanism):
+        raise TypeError(f"expected a row normalizer, got the mechanism {resolved.name!r}, which has no rows of logits.")
     if softcap is not None and not (isinstance(softcap, int | float) and 0 < softcap < math.inf):
         raise ValueError(f"expected a finite softcap above 0, got {softcap!r}. Leave it out for no cap.")
     if not isinstance(top_n, Sequence) or any(isinstance(N, float) or N < 1 for N in top_n):
@@ -97,22 +97,22 @@ def attention_statistics(
     inputs = validate_inputs(
         q, k, k, mask=mask, causal=causal, scale=scale, positions=positions, hidden_states=hidden_states
     )
-    return statistics_of(replace(inputs, softcap=softcap), chosen, top_n).reshaped(q.shape[:-1])
+    return statistics_of(replace(inputs, softcap=softcap), resolved, top_n).reshaped(q.shape[:-1])
 
 
 def statistics_of(
     inputs: Inputs, normalizer: Normalizer, top_n: Sequence[int] = (), on_weights: OnWeights | None = None
 ) -> AttentionStatistics:
     """The same for validated inputs, (B, H, Q). on_weights: as in measure_rows."""
-    wanted = [_NAMES.get(name, name) for name in _ROW_NUMBERS]
+    row_names = [_NAMES.get(name, name) for name in _ROW_NUMBERS]
     if torch.compiler.is_compiling():
-        return AttentionStatistics._make(compiled_statistics(inputs, normalizer, wanted, top_n))
-    (found,) = measure_rows(
-        call_of(inputs), [normalizer], torch.arange(inputs.queries), top_n, names=wanted, mass_rows=None,
+        return AttentionStatistics._make(compiled_statistics(inputs, normalizer, row_names, top_n))
+    (rows,) = measure_rows(
+        call_of(inputs), [normalizer], torch.arange(inputs.queries), top_n, names=row_names, mass_rows=None,
         on_weights=on_weights,
     ).values()  # fmt: skip
-    numbers = {name: found.values[_NAMES.get(name, name)] for name in _ROW_NUMBERS}
-    return AttentionStatistics(n=found.n, **numbers, top_mass=found.top_mass)
+    numbers = {name: rows.values[_NAMES.get(name, name)] for name in _ROW_NUMBERS}
+    return AttentionStatistics(n=rows.n, **numbers, top_mass=rows.top_mass)
 
 
 def softmax_output_and_statistics(inputs: Inputs, normalizer: Normalizer) -> tuple[Tensor, AttentionStatistics]:
@@ -120,12 +120,12 @@ def softmax_output_and_statistics(inputs: Inputs, normalizer: Normalizer) -> tup
 
     For inputs to which fused_output applies.
     """
-    wanted = [_NAMES.get(name, name) for name in _ROW_NUMBERS]
+    row_names = [_NAMES.get(name, name) for name in _ROW_NUMBERS]
     if torch.compiler.is_compiling():
-        output, n, *numbers = compiled_output_and_statistics(inputs, normalizer, wanted)
+        output, n, *numbers = compiled_output_and_statistics(inputs, normalizer, row_names)
     else:
-        output, found = output_and_rows(call_of(inputs), MeasuredNormalizer(normalizer.name, normalizer), wanted)
-        n, numbers = found.n, [found.values[name] for name in wanted]
+        output, rows = output_and_rows(call_of(inputs), MeasuredNormalizer(normalizer.name, normalizer), row_names)
+        n, numbers = rows.n, [rows.values[name] for name in row_names]
     no_masses = numbers[0].new_empty((*n.shape, 0))
     return output, AttentionStatistics._make([n, *numbers, no_masses])
 
@@ -139,7 +139,7 @@ def output_and_statistics(inputs: Inputs, normalizer: Normalizer) -> tuple[Tenso
     def add(block: LogitBlock, weights: Tensor) -> None:
         stop = min(block.first_key + weights.shape[-1], inputs.keys)
         heads = torch.arange(block.heads.start, block.heads.stop, device=value.device) // groups
-        seen = value[block.item, heads, block.first_key : stop]
-        output[block.item, block.heads, block.queries] = weights[..., : stop - block.first_key] @ seen
+        visible_values = value[block.item, heads, block.first_key : stop]
+        output[block.item, block.heads, block.queries] = weights[..., : stop - block.first_key] @ visible_values
 
     return output, statistics_of(inputs, normalizer, on_weights=add)

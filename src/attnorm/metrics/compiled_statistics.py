@@ -80,16 +80,16 @@ def softmax_statistics_operator(
 ) -> list[Tensor]:
     """n (B, H, Q), the numbers of these names (separated by spaces), (names, B, H, Q), the masses (B, H, Q, top_n)."""
     call = AttentionCall(0, "decoder" if causal else "encoder", q, k, k, scale, causal, mask, softcap)
-    chosen = RescaledSoftmax("softmax", None, factor, sink)
-    (found,) = measure_rows(
-        call, [chosen], torch.arange(q.shape[-2]), tuple(top_n), names=names.split(), mass_rows=None
+    softmax = RescaledSoftmax("softmax", None, factor, sink)
+    (statistics,) = measure_rows(
+        call, [softmax], torch.arange(q.shape[-2]), tuple(top_n), names=names.split(), mass_rows=None
     ).values()
-    return _as_tensors(found, names)
+    return _as_tensors(statistics, names)
 
 
-def _as_tensors(found: RowStatistics, names: str) -> list[Tensor]:
+def _as_tensors(statistics: RowStatistics, names: str) -> list[Tensor]:
     # An operator must not return two views of one tensor.
-    return [found.n, torch.stack([found.values[name] for name in names.split()]), found.top_mass]
+    return [statistics.n, torch.stack([statistics.values[name] for name in names.split()]), statistics.top_mass]
 
 
 def _empty(q: Tensor, *others: Any) -> list[Tensor]:
@@ -138,8 +138,8 @@ def output_and_statistics_operator(
 ) -> list[Tensor]:
     """The output (B, H, Q, D), n, and the numbers of these names, from one kernel (see metrics/fused_output.py)."""
     call = AttentionCall(0, "decoder" if causal else "encoder", q, k, v, scale, causal, mask, softcap)
-    output, found = output_and_rows(call, RescaledSoftmax("softmax", None, factor, sink), names.split())
-    return [output, found.n, torch.stack([found.values[name] for name in names.split()])]
+    output, rows = output_and_rows(call, RescaledSoftmax("softmax", None, factor, sink), names.split())
+    return [output, rows.n, torch.stack([rows.values[name] for name in names.split()])]
 
 
 @output_and_statistics_operator.register_fake
@@ -175,9 +175,9 @@ def map_statistics_operator(
 ) -> list[Tensor]:
     """The same as softmax_statistics for a map of metrics/fused_maps.py. factor, shift, parameter: (B, H, Q)."""
     call = AttentionCall(0, "decoder" if causal else "encoder", q, k, k, scale, causal, mask, softcap)
-    chosen = fused_maps.RowMap(map, power, floor, factor, shift, parameter)
+    row_map = fused_maps.RowMap(map, power, floor, factor, shift, parameter)
     rows = torch.arange(q.shape[-2])
-    return _as_tensors(measure_map_by_kernel(call, chosen, rows, tuple(top_n), names.split(), mass_rows=None), names)
+    return _as_tensors(measure_map_by_kernel(call, row_map, rows, tuple(top_n), names.split(), mass_rows=None), names)
 
 
 def compiled_map_statistics(
@@ -189,10 +189,11 @@ def compiled_map_statistics(
 ) -> list[Tensor]:
     """n, the numbers of these names and the masses, for a normalizer with this form."""
     n = inputs.n().float().expand(*inputs.q_BHQD.shape[:3], 1)
-    one = fused_maps.row_map(form, n, row_factors(inputs, normalizer))
+    row_map = fused_maps.row_map(form, n, row_factors(inputs, normalizer))
     n, numbers, masses = torch.ops.attnorm.map_statistics(
-        inputs.q_BHQD.detach(), inputs.k_BGKD.detach(), mask_of(inputs), one.factor, one.shift, one.parameter,
-        inputs.scale, inputs.causal, inputs.softcap, one.map, one.power, one.floor, " ".join(names), list(top_n),
+        inputs.q_BHQD.detach(), inputs.k_BGKD.detach(), mask_of(inputs), row_map.factor, row_map.shift,
+        row_map.parameter, inputs.scale, inputs.causal, inputs.softcap, row_map.map, row_map.power, row_map.floor,
+        " ".join(names), list(top_n),
     )  # fmt: skip
     return [n, *numbers.unbind(), masses]
 
@@ -224,14 +225,14 @@ def row_statistics_operator(
         0, "decoder" if causal else "encoder", q, k, k, scale, causal, mask, softcap, positions=positions,
         inputs_BKC=hidden_states,
     )  # fmt: skip
-    chosen = _with_state(normalizer_of(normalizer), state)
+    measured = _with_state(normalizer_of(normalizer), state)
     measure = partial(
-        measure_rows, call, [chosen], torch.arange(q.shape[-2]), tuple(top_n),
+        measure_rows, call, [measured], torch.arange(q.shape[-2]), tuple(top_n),
         names=names.split(), mass_rows=None,
     )  # fmt: skip
     # An operator runs below autograd, which the Jacobian norm of some maps needs. In another thread autograd is active.
-    (found,) = in_new_thread(measure, q.device).values()
-    return _as_tensors(found, names)
+    (statistics,) = in_new_thread(measure, q.device).values()
+    return _as_tensors(statistics, names)
 
 
 def _state(normalizer: nn.Module) -> list[Tensor]:
@@ -241,12 +242,14 @@ def _state(normalizer: nn.Module) -> list[Tensor]:
 def _with_state(normalizer: nn.Module, state: Sequence[Tensor]) -> Normalizer:
     """The normalizer, or a copy of it if these are not its own parameters and buffers."""
     assert isinstance(normalizer, Normalizer)
-    own = _state(normalizer)
-    if all(one.data_ptr() == given.data_ptr() for one, given in zip(own, state, strict=True)):
+    own_state = _state(normalizer)
+    if all(tensor.data_ptr() == replacement.data_ptr() for tensor, replacement in zip(own_state, state, strict=True)):
         return normalizer
     replacements: dict[int, Tensor] = {}
-    for one, given in zip(own, state, strict=True):
-        replacements[id(one)] = nn.Parameter(given, requires_grad=False) if isinstance(one, nn.Parameter) else given
+    for tensor, replacement in zip(own_state, state, strict=True):
+        replacements[id(tensor)] = (
+            nn.Parameter(replacement, requires_grad=False) if isinstance(tensor, nn.Parameter) else replacement
+        )
     return copy.deepcopy(normalizer, replacements)
 
 
@@ -265,8 +268,8 @@ def compiled_row_statistics(
         inputs.q_BHQD.detach(), inputs.k_BGKD.detach(), mask_of(inputs),
         None if positions is None else positions.query, None if positions is None else positions.key,
         None if states is None else states.detach(), normalizer.handle,
-        [one.detach() for one in _state(normalizer)], inputs.scale, inputs.causal, inputs.softcap, " ".join(names),
-        list(top_n),
+        [tensor.detach() for tensor in _state(normalizer)], inputs.scale, inputs.causal, inputs.softcap,
+        " ".join(names), list(top_n),
     )  # fmt: skip
     return [n, *numbers.unbind(), masses]
 

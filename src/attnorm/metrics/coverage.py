@@ -31,12 +31,12 @@ def measure_coverage(
 
     Keys of weight 0 are in no set. Rows with weights that are not finite are left out.
     """
-    found = {}
+    coverage = {}
     for name, (sums, counts) in coverage_sums(call, normalizers, rows, top_n).items():
         count = int(counts)
         means = (sums[:, 0] / count if count else sums[:, 0].fill_(torch.nan)).cpu()
-        found[name] = LayerCoverage(means[0], means[1], means[2], count)
-    return found
+        coverage[name] = LayerCoverage(means[0], means[1], means[2], count)
+    return coverage
 
 
 @torch.no_grad()
@@ -47,23 +47,26 @@ def coverage_sums(
 
     layers: number of layers whose heads the call has (`stack_calls` of call.py).
     """
-    chosen = resolve_normalizers(call, normalizers)
+    resolved = resolve_normalizers(call, normalizers)
     device = call.query_BHQD.device
-    sums = {one.name: torch.zeros(3, layers, len(top_n), dtype=torch.float64, device=device) for one in chosen}
-    counts = {one.name: torch.zeros(layers, dtype=torch.int64, device=device) for one in chosen}
+    sums = {
+        normalizer.name: torch.zeros(3, layers, len(top_n), dtype=torch.float64, device=device)
+        for normalizer in resolved
+    }
+    counts = {normalizer.name: torch.zeros(layers, dtype=torch.int64, device=device) for normalizer in resolved}
     sizes = sent_to(device, torch.tensor(top_n))
     for block in logit_blocks(call, rows, all_heads=True):
         view = rows_block(call, block)
         size = block.visible.any(0).sum(-1)
-        for one in chosen:
-            weights = as_normalizer(one, call).weights(view)[0].abs()
+        for normalizer in resolved:
+            weights = as_normalizer(normalizer, call).weights(view)[0].abs()
             broken = weights.sum(-1).isfinite().logical_not_().unflatten(0, (layers, -1)).any(1)
             sound = ~broken & (size > 0)
             shares = _shares(weights.unflatten(0, (layers, -1)), sizes, max(top_n)) / size.clamp(min=1).unsqueeze(-1)
             per_head, union = shares[:, :-1], shares[:, -1]
             numbers = torch.stack([per_head.mean(1), union, independent_union(per_head.movedim(1, -1))])
-            sums[one.name] += torch.where(sound.unsqueeze(-1), numbers, 0.0).sum(2)
-            counts[one.name] += sound.sum(1)
+            sums[normalizer.name] += torch.where(sound.unsqueeze(-1), numbers, 0.0).sum(2)
+            counts[normalizer.name] += sound.sum(1)
     return {name: (sums[name], counts[name]) for name in sums}
 
 
@@ -76,9 +79,9 @@ def _shares(weights: Tensor, sizes: Tensor, most: int) -> Tensor:
     read = heavy.values > 0
     rank = torch.arange(read.shape[-1], dtype=torch.int32, device=weights.device)
     last = len(rank)
-    own = (read.unsqueeze(-2) & (rank < sizes.unsqueeze(-1))).sum(-1)
-    place = rank.new_full(weights.shape, last)
-    place.scatter_(-1, heavy.indices, torch.where(read, rank, last))
-    first = place.amin(1, keepdim=True)  # among the heads
+    per_head = (read.unsqueeze(-2) & (rank < sizes.unsqueeze(-1))).sum(-1)
+    rank_of_key = rank.new_full(weights.shape, last)
+    rank_of_key.scatter_(-1, heavy.indices, torch.where(read, rank, last))
+    first = rank_of_key.amin(1, keepdim=True)  # among the heads
     together = ((first < last).unsqueeze(-2) & (first.unsqueeze(-2) < sizes.unsqueeze(-1))).sum(-1)
-    return torch.cat([own, together], 1).double()
+    return torch.cat([per_head, together], 1).double()

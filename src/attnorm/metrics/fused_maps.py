@@ -74,8 +74,8 @@ def row_map(form: KernelForm | ThresholdForm, n: Tensor, factor: Tensor | None) 
         parameter = None if form.parameter is None else form.parameter(n)
         return RowMap(form.map, factor=_rows(factor, n), parameter=_rows(parameter, n))
     if form.row_factor is not None:
-        own = form.row_factor(n)
-        factor = own if factor is None else factor * own
+        map_factor = form.row_factor(n)
+        factor = map_factor if factor is None else factor * map_factor
     shift = None if form.row_shift is None else form.row_shift(n)
     return RowMap(form.map, form.power, form.floor, _rows(factor, n), _rows(shift, n))
 
@@ -111,17 +111,17 @@ def fused_map(call: AttentionCall, rows: Tensor, names: Sequence[str], map_: Row
     sums = _threshold_sums(call, rows, map_) if map_.has_threshold else _map_sums(call, rows, map_)
     shape, total = sums.shape[1:], sums[0].numel()
     more = not {*names} <= {*NUMBERS, *_UNDEFINED}
-    found = sums.new_empty((len(NUMBERS), *shape))
+    numbers = sums.new_empty((len(NUMBERS), *shape))
     others = sums.new_empty((len(MORE_NUMBERS) if more else 0, *shape))
     n = sums.new_empty(shape, dtype=torch.int64)
     broken = sums.new_empty(shape, dtype=torch.bool)
     if total:
         with device_of(sums):
             weight_statistics[(-(-total // _BLOCK),)](
-                sums, found, others, n, broken.view(torch.uint8), total, MORE=more, BLOCK=_BLOCK,
+                sums, numbers, others, n, broken.view(torch.uint8), total, MORE=more, BLOCK=_BLOCK,
                 num_warps=_BLOCK // 32,
             )  # fmt: skip
-    values = dict(zip(NUMBERS, found.unbind(), strict=True))
+    values = dict(zip(NUMBERS, numbers.unbind(), strict=True))
     if more:
         values |= zip(MORE_NUMBERS, others.unbind(), strict=True)
     nothing = sums.new_full((), torch.nan).expand(shape)
@@ -138,7 +138,7 @@ def _map_sums(call: AttentionCall, rows: Tensor, map_: RowMap) -> Tensor:
     from attnorm.kernels.map_sums import COLUMNS, map_sums
     from attnorm.kernels.maps import MAPS
 
-    launch, one = _launch(call, rows, map_), MAPS[map_.map]
+    launch, tile_map = _launch(call, rows, map_), MAPS[map_.map]
     out = launch.empty(len(COLUMNS))
     tile = _one_pass_tile(launch.q)
     if out.numel():
@@ -146,8 +146,8 @@ def _map_sums(call: AttentionCall, rows: Tensor, map_: RowMap) -> Tensor:
             map_sums[(launch.programs(tile),)](
                 *launch.tensors, launch.q if map_.shift is None else map_.shift, launch.rows, out, *launch.sizes,
                 map_.floor, **launch.constants(tile), WEIGHTS=_one_pass_weights(map_),
-                SLOPES=one.slopes, P=map_.power, FAST=_fast(launch.q), REFERENCE=int(one.reference),
-                NORMALISED=one.normalised, SHIFTED=map_.shift is not None, LEVELS=levels_of(tile),
+                SLOPES=tile_map.slopes, P=map_.power, FAST=_fast(launch.q), REFERENCE=int(tile_map.reference),
+                NORMALISED=tile_map.normalised, SHIFTED=map_.shift is not None, LEVELS=levels_of(tile),
             )  # fmt: skip
     return out
 
@@ -159,7 +159,7 @@ def _threshold_sums(call: AttentionCall, rows: Tensor, map_: RowMap) -> Tensor:
     from attnorm.kernels.threshold_maps import MAPS
     from attnorm.kernels.threshold_sums import threshold_sums
 
-    launch, one = _launch(call, rows, map_), MAPS[map_.map]
+    launch, threshold_map = _launch(call, rows, map_), MAPS[map_.map]
     q = launch.q
     out = launch.empty(len(COLUMNS) + 1)
     tile = _threshold_tile(q)
@@ -171,10 +171,11 @@ def _threshold_sums(call: AttentionCall, rows: Tensor, map_: RowMap) -> Tensor:
         with device_of(q):
             threshold_sums[(min(at_once, programs - start),)](
                 *launch.tensors, q if map_.parameter is None else map_.parameter, launch.rows, out, gaps, listed,
-                *launch.sizes, start, out[0].numel(), one.unit * _LN2, one.slope, *_tolerances(q.dtype),
-                **launch.constants(tile), WEIGHTS=one.weights, NEWTON=one.newton, START=one.start, COUNTED=one.counted,
-                DEFORMED=one.deformed, PARAMETER=one.parameter, FAST=_fast(q), PASSES=EXTRA_PASSES[q.dtype],
-                MAX_STEPS=MAX_STEPS, EARLY=EARLY_STEPS,
+                *launch.sizes, start, out[0].numel(), threshold_map.unit * _LN2, threshold_map.slope,
+                *_tolerances(q.dtype), **launch.constants(tile), WEIGHTS=threshold_map.weights,
+                NEWTON=threshold_map.newton, START=threshold_map.start, COUNTED=threshold_map.counted,
+                DEFORMED=threshold_map.deformed, PARAMETER=threshold_map.parameter, FAST=_fast(q),
+                PASSES=EXTRA_PASSES[q.dtype], MAX_STEPS=MAX_STEPS, EARLY=EARLY_STEPS,
             )  # fmt: skip
     return out
 
@@ -216,16 +217,16 @@ def _sampled_norms(call: AttentionCall, rows: Tensor, map_: RowMap) -> Tensor:
     norms = torch.full((*query.shape[:2], len(rows)), torch.nan, device=query.device)
     at_few = sent_to(query.device, few)
     for block in logit_blocks(call, rows[few], all_heads=True):
-        at = at_few[block.rows]
+        row_indices = at_few[block.rows]
         view = rows_block(call, block)
         z = view.logits[0].double()
         gain = torch.ones_like(z[..., :1])
         if map_.factor is not None:
-            gain = map_.factor[block.item, block.heads][:, at].unsqueeze(-1).double()
+            gain = map_.factor[block.item, block.heads][:, row_indices].unsqueeze(-1).double()
         visible = None if view.mask is None else view.mask[0]
         generator = torch.Generator(z.device).manual_seed(0)
         norm = linearized_norm(_softpick(z * gain, visible, map_.floor), z, mask=visible, generator=generator)
-        norms[block.item, block.heads, at] = (norm * gain[..., 0].abs()).float()
+        norms[block.item, block.heads, row_indices] = (norm * gain[..., 0].abs()).float()
     return norms
 
 
@@ -240,13 +241,13 @@ def _softpick(z: Tensor, visible: Tensor | None, floor: float) -> Linearization:
     total = size.sum(-1, keepdim=True) + floor * torch.exp(-m)
     weights = torch.where(z > 0, size, 0.0) / total
     slope = torch.exp(z - m).masked_fill(hidden, 0.0) / total
-    own, of_total = torch.where(z > 0, slope, 0.0), slope * z.sign()
+    of_positive, of_total = torch.where(z > 0, slope, 0.0), slope * z.sign()
 
     def jvp(v: Tensor) -> Tensor:
-        return own * v - weights * (of_total * v).sum(-1, keepdim=True)
+        return of_positive * v - weights * (of_total * v).sum(-1, keepdim=True)
 
     def vjp(w: Tensor) -> Tensor:
-        return own * w - of_total * (weights * w).sum(-1, keepdim=True)
+        return of_positive * w - of_total * (weights * w).sum(-1, keepdim=True)
 
     return Linearization(weights, jvp, vjp)
 
@@ -262,9 +263,9 @@ def heaviest_masses(
     masses = torch.full((*call.query_BHQD.shape[:2], len(rows), len(top_n)), torch.nan, device=device)
     at_rows = sent_to(device, some)
     for block in logit_blocks(call, rows[some], all_heads=True):
-        at = at_rows[block.rows]
+        row_indices = at_rows[block.rows]
         factor, shift, parameter, threshold, share = (
-            None if numbers is None else numbers[block.item, block.heads][:, at].contiguous()
+            None if numbers is None else numbers[block.item, block.heads][:, row_indices].contiguous()
             for numbers in (map_.factor, map_.shift, map_.parameter, found.threshold, found.largest_share)
         )
         z = block.logits if factor is None else block.hide(block.logits * factor.unsqueeze(-1))
@@ -272,7 +273,9 @@ def heaviest_masses(
         weights = _key_weights(map_, largest, shift, parameter, threshold)
         assert share is not None
         sums = (weights / weights[..., :1] * share.unsqueeze(-1)).cumsum(-1).clamp(max=1)
-        masses[block.item, block.heads, at] = torch.stack([sums[..., min(N, sums.shape[-1]) - 1] for N in top_n], -1)
+        masses[block.item, block.heads, row_indices] = torch.stack(
+            [sums[..., min(N, sums.shape[-1]) - 1] for N in top_n], -1
+        )
     return masses
 
 
@@ -286,8 +289,8 @@ def _key_weights(
     z = z.contiguous()
     weights = torch.empty_like(z)
     if map_.has_threshold:
-        one = threshold_maps.MAPS[map_.map]
-        function, unit, deformed, reference = one.weights, one.unit, one.deformed, 0
+        threshold_map = threshold_maps.MAPS[map_.map]
+        function, unit, deformed, reference = threshold_map.weights, threshold_map.unit, threshold_map.deformed, 0
     else:
         function, unit, deformed = _one_pass_weights(map_), 1.0, False
         reference = int(maps.MAPS[map_.map].reference)

@@ -79,15 +79,15 @@ def factors(one: MeasuredNormalizer, call: AttentionCall, rows: Tensor, n: Tenso
     counted = n if mask is not None and mask.shape[1] > 1 else n[:, :1]  # as in a block of logits
     none = torch.empty((heads, len(rows), 0), device=n.device)
     queries = sent_to(n.device, rows)
-    found = []
+    row_factors = []
     for item in range(batch):
         block = LogitBlock(
             none, 0, none > 0, counted[item], item, slice(0, heads), slice(0, len(rows)), queries, first_key=0
         )
         factor = one.factor(call, block)
         assert factor is not None
-        found.append(factor.expand(heads, len(rows), 1))
-    return torch.stack(found)
+        row_factors.append(factor.expand(heads, len(rows), 1))
+    return torch.stack(row_factors)
 
 
 @dataclass(frozen=True)
@@ -127,16 +127,16 @@ def rows_of_sums(launch: "RowsLaunch", sums: Tensor, names: Sequence[str], learn
         _run_on_rows(softmax_root, sums, launch.factor, sink, roots, poles)
         poles = launch.pole_sums(sums, roots)
     more = not {*names} <= {*NUMBERS}
-    found = sums.new_empty((len(NUMBERS), *sums.shape[1:]))
+    numbers = sums.new_empty((len(NUMBERS), *sums.shape[1:]))
     others = sums.new_empty((len(MORE_NUMBERS) if more else 0, *sums.shape[1:]))
     wide = sums.new_empty((len(WIDE_NUMBERS) if more else 0, *sums.shape[1:]), dtype=torch.float64)
     n = sums.new_empty(sums.shape[1:], dtype=torch.int64)
     broken = sums.new_empty(sums.shape[1:], dtype=torch.bool)
     _run_on_rows(
-        softmax_statistics, sums, launch.factor, sink, roots, poles, found, others, wide, n, broken.view(torch.uint8),
+        softmax_statistics, sums, launch.factor, sink, roots, poles, numbers, others, wide, n, broken.view(torch.uint8),
         MORE=more,
     )  # fmt: skip
-    values = dict(zip(NUMBERS, found.unbind(), strict=True))
+    values = dict(zip(NUMBERS, numbers.unbind(), strict=True))
     if more:
         values |= zip(MORE_NUMBERS, others.unbind(), strict=True)
         values |= zip(WIDE_NUMBERS, wide.unbind(), strict=True)

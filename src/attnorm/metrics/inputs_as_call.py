@@ -40,6 +40,6 @@ def positions_of(inputs: Inputs) -> Positions | None:
     """Return positions of the queries and keys, (1 or B, Q) and (1 or B, K)."""
     if inputs.positions is None:
         return None
-    given = Positions.of(inputs.positions, inputs.weights_shape, inputs.q_BHQD.device)
-    query, key = (t.reshape(-1, t.shape[-1]) for t in (given.query, given.key))
+    positions = Positions.of(inputs.positions, inputs.weights_shape, inputs.q_BHQD.device)
+    query, key = (t.reshape(-1, t.shape[-1]) for t in (positions.query, positions.key))
     return Positions(query, key)

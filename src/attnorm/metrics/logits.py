@@ -124,18 +124,18 @@ class Visibility:
             last = queries.new_full((1,), stop) if reach is None else reach
             columns = torch.arange(common, end, device=queries.device)
             return 0, end, common, (columns < last[:, None]).expand(len(queries), -1)[None]
-        seen = self.mask[item if self.mask.shape[0] > 1 else 0]
-        seen = seen[heads] if seen.shape[0] > 1 else seen
-        seen = seen[:, queries] if seen.shape[1] > 1 else seen
-        seen = seen.expand(-1, len(queries), self.keys)[..., :stop]
+        visible = self.mask[item if self.mask.shape[0] > 1 else 0]
+        visible = visible[heads] if visible.shape[0] > 1 else visible
+        visible = visible[:, queries] if visible.shape[1] > 1 else visible
+        visible = visible.expand(-1, len(queries), self.keys)[..., :stop]
         if reach is not None:
-            seen = seen & (torch.arange(stop, device=queries.device) < reach[:, None])
+            visible = visible & (torch.arange(stop, device=queries.device) < reach[:, None])
         start, end = 0, padded_keys(stop)
         if not too_few_to_wait(queries):
-            used = seen.flatten(0, 1).any(0).nonzero()
+            used = visible.flatten(0, 1).any(0).nonzero()
             start, end = (int(used[0]) // GROUP * GROUP, padded_keys(int(used[-1]) + 1)) if len(used) else (0, GROUP)
-        seen = seen[..., start:end]
-        return start, end, 0, pad(seen, (0, end - start - seen.shape[-1]))
+        visible = visible[..., start:end]
+        return start, end, 0, pad(visible, (0, end - start - visible.shape[-1]))
 
 
 def logit_blocks(
@@ -172,15 +172,17 @@ def logit_blocks(
     for item in range(batch):
         start = 0
         while start < len(rows):
-            taken, together = _size(reach, start, per_group, groups, elements, all_heads)
-            part = slice(start, start + taken)
-            wanted = range(groups) if key_heads is None else key_heads
-            for group in range(wanted.start, wanted.stop, together):
-                some = slice(group, min(group + together, wanted.stop))
-                owners = slice(some.start * per_group, some.stop * per_group)
-                reaches = reach[start : start + taken]
-                yield _block(call, visibility, workspace, query, key, item, some, owners, part, rows[part], reaches)
-            start += taken
+            count, together = _size(reach, start, per_group, groups, elements, all_heads)
+            part = slice(start, start + count)
+            computed_groups = range(groups) if key_heads is None else key_heads
+            for group in range(computed_groups.start, computed_groups.stop, together):
+                block_groups = slice(group, min(group + together, computed_groups.stop))
+                owners = slice(block_groups.start * per_group, block_groups.stop * per_group)
+                reaches = reach[start : start + count]
+                yield _block(
+                    call, visibility, workspace, query, key, item, block_groups, owners, part, rows[part], reaches
+                )
+            start += count
 
 
 def known_n(call: AttentionCall, rows: Tensor) -> Tensor | None:
@@ -217,8 +219,8 @@ def _block(
     if call.bias is not None:
         _add_bias(logits, call.bias, item, heads, queries, start)
     n = tail.sum(-1) + common
-    known = reaches if visibility.mask is None else None
-    block = LogitBlock(logits, common, tail, n, item, heads, part, queries, start, known)
+    reaches_if_known = reaches if visibility.mask is None else None
+    block = LogitBlock(logits, common, tail, n, item, heads, part, queries, start, reaches_if_known)
     block.hide(logits)
     return block
 
@@ -243,18 +245,18 @@ def _reaches(visibility: Visibility, rows: Tensor) -> list[int]:
 def _size(reach: list[int], start: int, per_group: int, groups: int, elements: int, all_heads: bool) -> tuple[int, int]:
     """Return how many rows and groups of heads form a block of about `elements` logits."""
     heads = per_group * groups if all_heads else per_group
-    taken = 1
+    count = 1
     # Rows of very different lengths would compute many hidden keys.
     while (
-        start + taken < len(reach)
-        and heads * (taken + 1) * reach[start + taken] <= elements
-        and reach[start + taken] <= max(2 * reach[start], 128)
+        start + count < len(reach)
+        and heads * (count + 1) * reach[start + count] <= elements
+        and reach[start + count] <= max(2 * reach[start], 128)
     ):
-        taken += 1
+        count += 1
     if all_heads:
-        return taken, groups
-    together = max(1, elements // (per_group * taken * max(1, reach[start + taken - 1])))
-    return taken, min(together, groups)
+        return count, groups
+    together = max(1, elements // (per_group * count * max(1, reach[start + count - 1])))
+    return count, min(together, groups)
 
 
 def padded_keys(keys: int) -> int:

@@ -92,8 +92,8 @@ class NestedSets:
         A key is outside a set of N if its rank is at least N.
         """
         most = self.order.shape[-1]
-        places = torch.arange(most, dtype=torch.int32, device=self.order.device).expand(self.order.shape)
-        rank = places.new_full(self.weights.shape, most).scatter_(-1, self.order, places)
+        ranks = torch.arange(most, dtype=torch.int32, device=self.order.device).expand(self.order.shape)
+        rank = ranks.new_full(self.weights.shape, most).scatter_(-1, self.order, ranks)
         return rank.masked_fill_(~self.visible, -1)
 
     def applicable(self, values: Tensor) -> Tensor:
@@ -112,10 +112,10 @@ def distances(rows: NestedSets) -> dict[str, Tensor]:
     else:  # one N at a time stays in the cache
         shared = _of_all_sizes(rows)
         parts = [_distances(_with_size(rows, N), shared) for N in rows.sizes]
-    found = {name: torch.cat([part[name] for part in parts], -1) for name in parts[0]}
+    numbers = {name: torch.cat([part[name] for part in parts], -1) for name in parts[0]}
     gaps = _gaps(rows)
-    found["fixed_printed"] = torch.full_like(found["d_tilde"], torch.nan) if gaps is None else _printed(rows, gaps)
-    return {name: rows.applicable(value) for name, value in found.items()}
+    numbers["fixed_printed"] = torch.full_like(numbers["d_tilde"], torch.nan) if gaps is None else _printed(rows, gaps)
+    return {name: rows.applicable(value) for name, value in numbers.items()}
 
 
 def theorem2(rows: NestedSets, nearest: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,9 +160,9 @@ def _of_all_sizes(rows: NestedSets) -> _OfAllSizes:
 
 
 def _with_size(rows: NestedSets, N: int) -> NestedSets:
-    one = replace(rows, sizes=(N,))
-    one.__dict__.update(n=rows.n, rank=rows.rank, chosen_weights=rows.chosen_weights)  # the same for all sizes
-    return one
+    single = replace(rows, sizes=(N,))
+    single.__dict__.update(n=rows.n, rank=rows.rank, chosen_weights=rows.chosen_weights)  # the same for all sizes
+    return single
 
 
 def _distances(rows: NestedSets, shared: _OfAllSizes) -> dict[str, Tensor]:
@@ -174,8 +174,8 @@ def _distances(rows: NestedSets, shared: _OfAllSizes) -> dict[str, Tensor]:
     def apart(coefficients: Tensor, points: Tensor, along: Tensor) -> Tensor:
         """||c_i x_i - p||, (g, r, N, w)."""
         c, p, along_p = (t.flatten(1, 2) for t in (coefficients, points, along))
-        found: Tensor = scaled_distances(c, rows.vectors, p, shared.squares, along_p).unflatten(1, along.shape[1:3])
-        return found
+        distance: Tensor = scaled_distances(c, rows.vectors, p, shared.squares, along_p).unflatten(1, along.shape[1:3])
+        return distance
 
     def mean_over_sets(values: Tensor) -> Tensor:
         """(n-N)/n sum_i: each key is outside a random set with chance (n-N)/n."""
@@ -201,8 +201,8 @@ def _distances(rows: NestedSets, shared: _OfAllSizes) -> dict[str, Tensor]:
 
     share = (N / (n - 1).clamp(min=1)).unsqueeze(-1)  # the chance that a given other key is selected
     output, along = shared.output.unsqueeze(-2), shared.along_output.unsqueeze(-2)
-    every = (*share.shape[:3], -1)
-    printed = apart(a + share, output.expand(every), along.expand(every))
+    per_key = (*share.shape[:3], -1)
+    printed = apart(a + share, output.expand(per_key), along.expand(per_key))
     mean = apart((1 + share) * a, share * output, share * along)
     variance = share * ((n - 1 - N).clamp(min=0) / (n - 2).clamp(min=1)).unsqueeze(-1) * shared.apart.unsqueeze(-2)
     return {
@@ -247,18 +247,18 @@ def draw_permutations(
     heads, rows, keys = visible.shape
     device = visible.device if generator is None else generator.device
     # NumPy stays in this thread; several layers are drawn at the same time.
-    every = np.tile(np.arange(keys, dtype=np.int32 if dtype == torch.int32 else np.int64), (draws, heads, rows, 1))
-    targets = torch.from_numpy(every).to(visible.device)
+    unchanged = np.tile(np.arange(keys, dtype=np.int32 if dtype == torch.int32 else np.int64), (draws, heads, rows, 1))
+    targets = torch.from_numpy(unchanged).to(visible.device)
     for row in range(rows):
         for head in range(heads):
-            own = visible[head, row].nonzero().squeeze(-1)
-            count = len(own)
-            if count and device == own.device and int(own[-1]) < count:  # the first ones
+            visible_keys = visible[head, row].nonzero().squeeze(-1)
+            count = len(visible_keys)
+            if count and device == visible_keys.device and int(visible_keys[-1]) < count:  # the first ones
                 for target in targets[:, head, row, :count]:
                     torch.randperm(count, generator=generator, dtype=dtype, out=target)
                 continue
             orders = [torch.randperm(count, generator=generator, device=device) for _ in range(draws)]
-            targets[:, head, row, own] = own[torch.stack(orders).to(own.device)].to(dtype)
+            targets[:, head, row, visible_keys] = visible_keys[torch.stack(orders).to(visible_keys.device)].to(dtype)
     return targets
 
 
@@ -270,7 +270,7 @@ def separabilities(rows: SelectedRows, targets: Tensor, top_n: Sequence[int]) ->
     are compared by their closeness to the context vector (theory.selection): first those in no set, then the others.
     """
     x, heaviest = near_one(rows.vectors), rows.indices
-    chosen = targets.gather(-1, heaviest.unsqueeze(-3).expand(*targets.shape[:-1], -1))
+    selected = targets.gather(-1, heaviest.unsqueeze(-3).expand(*targets.shape[:-1], -1))
     norms: Tensor = torch.linalg.vector_norm(x, dim=-1)
     # On the sphere y_i = a_i x_i / ||x_i||: the same vectors with other weights.
     kinds = torch.stack([torch.ones_like(norms), torch.where(norms > 0, 1 / norms, 0.0)], -2)  # (..., 2, w)
@@ -281,15 +281,21 @@ def separabilities(rows: SelectedRows, targets: Tensor, top_n: Sequence[int]) ->
     )  # (..., d, r, 2, w)
 
     sizes = sent_to(x.device, torch.tensor(top_n))
-    inside = torch.arange(chosen.shape[-1], device=x.device) < sizes.unsqueeze(-1)  # (N, m)
-    points, of_kind, lengths = _of_chosen(x, chosen), _of_chosen(kinds.mT, chosen), _of_chosen(norms[..., None], chosen)
+    inside = torch.arange(selected.shape[-1], device=x.device) < sizes.unsqueeze(-1)  # (N, m)
+    points, of_kind, lengths = (
+        _of_chosen(x, selected),
+        _of_chosen(kinds.mT, selected),
+        _of_chosen(norms[..., None], selected),
+    )
     of_kind = of_kind.mT.unsqueeze(-2)  # (..., d, r, 2, 1, m)
-    of_chosen = shares.gather(-1, _for_both(chosen)).unsqueeze(-2)  # (..., d, r, 2, 1, m)
+    of_chosen = shares.gather(-1, _for_both(selected)).unsqueeze(-2)  # (..., d, r, 2, 1, m)
     context = (of_chosen * inside).flatten(-3, -2) @ points  # (..., d, r, 2 N, E)
 
-    own = -(beyond * shares * norms.square()[..., None, None, None, :])
-    own.masked_fill_(~rows.visible[..., None, :, None, :], -torch.inf).scatter_(-1, _for_both(chosen), -torch.inf)
-    nearest = _nearest(context.unflatten(-2, (2, -1)), x, 2 * beyond, own)  # (..., d, r, 2, N)
+    squared_terms = -(beyond * shares * norms.square()[..., None, None, None, :])
+    squared_terms.masked_fill_(~rows.visible[..., None, :, None, :], -torch.inf).scatter_(
+        -1, _for_both(selected), -torch.inf
+    )
+    nearest = _nearest(context.unflatten(-2, (2, -1)), x, 2 * beyond, squared_terms)  # (..., d, r, 2, N)
 
     factors, units = _in_units_of_each(rows, inside)
     # Many small products: without a copy, torch on ARM takes ten times as long.
@@ -305,13 +311,13 @@ def separabilities(rows: SelectedRows, targets: Tensor, top_n: Sequence[int]) ->
     return distinguishable
 
 
-def _of_chosen(numbers: Tensor, chosen: Tensor) -> Tensor:
-    """Return the numbers (..., w, c) at the chosen keys (..., d, r, m): (..., d, r, m, c)."""
-    sets = chosen.shape[:-3]
+def _of_chosen(numbers: Tensor, selected: Tensor) -> Tensor:
+    """Return the numbers (..., w, c) at the selected keys (..., d, r, m): (..., d, r, m, c)."""
+    sets = selected.shape[:-3]
     flat = numbers.reshape(-1, numbers.shape[-1])
     first = torch.arange(0, len(flat), numbers.shape[-2], device=flat.device).reshape(*sets, 1, 1, 1)
-    found: Tensor = flat.index_select(0, (chosen + first).flatten()).unflatten(0, chosen.shape)
-    return found
+    gathered: Tensor = flat.index_select(0, (selected + first).flatten()).unflatten(0, selected.shape)
+    return gathered
 
 
 def _permuted(weights: Tensor, targets: Tensor) -> Tensor:
@@ -331,8 +337,8 @@ def _in_units_of_each(rows: SelectedRows, inside: Tensor) -> tuple[Tensor, Tenso
     weights = rows.weights.gather(-1, keys).unsqueeze(-2)
     logs = None if rows.log_weights is None else rows.log_weights.gather(-1, keys).unsqueeze(-2)
     left_out = torch.cat([~inside, torch.ones_like(inside[:, :1])], -1)
-    seen = torch.cat([rows.visible.gather(-1, rows.indices), rows.outside.any(-1, keepdim=True)], -1)
-    relative = relative_weights(weights, left_out & seen.unsqueeze(-2), logs)
+    visible = torch.cat([rows.visible.gather(-1, rows.indices), rows.outside.any(-1, keepdim=True)], -1)
+    relative = relative_weights(weights, left_out & visible.unsqueeze(-2), logs)
     return relative[..., :-1], relative[..., -1].abs()
 
 
@@ -340,8 +346,8 @@ def _for_both(keys: Tensor) -> Tensor:
     return keys.unsqueeze(-2).expand(*keys.shape[:-1], 2, keys.shape[-1])
 
 
-def _nearest(context: Tensor, x: Tensor, twice: Tensor, own: Tensor) -> Tensor:
-    """Return the largest twice_i x_i.s + own_i over keys, for each context s (..., d, r, 2, N, E)."""
+def _nearest(context: Tensor, x: Tensor, twice: Tensor, added: Tensor) -> Tensor:
+    """Return the largest twice_i x_i.s + added_i over keys, for each context s (..., d, r, 2, N, E)."""
     kinds, sizes, width = context.shape[-3:]
     keys = x.shape[-2]
     x = x.reshape(-1, keys, width)
@@ -349,11 +355,11 @@ def _nearest(context: Tensor, x: Tensor, twice: Tensor, own: Tensor) -> Tensor:
     at_once = max(1, most // (len(x) * kinds * sizes * keys))
     workspace = LogitWorkspace(x)
     parts = (
-        t.reshape(len(x), -1, *t.shape[-tail:]).split(at_once, 1) for t, tail in ((context, 3), (twice, 2), (own, 2))
+        t.reshape(len(x), -1, *t.shape[-tail:]).split(at_once, 1) for t, tail in ((context, 3), (twice, 2), (added, 2))
     )
-    found = []
+    largest = []
     for s, c, squares in zip(*parts, strict=True):
         along = workspace.array(*s.shape[:-1], keys)
         torch.bmm(s.reshape(len(x), -1, width), x.mT, out=along.view(len(x), -1, keys))
-        found.append(torch.addcmul(squares.unsqueeze(-2), c.unsqueeze(-2), along, out=along).amax(-1))
-    return torch.cat(found, 1).reshape(context.shape[:-1])
+        largest.append(torch.addcmul(squares.unsqueeze(-2), c.unsqueeze(-2), along, out=along).amax(-1))
+    return torch.cat(largest, 1).reshape(context.shape[:-1])

@@ -37,14 +37,16 @@ class RowsBlock(Block):
     def select_rows(self, rows: Tensor) -> "RowsBlock":
         """Return the block with some of its rows."""
         assert self.queries is not None
-        mask, states, given = self.mask, self.hidden_states, self.given_positions
+        mask, states, positions = self.mask, self.hidden_states, self.given_positions
         return replace(
             self,
             logits=self.logits[..., rows, :],
             mask=None if mask is None else mask[..., rows, :],
             hidden_states=None if states is None else states[..., rows, :],
             queries=self.queries[rows],
-            given_positions=Positions(given.query[rows], given.key) if isinstance(given, Positions) else given,
+            given_positions=Positions(positions.query[rows], positions.key)
+            if isinstance(positions, Positions)
+            else positions,
         )
 
 
@@ -86,8 +88,8 @@ class MeasuredNormalizer:
             return None
         n = block.n.to(block.logits.dtype)[None, ..., None]
         states = query_states(call, block)
-        given = given_positions(call, block)
-        positions = None if given is None else given.query[:, None]
+        positions_in_block = given_positions(call, block)
+        positions = None if positions_in_block is None else positions_in_block.query[:, None]
         factor = torch.ones_like(n)
         for rule in self.normalizer.rules:
             assert isinstance(rule, ScaleRule)
@@ -113,36 +115,38 @@ def resolve_normalizers(
     call: AttentionCall, choices: Sequence[Choice | MeasuredNormalizer]
 ) -> list[MeasuredNormalizer]:
     """Return the normalizers to measure, with their names, on the device of the call."""
-    found: list[MeasuredNormalizer] = []
+    measured: list[MeasuredNormalizer] = []
     for choice in choices:
         if isinstance(choice, MeasuredNormalizer):
-            found.append(choice)
+            measured.append(choice)
             continue
-        own = choice is None or choice == MODEL
-        normalizer = call.normalizer if own else resolve(choice)  # type: ignore[arg-type]
+        is_model = choice is None or choice == MODEL
+        normalizer = call.normalizer if is_model else resolve(choice)  # type: ignore[arg-type]
         if isinstance(normalizer, Mechanism):
             raise NoRowsError(
                 f"{normalizer.name!r} is an attention mechanism: it has no rows of logits that could be measured. "
                 "Measure a model whose layers run softmax or another normalizer."
             )
-        name = MODEL if own or normalizer is None else normalizer.name
-        if any(other.name == name for other in found):
+        name = MODEL if is_model or normalizer is None else normalizer.name
+        if any(other.name == name for other in measured):
             raise ValueError(f"two normalizers are called {name!r}; give each its own name")
-        found.append(MeasuredNormalizer(name, None if normalizer is None else normalizer.to(call.query_BHQD.device)))
-    if not found:
+        measured.append(MeasuredNormalizer(name, None if normalizer is None else normalizer.to(call.query_BHQD.device)))
+    if not measured:
         raise ValueError("no normalizer to measure; give at least one, e.g. None for what the model runs")
-    return found
+    return measured
 
 
 def rows_block(call: AttentionCall, block: LogitBlock) -> RowsBlock:
     """Convert a block of logits to the input of a normalizer, (1, h, r, w)."""
-    every = block.common == block.logits.shape[-1]
-    visible = None if every else block.visible[None]
+    all_visible = block.common == block.logits.shape[-1]
+    visible = None if all_visible else block.visible[None]
     logits = block.logits[None]
     logits = logits if visible is None else torch.where(visible, logits, 0.0)
     states = query_states(call, block)
-    given = given_positions(call, block)
-    return RowsBlock(logits, visible, given, states, queries=block.queries + _offset(call), first_key=block.first_key)
+    positions = given_positions(call, block)
+    return RowsBlock(
+        logits, visible, positions, states, queries=block.queries + _offset(call), first_key=block.first_key
+    )
 
 
 def given_positions(call: AttentionCall, block: LogitBlock) -> Positions | None:

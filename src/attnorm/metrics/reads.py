@@ -34,26 +34,26 @@ def measure_reads(call: AttentionCall, normalizers: Sequence[Choice], rows: Tens
     """
     if count < 1:
         raise ValueError(f"expected a count of keys of at least 1, got {count}.")
-    chosen = resolve_normalizers(call, normalizers)
+    resolved = resolve_normalizers(call, normalizers)
     shape = (*call.query_BHQD.shape[:2], len(rows), count)
     device = call.query_BHQD.device
-    keys = {one.name: torch.full(shape, NO_KEY, device=device) for one in chosen}
-    weights = {one.name: torch.zeros(shape, dtype=torch.float64, device=device) for one in chosen}
+    keys = {normalizer.name: torch.full(shape, NO_KEY, device=device) for normalizer in resolved}
+    weights = {normalizer.name: torch.zeros(shape, dtype=torch.float64, device=device) for normalizer in resolved}
 
     def measure(_: range) -> None:
         for block in logit_blocks(call, rows, all_heads=True):
             view = rows_block(call, block)
             visible = block.visible.expand(block.logits.shape)
-            for one in chosen:
-                found = as_normalizer(one, call).weights(view)[0]
-                where, values = heaviest_keys(found, visible, count)
-                read = where >= 0
-                at = (block.item, block.heads, block.rows, slice(where.shape[-1]))
-                keys[one.name][at] = torch.where(read, where + block.first_key, NO_KEY)
-                weights[one.name][at] = values.double()
+            for normalizer in resolved:
+                row_weights = as_normalizer(normalizer, call).weights(view)[0]
+                columns, values = heaviest_keys(row_weights, visible, count)
+                read = columns >= 0
+                target = (block.item, block.heads, block.rows, slice(columns.shape[-1]))
+                keys[normalizer.name][target] = torch.where(read, columns + block.first_key, NO_KEY)
+                weights[normalizer.name][target] = values.double()
 
     in_threads(measure, call.key_BGKD.shape[1], device, whole=True)
-    return {one.name: Reads(keys[one.name], weights[one.name]) for one in chosen}
+    return {normalizer.name: Reads(keys[normalizer.name], weights[normalizer.name]) for normalizer in resolved}
 
 
 @dataclass(frozen=True)
@@ -79,18 +79,18 @@ def measure_targets(
         raise ValueError(f"expected targets of shape {(batch, len(rows))}, got {tuple(targets.shape)}.")
     if not bool(((targets >= 0) & (targets < call.key_BGKD.shape[-2])).all()):
         raise ValueError(f"expected targets from 0 to {call.key_BGKD.shape[-2] - 1}, got {targets.tolist()}.")
-    chosen = resolve_normalizers(call, normalizers)
+    resolved = resolve_normalizers(call, normalizers)
     device = call.query_BHQD.device
     targets = targets.to(device)
     shape = (batch, heads, len(rows))
-    found = {
-        one.name: TargetWeights(
+    targets_by_name = {
+        normalizer.name: TargetWeights(
             weight=torch.zeros(shape, dtype=torch.float64, device=device),
             gap=torch.full(shape, -torch.inf, dtype=torch.float64, device=device),
             heaviest=torch.zeros(shape, dtype=torch.bool, device=device),
             n=torch.zeros(shape, dtype=torch.long, device=device),
         )
-        for one in chosen
+        for normalizer in resolved
     }
     for block in logit_blocks(call, rows, all_heads=True):
         rows_view = rows_block(call, block)
@@ -98,20 +98,20 @@ def measure_targets(
         visible = block.visible.expand(block.logits.shape)
         column = targets[block.item, block.rows] - block.first_key
         inside = (column >= 0) & (column < visible.shape[-1])
-        at = column.clamp(0, visible.shape[-1] - 1)[None, :, None].expand(visible.shape[0], -1, 1)
-        seen = visible.gather(-1, at).squeeze(-1) & inside
+        target_column = column.clamp(0, visible.shape[-1] - 1)[None, :, None].expand(visible.shape[0], -1, 1)
+        target_visible = visible.gather(-1, target_column).squeeze(-1) & inside
         n = visible.sum(-1)
-        for one in chosen:
-            weights = as_normalizer(one, call).weights(view)[0].double().masked_fill(~visible, 0.0)
-            own = torch.where(seen, weights.gather(-1, at).squeeze(-1), 0.0)
-            others = weights.scatter(-1, at, 0.0).sum(-1)
-            where = (block.item, block.heads, block.rows)
-            numbers = found[one.name]
-            numbers.weight[where] = own
-            numbers.gap[where] = own.log() - others.log() + (n - 1).clamp(min=1).double().log()
-            numbers.heaviest[where] = seen & (own >= weights.amax(-1))
-            numbers.n[where] = n
-    return found
+        for normalizer in resolved:
+            weights = as_normalizer(normalizer, call).weights(view)[0].double().masked_fill(~visible, 0.0)
+            target_weight = torch.where(target_visible, weights.gather(-1, target_column).squeeze(-1), 0.0)
+            others = weights.scatter(-1, target_column, 0.0).sum(-1)
+            position = (block.item, block.heads, block.rows)
+            numbers = targets_by_name[normalizer.name]
+            numbers.weight[position] = target_weight
+            numbers.gap[position] = target_weight.log() - others.log() + (n - 1).clamp(min=1).double().log()
+            numbers.heaviest[position] = target_visible & (target_weight >= weights.amax(-1))
+            numbers.n[position] = n
+    return targets_by_name
 
 
 def heaviest_keys(weights: Tensor, visible: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -127,9 +127,9 @@ def heaviest_keys(weights: Tensor, visible: Tensor, count: int) -> tuple[Tensor,
     # topk may return any of several equal weights, so it only gives the threshold; columns are counted from the left.
     least = size.topk(count, dim=-1).values[..., -1:]
     heavier, tied = size > least, size == least
-    chosen = heavier | (tied & (tied.cumsum(-1) <= count - heavier.sum(-1, keepdim=True)))
-    every = torch.arange(size.shape[-1], device=size.device)
-    columns = torch.where(chosen, every, size.shape[-1]).topk(count, dim=-1, largest=False).values
+    selected = heavier | (tied & (tied.cumsum(-1) <= count - heavier.sum(-1, keepdim=True)))
+    all_columns = torch.arange(size.shape[-1], device=size.device)
+    columns = torch.where(selected, all_columns, size.shape[-1]).topk(count, dim=-1, largest=False).values
     order = size.gather(-1, columns).sort(dim=-1, descending=True, stable=True).indices
     columns = columns.gather(-1, order)
     values = weights.gather(-1, columns)

@@ -63,10 +63,10 @@ def _dense_block(call: AttentionCall) -> RowsBlock:
     queries, keys = logits.shape[-2:]
     states = call.inputs_BKC if queries == keys else None
     order = torch.arange(keys - queries, keys, device=logits.device)
-    given = call.positions
-    if given is not None:
-        given = Positions(given.query[:, None], given.key[:, None])
-    return RowsBlock(torch.where(visible, logits, 0.0), visible, given, states, queries=order)
+    positions = call.positions
+    if positions is not None:
+        positions = Positions(positions.query[:, None], positions.key[:, None])
+    return RowsBlock(torch.where(visible, logits, 0.0), visible, positions, states, queries=order)
 
 
 def dense_statistics(
@@ -81,10 +81,12 @@ def dense_statistics(
     for item in range(shape[0]):
         for head in range(shape[1]):
             for index, row in enumerate(rows.tolist()):
-                at = (item, head, row)
-                numbers = row_statistics(logits[at], weights[at], visible[at], top_n, rest_is_sink=sink is not None)
+                position = (item, head, row)
+                numbers = row_statistics(
+                    logits[position], weights[position], visible[position], top_n, rest_is_sink=sink is not None
+                )
                 if numbers and exponents is not None:
-                    numbers |= row_limits(exponents[at][visible[at]])
+                    numbers |= row_limits(exponents[position][visible[position]])
                 for name, value in numbers.items():
                     results.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64))
                     results[name][item, head, index] = value

@@ -123,8 +123,8 @@ def row_sums(
     if too_few_to_wait(block.queries):
         log_others = torch.where(small, torch.logsumexp(z, -1, keepdim=True), log_others)
     elif bool(small.any()):
-        some = small.squeeze(-1).nonzero().squeeze(-1)
-        log_others[some] = torch.logsumexp(z[some], -1, keepdim=True)
+        small_rows = small.squeeze(-1).nonzero().squeeze(-1)
+        log_others[small_rows] = torch.logsumexp(z[small_rows], -1, keepdim=True)
     e_log_e = z.mul_(e).sum(-1, keepdim=True)
     norm = torch.linalg.vector_norm(e, dim=-1, keepdim=True)
     top = heaviest(e, max(top_n), scratch=z)
@@ -231,8 +231,8 @@ def weight_rows(
     w = weights.abs()
     sink = w.gather(1, first)
     w.scatter_(1, first, 0.0)
-    largest, where = w.max(-1, keepdim=True)
-    w.scatter_(1, where, 0.0)
+    largest, largest_column = w.max(-1, keepdim=True)
+    w.scatter_(1, largest_column, 0.0)
     others = w.sum(-1, keepdim=True)
     top = heaviest(w, max(top_n))
 

@@ -63,21 +63,25 @@ def measure_rows(
     """
     if top_n and min(top_n) < 1:
         raise ValueError(f"expected top_n as whole numbers of at least 1, got {tuple(top_n)}.")
-    chosen = resolve_normalizers(call, normalizers)
+    resolved = resolve_normalizers(call, normalizers)
     by_kernel = call.query_BHQD.is_cuda and len(rows) >= MIN_KERNEL_ROWS and fused_rows.applies(call)
-    softmaxes = [one for one in chosen if one.scaled_softmax] if by_kernel else []
-    maps = [one for one in chosen if one not in softmaxes and fused_maps.kernel_form(one.normalizer) is not None]
+    softmaxes = [normalizer for normalizer in resolved if normalizer.scaled_softmax] if by_kernel else []
+    maps = [
+        normalizer
+        for normalizer in resolved
+        if normalizer not in softmaxes and fused_maps.kernel_form(normalizer.normalizer) is not None
+    ]
     maps = maps if by_kernel and on_weights is None else []
-    others = [one for one in chosen if one not in softmaxes and one not in maps]
-    found = {}
+    others = [normalizer for normalizer in resolved if normalizer not in softmaxes and normalizer not in maps]
+    statistics = {}
     if others:
-        found = _measure_in_blocks(call, others, rows, top_n, names, block_elements, on_weights)
+        statistics = _measure_in_blocks(call, others, rows, top_n, names, block_elements, on_weights)
     if softmaxes:
-        found |= measure_by_kernel(call, softmaxes, rows, top_n, names, mass_rows)
-    for one in maps:
-        map_ = fused_maps.row_map_of(one, call, rows)
-        found[one.name] = measure_map_by_kernel(call, map_, rows, top_n, names, mass_rows)
-    return found
+        statistics |= measure_by_kernel(call, softmaxes, rows, top_n, names, mass_rows)
+    for normalizer in maps:
+        map_ = fused_maps.row_map_of(normalizer, call, rows)
+        statistics[normalizer.name] = measure_map_by_kernel(call, map_, rows, top_n, names, mass_rows)
+    return statistics
 
 
 @torch.no_grad()
@@ -90,13 +94,13 @@ def measure_map_by_kernel(
     mass_rows: int | None = fused_rows.MASS_ROWS,
 ) -> RowStatistics:
     """Measure rows of a map that is not softmax with its Triton kernel. mass_rows: as in measure_by_kernel."""
-    found = fused_maps.fused_map(call, rows, names, map_)
-    top_mass = found.largest_share.new_empty((*found.n.shape, 0))
+    fused = fused_maps.fused_map(call, rows, names, map_)
+    top_mass = fused.largest_share.new_empty((*fused.n.shape, 0))
     if top_n:
-        some = _choose_mass_rows(call, rows, mass_rows)
-        top_mass = fused_maps.heaviest_masses(call, rows, some, map_, found, top_n)
-        top_mass = top_mass.masked_fill((found.broken | (found.n < 1)).unsqueeze(-1), torch.nan)
-    return RowStatistics(found.n, found.values, top_mass, found.broken)
+        summed_rows = _choose_mass_rows(call, rows, mass_rows)
+        top_mass = fused_maps.heaviest_masses(call, rows, summed_rows, map_, fused, top_n)
+        top_mass = top_mass.masked_fill((fused.broken | (fused.n < 1)).unsqueeze(-1), torch.nan)
+    return RowStatistics(fused.n, fused.values, top_mass, fused.broken)
 
 
 @torch.no_grad()
@@ -114,41 +118,44 @@ def measure_by_kernel(
     from the later half, whose rows are the longest in a causal call, or from all rows if each has its own mask. With
     more than 32,768 keys they are fewer (see MASS_LOGITS). None: every row.
     """
-    n = fused_rows.visible_keys(call, rows) if any(one.rescales for one in chosen) else None
-    found = {}
+    n = fused_rows.visible_keys(call, rows) if any(normalizer.rescales for normalizer in chosen) else None
+    statistics = {}
     tops = []  # for the masses of the heaviest keys: the factor of the logits, and logsumexp over the keys
-    for one in chosen:
-        factor = None if n is None or not one.rescales else fused_rows.factors(one, call, rows, n)
-        sink = one.learned_sink(call, slice(0, call.query_BHQD.shape[1]))
+    for normalizer in chosen:
+        factor = None if n is None or not normalizer.rescales else fused_rows.factors(normalizer, call, rows, n)
+        sink = normalizer.learned_sink(call, slice(0, call.query_BHQD.shape[1]))
         fused = fused_rows.fused_rows(call, rows, names, factor, sink)
-        found[one.name] = RowStatistics(
+        statistics[normalizer.name] = RowStatistics(
             fused.n, fused.values, fused.keys_logsumexp.new_empty((*fused.n.shape, 0)), fused.broken
         )
         tops.append((factor, fused.keys_logsumexp))
     if top_n:
-        some = _choose_mass_rows(call, rows, mass_rows)
-        masses = _top_masses(call, rows, some, tops, top_n)
-        found = {
-            name: replace(one, top_mass=mass.masked_fill((one.broken | (one.n < 1)).unsqueeze(-1), torch.nan))
-            for (name, one), mass in zip(found.items(), masses, strict=True)
+        summed_rows = _choose_mass_rows(call, rows, mass_rows)
+        masses = _top_masses(call, rows, summed_rows, tops, top_n)
+        statistics = {
+            name: replace(
+                row_statistics,
+                top_mass=mass.masked_fill((row_statistics.broken | (row_statistics.n < 1)).unsqueeze(-1), torch.nan),
+            )
+            for (name, row_statistics), mass in zip(statistics.items(), masses, strict=True)
         }
-    return found
+    return statistics
 
 
 def _choose_mass_rows(call: AttentionCall, rows: Tensor, mass_rows: int | None) -> Tensor:
     """Return the indices of the rows whose heaviest keys are summed."""
-    some = torch.arange(len(rows))
+    indices = torch.arange(len(rows))
     if mass_rows is None:
-        return some
+        return indices
     ordered = call.mask is None or call.mask.shape[-2] == 1  # a mask per query may hold several documents
     most = max(1, min(mass_rows, fused_rows.MASS_LOGITS // call.key_BGKD.shape[-2]))
-    return evenly_spaced(some[len(rows) // 2 :] if ordered else some, most)
+    return evenly_spaced(indices[len(rows) // 2 :] if ordered else indices, most)
 
 
 def _top_masses(
     call: AttentionCall,
     rows: Tensor,
-    some: Tensor,
+    summed_rows: Tensor,
     tops: Sequence[tuple[Tensor | None, Tensor]],
     top_n: Sequence[int],
 ) -> list[Tensor]:
@@ -158,26 +165,26 @@ def _top_masses(
     """
     device = call.query_BHQD.device
     shape = (*call.query_BHQD.shape[:2], len(rows), len(top_n))
-    found = [torch.full(shape, torch.nan, device=device) for _ in tops]
-    at_rows = sent_to(device, some)
-    for block in logit_blocks(call, rows[some], all_heads=True):
-        at = at_rows[block.rows]
-        for (factor, log_keys), masses in zip(tops, found, strict=True):
+    masses_per_softmax = [torch.full(shape, torch.nan, device=device) for _ in tops]
+    at_rows = sent_to(device, summed_rows)
+    for block in logit_blocks(call, rows[summed_rows], all_heads=True):
+        row_indices = at_rows[block.rows]
+        for (factor, log_keys), masses in zip(tops, masses_per_softmax, strict=True):
             z = block.logits
             if factor is not None:
-                z = block.hide(z * factor[block.item, block.heads][:, at])
+                z = block.hide(z * factor[block.item, block.heads][:, row_indices])
             largest = z.topk(min(max(top_n), z.shape[-1]), dim=-1).values
-            weights = torch.exp(largest - log_keys[block.item, block.heads][:, at].unsqueeze(-1))
+            weights = torch.exp(largest - log_keys[block.item, block.heads][:, row_indices].unsqueeze(-1))
             sums = weights.cumsum(-1).clamp(max=1)
-            masses[block.item][block.heads][:, at] = torch.stack(
+            masses[block.item][block.heads][:, row_indices] = torch.stack(
                 [sums[..., min(N, sums.shape[-1]) - 1] for N in top_n], -1
             )
-    return found
+    return masses_per_softmax
 
 
 def _measure_in_blocks(
     call: AttentionCall,
-    chosen: Sequence[MeasuredNormalizer],
+    normalizers: Sequence[MeasuredNormalizer],
     rows: Tensor,
     top_n: Sequence[int],
     names: Sequence[str],
@@ -186,15 +193,17 @@ def _measure_in_blocks(
 ) -> dict[str, RowStatistics]:
     """Measure all normalizers in one pass over blocks of logits; on a CPU, heads are divided among threads."""
     if call.query_BHQD.shape[0] * len(rows) == 0:
-        return {one.name: _no_rows(call, len(rows), top_n, names) for one in chosen}
+        return {normalizer.name: _no_rows(call, len(rows), top_n, names) for normalizer in normalizers}
     if not top_n:
-        with_mass = _measure_in_blocks(call, chosen, rows, (1,), names, block_elements, on_weights)
-        return {name: replace(one, top_mass=one.top_mass[..., :0]) for name, one in with_mass.items()}
+        with_mass = _measure_in_blocks(call, normalizers, rows, (1,), names, block_elements, on_weights)
+        return {
+            name: replace(statistics, top_mass=statistics.top_mass[..., :0]) for name, statistics in with_mass.items()
+        }
     # Softmax of unchanged logits comes last, because it overwrites them.
-    chosen = sorted(chosen, key=lambda one: one.scaled_softmax and not one.rescales)
-    together = _mask_per_head(call) or not all(one.scaled_softmax for one in chosen)
+    normalizers = sorted(normalizers, key=lambda normalizer: normalizer.scaled_softmax and not normalizer.rescales)
+    together = _mask_per_head(call) or not all(normalizer.scaled_softmax for normalizer in normalizers)
     query = at_least_float32(call.query_BHQD)
-    limits, *found = (_RowArrays((*query.shape[:2], len(rows))) for _ in range(1 + len(chosen)))
+    limits, *arrays_per_normalizer = (_RowArrays((*query.shape[:2], len(rows))) for _ in range(1 + len(normalizers)))
 
     def measure(key_heads: range) -> None:
         workspace = LogitWorkspace(query)
@@ -203,19 +212,19 @@ def _measure_in_blocks(
             logits = block.logits.view(-1, block.logits.shape[-1])
             split = split_rows(logits, block)
             limits.put(block, n=block.n, logits=torch.cat([split.sink, split.largest, split.smallest], -1))
-            for one, arrays in zip(chosen, found, strict=True):
-                if one.scaled_softmax:
-                    last = one is chosen[-1]
-                    values = _statistics_of_softmax(one, call, block, logits, split, top_n, workspace, last=last)
+            for normalizer, arrays in zip(normalizers, arrays_per_normalizer, strict=True):
+                if normalizer.scaled_softmax:
+                    last = normalizer is normalizers[-1]
+                    values = _statistics_of_softmax(normalizer, call, block, logits, split, top_n, workspace, last=last)
                 else:
-                    assert one.normalizer is not None
-                    values = _statistics_of_weights(one.normalizer, call, block, len(rows), top_n, on_weights)
+                    assert normalizer.normalizer is not None
+                    values = _statistics_of_weights(normalizer.normalizer, call, block, len(rows), top_n, on_weights)
                 arrays.put(block, **values)
 
     in_threads(measure, call.key_BGKD.shape[1], query.device, whole=together)
     return {
-        one.name: _finish_statistics(limits.values, arrays.values, top_n, names)
-        for one, arrays in zip(chosen, found, strict=True)
+        normalizer.name: _finish_statistics(limits.values, arrays.values, top_n, names)
+        for normalizer, arrays in zip(normalizers, arrays_per_normalizer, strict=True)
     }
 
 
@@ -249,7 +258,7 @@ class _RowArrays:
 
 
 def _statistics_of_softmax(
-    one: MeasuredNormalizer,
+    normalizer: MeasuredNormalizer,
     call: AttentionCall,
     block: LogitBlock,
     logits: Tensor,
@@ -259,8 +268,8 @@ def _statistics_of_softmax(
     *,
     last: bool,
 ) -> dict[str, Tensor]:
-    factor = one.factor(call, block)
-    sink = one.learned_sink(call, block.heads)
+    factor = normalizer.factor(call, block)
+    sink = normalizer.learned_sink(call, block.heads)
     if factor is None:
         return {"sums": row_sums(logits if last else logits.clone(), block, split, top_n, workspace, sink)}
     scaled = block.hide(block.logits * factor).view_as(logits)
@@ -298,19 +307,19 @@ def _power_rows(block: LogitBlock, rows: int) -> Tensor:
 
 
 def _finish_statistics(
-    limits: dict[str, Tensor], found: dict[str, Tensor], top_n: Sequence[int], names: Sequence[str]
+    limits: dict[str, Tensor], collected: dict[str, Tensor], top_n: Sequence[int], names: Sequence[str]
 ) -> RowStatistics:
     """Combine sums or weights of the rows with their extreme logits, and add ratios and limits."""
     n = limits["n"].squeeze(-1)
     sink, largest, smallest = limits["logits"].unbind(-1)
-    if "sums" in found:
-        values, top_mass = softmax_statistics(found["sums"], n, top_n)
-        if "gain" in found:
-            values["jacobian_norm"] = values["jacobian_norm"] * found["gain"].squeeze(-1)
+    if "sums" in collected:
+        values, top_mass = softmax_statistics(collected["sums"], n, top_n)
+        if "gain" in collected:
+            values["jacobian_norm"] = values["jacobian_norm"] * collected["gain"].squeeze(-1)
     else:
-        values = {name: value.squeeze(-1) for name, value in found.items() if name != "top_mass"}
+        values = {name: value.squeeze(-1) for name, value in collected.items() if name != "top_mass"}
         values["logsumexp"] = torch.full_like(values["row_sum"], torch.nan)
-        top_mass = found["top_mass"]
+        top_mass = collected["top_mass"]
     max_logit = torch.maximum(sink, largest)
     distance = max_logit - torch.minimum(sink, smallest)
     finite = (max_logit - distance + values["row_sum"]).isfinite()  # whether all three are finite
@@ -329,9 +338,9 @@ def _finish_statistics(
     }
     if not {*names} <= {*values}:
         # The limits are those of the rescaled logits. A map that is not softmax has no such limits.
-        gain: float | Tensor = 1.0 if "sums" in found else torch.nan
-        if "gain" in found:
-            gain = found["gain"].squeeze(-1)
+        gain: float | Tensor = 1.0 if "sums" in collected else torch.nan
+        if "gain" in collected:
+            gain = collected["gain"].squeeze(-1)
         values |= _softmax_limits(distance * gain, rest * gain, keys)
     return RowStatistics(
         n=n,

@@ -62,21 +62,21 @@ def rows_to_measure(rows: Rows, queries: int, *, causal: bool, keys: int | None 
     n = torch.arange(queries) + 1 + (queries if keys is None else keys) - queries
     bins = [(n >= low) & (n <= high) for low, high in reversed(length_bins(int(n[-1])))]
     members = [inside.nonzero().squeeze(-1) for inside in bins]
-    members = [some for some in members if len(some)]
-    chosen: list[Tensor] = []
+    members = [rows_in_bin for rows_in_bin in members if len(rows_in_bin)]
+    selected: list[Tensor] = []
     for_longest = count // 4
     left = count - for_longest
-    for index, some in enumerate(members):
+    for index, rows_in_bin in enumerate(members):
         last = index == len(members) - 1
-        quota = min(len(some), left // (len(members) - index) + (for_longest if last else 0))
+        quota = min(len(rows_in_bin), left // (len(members) - index) + (for_longest if last else 0))
         left += (for_longest if last else 0) - quota
         if quota:
-            chosen.append(evenly_spaced(some, quota))
+            selected.append(evenly_spaced(rows_in_bin, quota))
     if left:  # the bins have fewer rows than wanted: also take rows with fewer than SHORTEST keys
-        taken = torch.cat(chosen) if chosen else n[:0]
-        others = torch.arange(queries)[~torch.isin(torch.arange(queries), taken)]
-        chosen.append(evenly_spaced(others, left))
-    return torch.cat(chosen).sort().values
+        selected_rows = torch.cat(selected) if selected else n[:0]
+        others = torch.arange(queries)[~torch.isin(torch.arange(queries), selected_rows)]
+        selected.append(evenly_spaced(others, left))
+    return torch.cat(selected).sort().values
 
 
 def evenly_spaced(rows: Tensor, count: int) -> Tensor:
@@ -126,21 +126,21 @@ def sequences(call: AttentionCall, tokens_BQ: Tensor | None, rows: Rows) -> Iter
 def one_sequence(call: AttentionCall, item: int) -> AttentionCall:
     """Return the call for one item of the batch; mask and bias get four dimensions."""
 
-    def one(tensor: Tensor | None) -> Tensor | None:
+    def item_of(tensor: Tensor | None) -> Tensor | None:
         if tensor is None:
             return None
         tensor = tensor.reshape(*([1] * (4 - tensor.dim())), *tensor.shape)
         return tensor if tensor.shape[0] == 1 else tensor[item : item + 1]  # 1: shared by all items
 
-    here = slice(item, item + 1)
+    item_slice = slice(item, item + 1)
     return replace(
         call,
-        query_BHQD=call.query_BHQD[here],
-        key_BGKD=call.key_BGKD[here],
-        value_BGKE=call.value_BGKE[here],
-        mask=one(call.mask),
-        bias=one(call.bias),
-        inputs_BKC=None if call.inputs_BKC is None else call.inputs_BKC[here],
+        query_BHQD=call.query_BHQD[item_slice],
+        key_BGKD=call.key_BGKD[item_slice],
+        value_BGKE=call.value_BGKE[item_slice],
+        mask=item_of(call.mask),
+        bias=item_of(call.bias),
+        inputs_BKC=None if call.inputs_BKC is None else call.inputs_BKC[item_slice],
     )
 
 

@@ -130,10 +130,10 @@ def _key_by_key(map_: Map, prepared: Block) -> Tensor:
     return prepared.hide(slopes).abs().amax(-1)
 
 
-def _slope_of_each(function: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
+def _slope_of_each(function: Callable[[Tensor], Tensor], points: Tensor) -> Tensor:
     """Return the derivative of an elementwise function."""
     with torch.inference_mode(False), torch.enable_grad():
-        point = at.clone().requires_grad_()
+        point = points.clone().requires_grad_()
         (slopes,) = torch.autograd.grad(function(point).sum(), point)
     return slopes
 
@@ -161,26 +161,26 @@ def measure_sensitivity(
         raise ValueError(f"temperatures must be positive, got {tuple(temperatures)}")
     if any(not eps > 0 for eps in epsilons):
         raise ValueError(f"epsilons must be positive, got {tuple(epsilons)}")
-    chosen = resolve_normalizers(call, normalizers)
+    resolved = resolve_normalizers(call, normalizers)
     like = at_least_float32(call.query_BHQD)
     sources = sources_of(generator)
     names = ["jacobian_norm", "bound", *(f"gain_{eps:g}" for eps in epsilons)]
     shape = (len(names), *like.shape[:2], len(rows), len(temperatures))
-    results = {one.name: like.new_full(shape, torch.nan) for one in chosen}
+    results = {normalizer.name: like.new_full(shape, torch.nan) for normalizer in resolved}
     copies = (1 + len(epsilons)) * (1 if runs_asynchronously(like) else 2)  # a CPU is faster with a few rows
     for block in logit_blocks(call, rows, all_heads=True, copies=copies):
         view = rows_block(call, block)
         sound = ((block.n > 0) & view.logits[0].sum(-1).isfinite()).unsqueeze(-1)
         directions = _directions(block, view, call.key_BGKD.shape[-2], sources)
         n = block.n_on_cpu()
-        for one in chosen:
-            normalizer = as_normalizer(one, call)
+        for measured in resolved:
+            normalizer = as_normalizer(measured, call)
             constants = _lipschitz(normalizer, n).to(like.dtype).unsqueeze(-1)
             bound = sent_to(like.device, constants / torch.tensor(temperatures, dtype=like.dtype))
             few = range(max(0, len(rows) - POWER_ROWS - block.rows.start), block.rows.stop - block.rows.start)
             numbers = _numbers(normalizer, view, directions, temperatures, epsilons, few)
             numbers = torch.stack([numbers[0], bound.expand(numbers[0].shape).to(numbers), *numbers[1:]])
-            results[one.name][:, block.item, block.heads, block.rows] = torch.where(sound, numbers, torch.nan)
+            results[measured.name][:, block.item, block.heads, block.rows] = torch.where(sound, numbers, torch.nan)
     return {name: dict(zip(names, numbers, strict=True)) for name, numbers in results.items()}
 
 
@@ -199,21 +199,21 @@ def _numbers(
     logits = view.logits[0]
     steps, T = (_column(values, logits) for values in ((0.0, *epsilons), temperatures))
     moved = torch.addcmul(logits, steps, directions[0])  # (1 + E, h, r, w)
-    found = logits.new_empty(len(steps), *logits.shape[:-1], len(temperatures))
+    numbers = logits.new_empty(len(steps), *logits.shape[:-1], len(temperatures))
     at_once = max(1, GPU_ELEMENTS // moved.numel()) if runs_asynchronously(logits) else 1
 
     def measure(columns: range) -> None:
         for start in range(columns.start, columns.stop, at_once):
-            some = slice(start, min(start + at_once, columns.stop))
-            cooled = moved / T[some].unsqueeze(1)  # (T, 1 + E, h, r, w)
+            batch = slice(start, min(start + at_once, columns.stop))
+            cooled = moved / T[batch].unsqueeze(1)  # (T, 1 + E, h, r, w)
             weights = normalizer.weights(view.with_logits(cooled.flatten(0, 1))).unflatten(0, cooled.shape[:2])
-            norms = _norms(normalizer, view, cooled[:, 0], weights[:, 0], few) / T[some].squeeze(-1)
+            norms = _norms(normalizer, view, cooled[:, 0], weights[:, 0], few) / T[batch].squeeze(-1)
             change: Tensor = torch.linalg.vector_norm(weights[:, 1:] - weights[:, :1], dim=-1)
             gains = change / steps[1:].squeeze(-1)
-            found[..., some] = torch.cat([norms.unsqueeze(1), gains], 1).movedim(0, -1)
+            numbers[..., batch] = torch.cat([norms.unsqueeze(1), gains], 1).movedim(0, -1)
 
     in_threads(measure, len(temperatures), logits.device)
-    return found
+    return numbers
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
@@ -229,11 +229,11 @@ def _norms(normalizer: Normalizer, view: RowsBlock, logits: Tensor, weights: Ten
     if norms is not None:
         return norms.expand(weights.shape[:-1])
     norms = torch.full_like(weights[..., 0], torch.nan)
-    which = torch.arange(few.start, few.stop, device=norms.device)
-    for norm, one in zip(norms, logits, strict=True):
-        cooled = view.with_logits(one[None])
+    row_indices = torch.arange(few.start, few.stop, device=norms.device)
+    for norm, row_logits in zip(norms, logits, strict=True):
+        cooled = view.with_logits(row_logits[None])
         assert isinstance(cooled, RowsBlock)
-        norm[..., which] = sampled_norm(normalizer, cooled.select_rows(which))[0].to(norm.dtype)
+        norm[..., row_indices] = sampled_norm(normalizer, cooled.select_rows(row_indices))[0].to(norm.dtype)
     return norms
 
 
@@ -263,8 +263,8 @@ def _directions(block: LogitBlock, view: RowsBlock, keys: int, sources: Sequence
             numbers = _drawn(heads // len(sources), rows, keys, source, device)
         return numbers[..., view.first_key : view.first_key + width]
 
-    here = sent_to(view.logits.device, torch.cat(each_in_a_thread(draw, sources))).to(view.logits)
-    noise = view.hide(pad(here, (0, width - here.shape[-1]))[None])
+    visible_part = sent_to(view.logits.device, torch.cat(each_in_a_thread(draw, sources))).to(view.logits)
+    noise = view.hide(pad(visible_part, (0, width - visible_part.shape[-1]))[None])
     length: Tensor = torch.linalg.vector_norm(noise, dim=-1, keepdim=True)
     return noise / torch.where(length > 0, length, 1.0)
 

@@ -45,8 +45,8 @@ def summarise_all(
     many = len(names)
     stacked = torch.cat([values[name].double() for name in names], 1)
     keys, bad = (t.expand(stacked.shape[0], stacked.shape[1] // many, -1).repeat(1, many, 1) for t in (n, broken))
-    every = summarise(stacked, keys, bins, bad, quantiles=quantiles)
-    parts = (np.split(part, many) for part in (every.mean, every.quantiles, every.rows))
+    summary = summarise(stacked, keys, bins, bad, quantiles=quantiles)
+    parts = (np.split(part, many) for part in (summary.mean, summary.quantiles, summary.rows))
     return {name: Summary(*part) for name, part in zip(names, zip(*parts, strict=True), strict=True)}
 
 
@@ -65,7 +65,7 @@ def summarise(
     numbers, keys, bad = (_per_head(t) for t in (values.double(), n.expand_as(values), broken.expand_as(values)))
     heads = len(numbers)
     mean = np.full((heads, len(bins)), np.nan)
-    found = np.full((heads, len(bins), len(quantiles)), np.nan)
+    quantile_values = np.full((heads, len(bins), len(quantiles)), np.nan)
     rows = np.zeros((heads, len(bins)), dtype=np.int64)
     for index, (low, high) in enumerate(bins):
         inside = (keys >= low) & (keys <= high) & ~bad
@@ -73,10 +73,10 @@ def summarise(
         rows[:, index] = inside.sum(1)
         ordered = np.sort(np.where(inside[:, used], numbers[:, used], np.nan), axis=1)  # NaN comes last
         count = (~np.isnan(ordered)).sum(1)
-        some = count > 0
-        mean[some, index] = np.nansum(ordered[some], 1) / count[some]
-        found[some, index] = _quantiles(ordered[some], count[some], quantiles)
-    return Summary(mean, found, rows)
+        not_empty = count > 0
+        mean[not_empty, index] = np.nansum(ordered[not_empty], 1) / count[not_empty]
+        quantile_values[not_empty, index] = _quantiles(ordered[not_empty], count[not_empty], quantiles)
+    return Summary(mean, quantile_values, rows)
 
 
 def _summarise_on_device(
@@ -91,7 +91,7 @@ def _summarise_on_device(
     heads = shape[1]
     keys, left_out = (t.expand(shape).transpose(0, 1).flatten(1) for t in (n, broken))
     ids = bin_ids(keys, bins, left_out)
-    found: dict[str, Summary] = {}
+    summaries: dict[str, Summary] = {}
     for dtype in {value.dtype for value in values.values()}:
         names = [name for name, value in values.items() if value.dtype == dtype]
         numbers = torch.stack([values[name] for name in names]).transpose(1, 2).flatten(0, 1).flatten(1)
@@ -99,8 +99,8 @@ def _summarise_on_device(
         mean, shares, rows = (sent_to_cpu(t).numpy() for t in (parts.mean, parts.quantiles, parts.members.long()))
         for index, name in enumerate(names):
             of_name = slice(index * heads, (index + 1) * heads)
-            found[name] = Summary(mean[of_name], shares[of_name], rows[of_name])
-    return {name: found[name] for name in values}
+            summaries[name] = Summary(mean[of_name], shares[of_name], rows[of_name])
+    return {name: summaries[name] for name in values}
 
 
 def _per_head(values: Tensor) -> np.ndarray:
@@ -134,10 +134,10 @@ def bin_ids(keys: Tensor, bins: Sequence[tuple[int, int]], left_out: Tensor) -> 
     order = sorted(range(len(bins)), key=lambda index: bins[index])
     columns = torch.tensor([[bins[i][0] for i in order], [bins[i][1] for i in order], order])
     low, high, index = sent_to(keys.device, columns).unbind()
-    place = torch.bucketize(keys, low, right=True) - 1
-    at = place.clamp(min=0)
-    inside = (place >= 0) & (keys <= high[at]) & ~left_out
-    return torch.where(inside, index[at], -1).to(torch.int32)
+    position = torch.bucketize(keys, low, right=True) - 1
+    bin_index = position.clamp(min=0)
+    inside = (position >= 0) & (keys <= high[bin_index]) & ~left_out
+    return torch.where(inside, index[bin_index], -1).to(torch.int32)
 
 
 def binned(numbers: Tensor, ids: Tensor, bins: int, shares: Sequence[float]) -> Binned:
@@ -148,10 +148,12 @@ def binned(numbers: Tensor, ids: Tensor, bins: int, shares: Sequence[float]) -> 
     solve = _by_kernel if runs_triton(numbers.device) else _by_sorting
     mean, below, above, count, members = solve(numbers.contiguous(), ids.contiguous(), bins, shares)
     last = (count - 1).clamp(min=0).double().unsqueeze(-1)
-    at = sent_to(numbers.device, torch.tensor(shares, dtype=torch.float64)) * last
-    between = torch.where((below == above) | (at == at.floor()), below, below + (above - below) * (at - at.floor()))
-    some = (count > 0).unsqueeze(-1)
-    return Binned(torch.where(count > 0, mean, torch.nan), torch.where(some, between, torch.nan), members)
+    rank = sent_to(numbers.device, torch.tensor(shares, dtype=torch.float64)) * last
+    between = torch.where(
+        (below == above) | (rank == rank.floor()), below, below + (above - below) * (rank - rank.floor())
+    )
+    not_empty = (count > 0).unsqueeze(-1)
+    return Binned(torch.where(count > 0, mean, torch.nan), torch.where(not_empty, between, torch.nan), members)
 
 
 def _by_kernel(
@@ -164,20 +166,20 @@ def _by_kernel(
     (lists, length), device = numbers.shape, numbers.device
     begin, end = (torch.empty((len(ids), bins), dtype=torch.int32, device=device) for _ in range(2))
     places = int(triton.next_power_of_2(max(len(shares), 1)))
-    wanted = torch.zeros(places, dtype=torch.float64)
-    wanted[: len(shares)] = torch.tensor(shares, dtype=torch.float64)
-    wanted = sent_to(device, wanted)
+    padded_shares = torch.zeros(places, dtype=torch.float64)
+    padded_shares[: len(shares)] = torch.tensor(shares, dtype=torch.float64)
+    padded_shares = sent_to(device, padded_shares)
     members, counts = (torch.empty((lists, bins), dtype=torch.int32, device=device) for _ in range(2))
     means = torch.empty((lists, bins), dtype=torch.float64, device=device)
     below, above = (torch.empty((lists, bins, places), dtype=numbers.dtype, device=device) for _ in range(2))
     with device_of(numbers):
         bin_ranges[(len(ids) * bins,)](ids, begin, end, length, bins, BLOCK=BLOCK)
         order_statistics[(lists * bins,)](
-            numbers, ids, begin, end, wanted, members, counts, means, below, above, length, bins, len(ids),
+            numbers, ids, begin, end, padded_shares, members, counts, means, below, above, length, bins, len(ids),
             ASKED=len(shares), SHARES=places, BITS=8 * numbers.element_size(), BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
-    asked = slice(len(shares))
-    return means, below[..., asked].double(), above[..., asked].double(), counts, members
+    requested = slice(len(shares))
+    return means, below[..., requested].double(), above[..., requested].double(), counts, members
 
 
 def _by_sorting(
@@ -185,25 +187,25 @@ def _by_sorting(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Summarise by one sort of all numbers by bin and value."""
     numbers = numbers.double()
-    where = (ids.long() % (bins + 1)).repeat(len(numbers) // len(ids), 1)
+    bin_index = (ids.long() % (bins + 1)).repeat(len(numbers) // len(ids), 1)
     ones = torch.ones_like(numbers)
-    members = _per_bin(where, ones, bins).int()
+    members = _per_bin(bin_index, ones, bins).int()
     missing = numbers.isnan()
-    numbers, where = torch.where(missing, 0.0, numbers), torch.where(missing, bins, where)
-    count = _per_bin(where, ones, bins)
-    mean = _per_bin(where, numbers, bins) / count
+    numbers, bin_index = torch.where(missing, 0.0, numbers), torch.where(missing, bins, bin_index)
+    count = _per_bin(bin_index, ones, bins)
+    mean = _per_bin(bin_index, numbers, bins) / count
     ordered, order = numbers.sort(dim=1)
-    ordered = ordered.gather(1, where.gather(1, order).sort(dim=1, stable=True).indices)
+    ordered = ordered.gather(1, bin_index.gather(1, order).sort(dim=1, stable=True).indices)
     start = (count.cumsum(1) - count).unsqueeze(-1)
     last = (count - 1).clamp(min=0).unsqueeze(-1)
     low = (torch.tensor(shares, dtype=torch.float64, device=numbers.device) * last).floor()
     below, above = (
-        ordered.gather(1, (start + place).long().clamp(max=ordered.shape[1] - 1).flatten(1)).view(place.shape)
-        for place in (low, torch.minimum(low + 1, last))
+        ordered.gather(1, (start + rank).long().clamp(max=ordered.shape[1] - 1).flatten(1)).view(rank.shape)
+        for rank in (low, torch.minimum(low + 1, last))
     )
     return mean, below, above, count.int(), members
 
 
-def _per_bin(where: Tensor, values: Tensor, bins: int) -> Tensor:
+def _per_bin(bin_index: Tensor, values: Tensor, bins: int) -> Tensor:
     """Return the sum of values (lists, M) over the members of each bin, (lists, bins)."""
-    return values.new_zeros(len(values), bins + 1).scatter_add_(1, where, values)[:, :bins]
+    return values.new_zeros(len(values), bins + 1).scatter_add_(1, bin_index, values)[:, :bins]

@@ -73,13 +73,13 @@ def measure_vectors(
         raise ValueError(f"permutations must be at least 1, got {permutations}")
     if not top_n or min(top_n) < 1:
         raise ValueError(f"expected top_n as whole numbers of at least 1, got {tuple(top_n)}.")
-    chosen = resolve_normalizers(call, normalizers)
+    resolved = resolve_normalizers(call, normalizers)
     mixed = _mixed_vectors(call, vectors)
     sources = sources_of(generator)
     sizes = sorted(top_n)
     shape = (*call.query_BHQD.shape[:2], len(rows), len(sizes))
-    results = {one.name: mixed.new_full((len(NUMBERS), *shape), torch.nan) for one in chosen}
-    draws = {one.name: mixed.new_full((*shape, 2, permutations), torch.nan) for one in chosen}
+    results = {normalizer.name: mixed.new_full((len(NUMBERS), *shape), torch.nan) for normalizer in resolved}
+    draws = {normalizer.name: mixed.new_full((*shape, 2, permutations), torch.nan) for normalizer in resolved}
     few = evenly_spaced(torch.arange(len(rows)), NULL_ROWS)
     on_device = runs_asynchronously(mixed)
     copies = 2 * len(sizes) if on_device else 1  # for every N, in float64
@@ -92,17 +92,19 @@ def measure_vectors(
         if not sizes[used]:
             continue
         view, x, targets = rows_block(call, block), _vectors_of(block, mixed), sent_to(mixed.device, drawn)
-        for one in chosen:
-            weights, logs = weights_and_logs(one, call, block, view)
+        for normalizer in resolved:
+            weights, logs = weights_and_logs(normalizer, call, block, view)
             numbers, null = _in_block(weights, logs, block.visible, x, local, targets, sizes[used])
-            results[one.name][:, block.item, :, block.rows, used] = numbers
+            results[normalizer.name][:, block.item, :, block.rows, used] = numbers
             if len(local):
-                at = block.rows if len(local) == numbers.shape[2] else sent_to(mixed.device, local + block.rows.start)
-                draws[one.name][block.item, :, at, used] = null.to(mixed.dtype)
-    given = [sizes.index(N) for N in top_n]
+                row_indices = (
+                    block.rows if len(local) == numbers.shape[2] else sent_to(mixed.device, local + block.rows.start)
+                )
+                draws[normalizer.name][block.item, :, row_indices, used] = null.to(mixed.dtype)
+    requested_order = [sizes.index(N) for N in top_n]
     return {
         name: {
-            column: value if given == sorted(given) else value[..., given]
+            column: value if requested_order == sorted(requested_order) else value[..., requested_order]
             for column, value in (dict(zip(NUMBERS, numbers, strict=True)) | _null(draws[name])).items()
         }
         for name, numbers in results.items()
@@ -172,9 +174,9 @@ def _in_block(
     def measure(groups: range) -> None:
         heads = slice(groups.start * per_group, groups.stop * per_group)
         vectors = x[groups.start : groups.stop]
-        known = None if logs is None else logs[heads]
+        head_logs = None if logs is None else logs[heads]
         parts[groups.start] = _of_groups(
-            weights[heads], known, visible[heads], vectors, local, targets, owner[heads], sizes
+            weights[heads], head_logs, visible[heads], vectors, local, targets, owner[heads], sizes
         )
 
     in_threads(measure, len(x), x.device)
@@ -204,24 +206,24 @@ def _of_groups(
     if logs is not None:
         logs = logs.to(dtype).reshape(weights.shape).masked_fill(~visible, -torch.inf)
     sets = NestedSets.of(weights, x, visible, sizes, logs)
-    found = distances(sets)
-    nearest = found["nearest"]
+    set_distances = distances(sets)
+    nearest = set_distances["nearest"]
     compared = nearest.new_full((len(COMPARED), *nearest.shape), torch.nan)
     null = nearest.new_empty(heads, len(local), len(sizes), 2, len(targets))
     broken = ~weights.sum(-1).isfinite()
     if len(local):
         of_head: Tensor | slice = slice(None)
-        at: Tensor | slice = slice(None)
+        few_rows: Tensor | slice = slice(None)
         if len(local) < rows:
-            of_head = which = sent_to(x.device, local)
-            at = (torch.arange(0, weights.shape[1], rows, device=x.device).unsqueeze(-1) + which).flatten()
-        few = sets.select_rows(at)
+            of_head = few_in_head = sent_to(x.device, local)
+            few_rows = (torch.arange(0, weights.shape[1], rows, device=x.device).unsqueeze(-1) + few_in_head).flatten()
+        few = sets.select_rows(few_rows)
         shares = _separabilities(few, targets, owner)
-        bounds = theorem2(few, nearest[:, at])
-        compared[:, :, at] = torch.stack([*shares[:, 0].unbind(-2), *bounds]).to(nearest.dtype)
+        bounds = theorem2(few, nearest[:, few_rows])
+        compared[:, :, few_rows] = torch.stack([*shares[:, 0].unbind(-2), *bounds]).to(nearest.dtype)
         null = shares[:, 1:].permute(0, 2, 4, 3, 1).reshape(null.shape)
         null = null.masked_fill(broken.reshape(heads, rows)[:, of_head, None, None, None], torch.nan)
-    numbers = torch.cat([torch.stack([found[name] for name in NUMBERS if name not in COMPARED]), compared])
+    numbers = torch.cat([torch.stack([set_distances[name] for name in NUMBERS if name not in COMPARED]), compared])
     numbers = numbers.masked_fill(broken.unsqueeze(-1), torch.nan)
     return numbers.reshape(len(NUMBERS), heads, rows, len(sizes)), null
 
@@ -241,26 +243,26 @@ def _separabilities(rows: NestedSets, targets: Tensor, owner: Tensor) -> Tensor:
         sets_at_once = max(1, GPU_NULL_ELEMENTS // (of_set * draws_at_once))
     else:
         draws_at_once, sets_at_once = max(1, NULL_ELEMENTS // of_set), 1
-    found = []
+    separability_parts = []
     per_group = len(owner) // groups
     for start in range(0, groups, sets_at_once):
-        some = slice(start, start + sets_at_once)
+        batch = slice(start, start + sets_at_once)
         alone = SelectedRows(
-            selected.weights[some],
-            selected.vectors[some],
-            selected.visible[some],
-            selected.indices[some],
+            selected.weights[batch],
+            selected.vectors[batch],
+            selected.visible[batch],
+            selected.indices[batch],
             one_row_per_set=False,
-            log_weights=None if selected.log_weights is None else selected.log_weights[some],
+            log_weights=None if selected.log_weights is None else selected.log_weights[batch],
         )
         heads = owner[start * per_group : (start + sets_at_once) * per_group]
         # Keys may be equally close to 7 digits, and a wrong count of one row is a wrong result; the null averages many.
         exact = separabilities(alone.double(), itself.expand(len(alone.weights), -1, -1, -1), rows.sizes)
         of_heads = targets.index_select(0, heads).unflatten(0, (-1, per_group))  # (g, p, d, l, w)
-        dealt = of_heads.transpose(1, 2).flatten(2, 3).long()
-        parts = [separabilities(alone, part, rows.sizes) for part in dealt.split(draws_at_once, 1)]
-        found.append(torch.cat([exact.to(alone.weights.dtype), *parts], 1))
-    return torch.where((rows.n > rows.top_n)[:, None, :, None], torch.cat(found), torch.nan)
+        permuted = of_heads.transpose(1, 2).flatten(2, 3).long()
+        parts = [separabilities(alone, part, rows.sizes) for part in permuted.split(draws_at_once, 1)]
+        separability_parts.append(torch.cat([exact.to(alone.weights.dtype), *parts], 1))
+    return torch.where((rows.n > rows.top_n)[:, None, :, None], torch.cat(separability_parts), torch.nan)
 
 
 def _null(draws: Tensor) -> dict[str, Tensor]:
@@ -287,11 +289,11 @@ def isotropy(vectors: Tensor, visible: Tensor | None = None, *, seed: int = 0) -
     Zero vectors are left out of the cosine.
     """
     vectors = at_least_float32(vectors)
-    seen = torch.ones_like(vectors[..., 0], dtype=torch.bool)
-    seen = seen if visible is None else seen & visible
-    x = vectors if visible is None else torch.where(seen.unsqueeze(-1), vectors, 0.0)
+    usable = torch.ones_like(vectors[..., 0], dtype=torch.bool)
+    usable = usable if visible is None else usable & visible
+    x = vectors if visible is None else torch.where(usable.unsqueeze(-1), vectors, 0.0)
     norms: Tensor = torch.linalg.vector_norm(x, dim=-1)
-    count = seen.sum(-1)
+    count = usable.sum(-1)
     enough = count > 1
 
     m = (norms > 0).sum(-1).to(x.dtype)
@@ -301,25 +303,25 @@ def isotropy(vectors: Tensor, visible: Tensor | None = None, *, seed: int = 0) -
     trace = moments.diagonal(dim1=-2, dim2=-1).sum(-1)
     rank = trace.square() / moments.square().sum((-2, -1))
     mean_norm = norms.sum(-1) / count.clamp(min=1)
-    smallest = _smallest_distance(x, seen, seed) / mean_norm
+    smallest = _smallest_distance(x, usable, seed) / mean_norm
     cosine, rank, smallest = (torch.where(enough, value, torch.nan) for value in (cosine, rank, smallest))
     return Isotropy(torch.where(m > 1, cosine, torch.nan), rank, smallest)
 
 
-def _smallest_distance(x: Tensor, seen: Tensor, seed: int) -> Tensor:
+def _smallest_distance(x: Tensor, usable: Tensor, seed: int) -> Tensor:
     keys = x.shape[-2]
     if keys > PAIRED_VECTORS:
         generator = torch.Generator().manual_seed(seed)
-        some = sent_to(x.device, torch.randperm(keys, generator=generator)[:PAIRED_VECTORS].sort().values)
-        x, seen = x[..., some, :], seen[..., some]
+        sample = sent_to(x.device, torch.randperm(keys, generator=generator)[:PAIRED_VECTORS].sort().values)
+        x, usable = x[..., sample, :], usable[..., sample]
     squares = x.square().sum(-1)
     squared = squares.unsqueeze(-1) + squares.unsqueeze(-2) - 2 * x @ x.mT
-    pairs = seen.unsqueeze(-1) & seen.unsqueeze(-2)
+    pairs = usable.unsqueeze(-1) & usable.unsqueeze(-2)
     pairs = pairs & ~torch.eye(x.shape[-2], dtype=torch.bool, device=x.device)
     nearest = torch.where(pairs, squared, torch.inf).amin(-1)
     # Inner products lose the digits of a small distance: the closest pairs are computed again from their difference.
     closest = nearest.topk(min(CHECKED_VECTORS, nearest.shape[-1]), largest=False).indices
-    some = x.gather(-2, closest.unsqueeze(-1).expand(*closest.shape, x.shape[-1]))
-    exact = torch.cdist(some, x, compute_mode="donot_use_mm_for_euclid_dist")
+    closest_vectors = x.gather(-2, closest.unsqueeze(-1).expand(*closest.shape, x.shape[-1]))
+    exact = torch.cdist(closest_vectors, x, compute_mode="donot_use_mm_for_euclid_dist")
     pairs = pairs.gather(-2, closest.unsqueeze(-1).expand(*closest.shape, x.shape[-2]))
     return torch.where(pairs, exact, torch.inf).amin((-2, -1))
