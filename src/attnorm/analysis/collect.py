@@ -70,7 +70,7 @@ class Collector:
         self.tokens = tokens
         self.after_layer = after_layer
         self.texts: Tokens = texts or {}
-        self.layers_read = 0  # layers read from the disk
+        self.found = 0  # layers read from the disk
         self.repeats = False  # whether a layer made more than one attention call (differential attention)
         self._heads: dict[tuple[str, int], Before] = {}  # (kind, layer) -> heads and key/value heads so far
         self._finished = finished
@@ -106,7 +106,7 @@ class Collector:
         if layer_on_disk is None:
             self._measure([call], before, self.tokens.get(call.kind))()
         else:
-            self.layers_read += 1
+            self.found += 1
             self._add(layer_on_disk)
 
     def finish(self) -> None:

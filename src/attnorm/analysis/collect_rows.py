@@ -67,25 +67,25 @@ def summarise_rows(
     )
 
 
-def row_columns(summaries: RowSummaries, top_n: tuple[int, ...], kv_heads: int) -> dict[str, Columns]:
+def row_columns(found: RowSummaries, top_n: tuple[int, ...], kv_heads: int) -> dict[str, Columns]:
     """Return the columns of one normalizer by table."""
-    n, bins = summaries.means["n"], summaries.bins
+    n, bins = found.means["n"], found.bins
     heads = len(n.rows)
     return {
         "heads": {
             "head": np.arange(heads),
             "kv_head": np.arange(heads) // (heads // kv_heads),
             "rows": n.rows[:, 0],
-            "broken_rows": summaries.broken,
+            "broken_rows": found.broken,
             "n_low": bins[0][0],
             "n_high": bins[0][1],
-            **_longest_bin_columns(summaries.metrics),
-            **_slopes(summaries.metrics, n.mean),
-            "forced_share": summaries.means["forced"].mean[:, 0],
+            **_longest_bin_columns(found.metrics),
+            **_slopes(found.metrics, n.mean),
+            "forced_share": found.means["forced"].mean[:, 0],
         },
-        "by_length": _length_columns(summaries.metrics, n, bins),
-        "top_n": _masses(summaries.means, top_n),
-        "blocks": summaries.blocks(),
+        "by_length": _length_columns(found.metrics, n, bins),
+        "top_n": _masses(found.means, top_n),
+        "blocks": found.blocks(),
     }
 
 

@@ -119,7 +119,7 @@ def _measure(
 
     def after_layer(done: int) -> None:
         total = max(done, state.layers_total)
-        progress(replace(state, layers_done=done, layers_found=collector.layers_read, layers_total=total))
+        progress(replace(state, layers_done=done, layers_found=collector.found, layers_total=total))
 
     encoder_decoder = bool(job.loaded.model.config.is_encoder_decoder)
     tokens = query_masks(part.model_inputs, encoder_decoder=encoder_decoder)

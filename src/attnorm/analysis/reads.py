@@ -115,16 +115,16 @@ def token_text(tokenizer: Any, token: int) -> str:
     return (text or piece).encode("utf-8", "replace").decode()[:LONGEST_TOKEN]
 
 
-def listed_rows(read_rows: int | Sequence[int], queries: int, tokens_Q: Tensor | None) -> Tensor:
-    """Return sorted query indices: `read_rows` rows spread over the sequence including the last, or the given rows.
+def listed_rows(wanted: int | Sequence[int], queries: int, tokens_Q: Tensor | None) -> Tensor:
+    """Return sorted query indices: `wanted` rows spread over the sequence including the last, or the given rows.
 
     Given rows count tokens without padding, from the end if negative; rows beyond the sequence are ignored.
     """
     present = torch.arange(queries) if tokens_Q is None else tokens_Q.cpu().nonzero().squeeze(-1)
-    if isinstance(read_rows, int):
-        return evenly_spaced(present, read_rows)
+    if isinstance(wanted, int):
+        return evenly_spaced(present, wanted)
     count = len(present)
-    inside = sorted({row % count for row in read_rows if -count <= row < count}) if count else []
+    inside = sorted({row % count for row in wanted if -count <= row < count}) if count else []
     return present[torch.tensor(inside, dtype=torch.long)]
 
 

@@ -176,7 +176,7 @@ def named_normalizers(normalizers: Any) -> dict[str, Normalizer | None]:
 
 
 def started_at_length(
-    named: Mapping[str, Normalizer | None], model: Any, requested: Any, length: int | None = None
+    named: Mapping[str, Normalizer | None], model: Any, given: Any, length: int | None = None
 ) -> dict[str, Normalizer | None]:
     """Start normalizers that are given by name at this model's context length, as attnorm.patch does.
 
@@ -185,9 +185,9 @@ def started_at_length(
     """
     from attnorm.models.layer_normalizer import trained_length  # loads transformers
 
-    names = {requested} if isinstance(requested, str) else set()
-    if isinstance(requested, Iterable) and not isinstance(requested, str):
-        names = {item for item in requested if isinstance(item, str)}
+    names = {given} if isinstance(given, str) else set()
+    if isinstance(given, Iterable) and not isinstance(given, str):
+        names = {item for item in given if isinstance(item, str)}
     config = model.config.get_text_config(decoder=True)
     length = trained_length(config) if length is None else length
     layer = LayerFacts(heads=1, length=length, causal=not getattr(config, "is_encoder_decoder", False))

@@ -28,24 +28,24 @@ MANY_PARKED = 0.25  # share of sink-dominated heads from which there is advice a
 
 
 def advise(
-    model_heads: Rows, tables: Mapping[str, Rows], manifest: Mapping[str, Any], runs: str | None = "softmax"
+    chosen: Rows, tables: Mapping[str, Rows], manifest: Mapping[str, Any], runs: str | None = "softmax"
 ) -> list[Advice]:
     """Return all advice about a model, most important first.
 
-    model_heads: judged heads of the model as it runs, one row each. tables: rows of all heads and normalizers, by
+    chosen: judged heads of the model as it runs, one row each. tables: rows of all heads and normalizers, by
     table. runs: the normalizer that the model runs; None if unknown or if layers differ.
     """
-    others = {name: rows for name, rows in _other_normalizers(tables["heads"], model_heads).items() if name != runs}
+    others = {name: rows for name, rows in _other_normalizers(tables["heads"], chosen).items() if name != runs}
     candidates = (
-        _broken(model_heads),
-        *advise_normalizer(model_heads, others, manifest, runs),
-        _top_k(model_heads, tables["top_n"], manifest),
-        _more_heads(model_heads, tables["coverage"], manifest),
-        _temperature(model_heads, tables["sensitivity"], manifest),
-        _sinks(model_heads, tables["heads"], others, runs),
-        _frozen(model_heads),
+        _broken(chosen),
+        *advise_normalizer(chosen, others, manifest, runs),
+        _top_k(chosen, tables["top_n"], manifest),
+        _more_heads(chosen, tables["coverage"], manifest),
+        _temperature(chosen, tables["sensitivity"], manifest),
+        _sinks(chosen, tables["heads"], others, runs),
+        _frozen(chosen),
     )
-    return [advice for advice in candidates if advice is not None] or [_no_advice(model_heads)]
+    return [advice for advice in candidates if advice is not None] or [_no_advice(chosen)]
 
 
 def _broken(model_heads: Rows) -> Advice | None:

@@ -95,7 +95,7 @@ def _list_verdicts(rows: Sequence[Row]) -> str:
     return "; ".join(f"{row['verdict'] or 'not judged'} on {row['text']!r}" for row in rows) + "."
 
 
-def split_by_window(rows: Sequence[Row], heads: Iterable[Row]) -> tuple[list[Row], list[Row]]:
+def split_by_window(chosen: Sequence[Row], heads: Iterable[Row]) -> tuple[list[Row], list[Row]]:
     """Split heads into those that see all keys, and those with a sliding window (see `sees_fewer_keys`).
 
     They are judged separately: what a head does among 512 keys says nothing about 8,192 keys, and a longer text does
@@ -103,17 +103,17 @@ def split_by_window(rows: Sequence[Row], heads: Iterable[Row]) -> tuple[list[Row
     """
     seeing_all: list[Row] = []
     windowed: list[Row] = []
-    for row, behind in zip(rows, sees_fewer_keys(rows, heads), strict=True):
+    for row, behind in zip(chosen, sees_fewer_keys(chosen, heads), strict=True):
         (windowed if behind else seeing_all).append(row)
     return seeing_all, windowed
 
 
-def sees_fewer_keys(rows: Iterable[Row], heads: Iterable[Row]) -> list[bool]:
+def sees_fewer_keys(chosen: Iterable[Row], heads: Iterable[Row]) -> list[bool]:
     """Return for each chosen head whether it sees fewer keys than another head of its kind on the same text."""
     longest: dict[tuple[Any, ...], int] = {}
     for row in heads:
         longest[_pass_key(row)] = max(longest.get(_pass_key(row), 0), row["n_high"] or 0)
-    return [row["n_high"] is not None and row["n_high"] < longest[_pass_key(row)] for row in rows]
+    return [row["n_high"] is not None and row["n_high"] < longest[_pass_key(row)] for row in chosen]
 
 
 def head_id(row: Row) -> tuple[str, int, int]:

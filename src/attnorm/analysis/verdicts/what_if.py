@@ -120,10 +120,10 @@ def select_verdicts(rows: Rows, verdicts: Sequence[str]) -> list[Row]:
 
 
 def advise_normalizer(
-    model_heads: Rows, others: Mapping[str, Rows], manifest: Mapping[str, Any], runs: str | None
+    chosen: Rows, others: Mapping[str, Rows], manifest: Mapping[str, Any], runs: str | None
 ) -> list[Advice]:
     """Return advice about normalizers that make dispersed heads sharper at this length, and a caution about others."""
-    dispersed = select_verdicts(model_heads, DISPERSED)
+    dispersed = select_verdicts(chosen, DISPERSED)
     if not dispersed:
         return []
     measured = {name: pair_heads(dispersed, rows) for name, rows in others.items() if _may_sharpen(name)}
@@ -136,7 +136,7 @@ def advise_normalizer(
         what_if = [
             what_if_row
             for name, pairs in sharper.items()
-            for what_if_row in _what_if_rows(name, pairs, sharper, model_heads, others)
+            for what_if_row in _what_if_rows(name, pairs, sharper, chosen, others)
         ]
         thresholds = thresholds_of(manifest.get("thresholds", {}))
         advice.append(
@@ -149,7 +149,7 @@ def advise_normalizer(
             )
         )
     if broader:
-        advice.append(_caution(broader, dispersed, model_heads, others, manifest))
+        advice.append(_caution(broader, dispersed, chosen, others, manifest))
     return advice
 
 
