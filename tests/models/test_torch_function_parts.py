@@ -9,7 +9,7 @@ from torch import Tensor
 from attnorm.models.hf_call import VisibleKeys
 from attnorm.models.torch_functions import (
     _autocast,
-    _both,
+    _combine,
     _four_dimensional,
     _hidden_to_visible,
     _with_extra_keys,
@@ -28,7 +28,7 @@ def same(found: Tensor | None, expected: Tensor | None) -> bool:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("first", "second"), list(product([None, SEEN], [None, OTHER])))
 def test_both_masks_hide(first: Tensor | None, second: Tensor | None, causal: bool) -> None:
-    found = _both(VisibleKeys(causal=causal, mask=first), VisibleKeys(causal=not causal, mask=second))
+    found = _combine(VisibleKeys(causal=causal, mask=first), VisibleKeys(causal=not causal, mask=second))
     expected = torch.tensor([[True, False, False], [False, False, True]])[None, None]
     assert same(
         found.mask, expected if first is not None and second is not None else second if first is None else first
@@ -39,7 +39,7 @@ def test_both_masks_hide(first: Tensor | None, second: Tensor | None, causal: bo
 
 @pytest.mark.parametrize(("first", "second"), list(product([None, ADDED], [None, MORE])))
 def test_both_biases_are_added(first: Tensor | None, second: Tensor | None) -> None:
-    found = _both(VisibleKeys(causal=False, bias=first), VisibleKeys(causal=False, bias=second))
+    found = _combine(VisibleKeys(causal=False, bias=first), VisibleKeys(causal=False, bias=second))
     sums = torch.tensor([[[[11.0, 22.0, 33.0]]]])
     assert same(found.bias, sums if first is not None and second is not None else second if first is None else first)
     assert found.mask is None

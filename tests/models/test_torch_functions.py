@@ -13,7 +13,7 @@ from attnorm.models import torch_functions
 from attnorm.models.dispatch import UnsupportedModel
 from attnorm.models.hf_call import VisibleKeys
 from attnorm.models.torch_functions import (
-    _both,
+    _combine,
     _four_dimensional,
     _with_extra_keys,
     kind_of,
@@ -32,7 +32,7 @@ ONE, OTHER = torch.tensor([[0.5, -1.0, 2.0]] * 2)[None, None], torch.tensor([1.0
 def test_what_both_masks_allow_with_both_biases(
     masks: tuple[Tensor | None, Tensor | None], biases: tuple[Tensor | None, Tensor | None]
 ) -> None:
-    found = _both(VisibleKeys(True, masks[0], biases[0]), VisibleKeys(False, masks[1], biases[1]))
+    found = _combine(VisibleKeys(True, masks[0], biases[0]), VisibleKeys(False, masks[1], biases[1]))
     assert found.causal
     given = [mask for mask in masks if mask is not None]
     assert (found.mask is None) == (not given)

@@ -76,7 +76,7 @@ def _plain(config: Any) -> Any:
 
 def _first(config: Any, *names: str) -> int | None:
     """Return the first of these config entries that is a number for the whole model."""
-    return next((int(found) for name in names if isinstance(found := _stated(config, name), int)), None)
+    return next((int(entry) for name in names if isinstance(entry := _stated(config, name), int)), None)
 
 
 def _stated(config: Any, name: str) -> Any:
@@ -172,5 +172,5 @@ def _add_values(digest: Any, weight: Tensor) -> None:
 def _sample(weight: Tensor) -> bytes:
     flat = weight.detach().reshape(-1)
     step = max(1, flat.numel() // SAMPLED)
-    taken = flat[::step].cpu()
-    return taken.contiguous().view(torch.uint8).numpy().tobytes()
+    sample = flat[::step].cpu()
+    return sample.contiguous().view(torch.uint8).numpy().tobytes()

@@ -60,7 +60,11 @@ def attention_sites(model: nn.Module) -> dict[nn.Module, Site]:
     indices: dict[str, list[Any]] = {}
     for module, path in paths.items():
         indices.setdefault(_stack_name(path), []).append(getattr(module, "layer_idx", None))
-    numbered = {stack for stack, found in indices.items() if None not in found and len({*found}) == len(found)}
+    numbered = {
+        stack
+        for stack, stack_indices in indices.items()
+        if None not in stack_indices and len({*stack_indices}) == len(stack_indices)
+    }
     return {
         module: Site(
             path, _stack_name(path), getattr(module, "layer_idx", None) if _stack_name(path) in numbered else None
@@ -135,8 +139,8 @@ def supported_families() -> tuple[str, ...]:
     """Return the model families of the installed transformers that can be observed, from its source files."""
     root = Path(transformers.__file__).parent / "models"
     asks = f"{INTERFACE}.{GET_INTERFACE}("
-    found = {path.parent.name for path in root.glob("*/modeling_*.py") if asks in path.read_text(encoding="utf-8")}
-    return tuple(sorted(found))
+    families = {path.parent.name for path in root.glob("*/modeling_*.py") if asks in path.read_text(encoding="utf-8")}
+    return tuple(sorted(families))
 
 
 def _is_observable(module: nn.Module) -> bool:
@@ -199,13 +203,13 @@ class LayerNumbers:
     def within_kind(self, module: nn.Module, kind: Kind, own: int) -> int:
         """Return the layer index among all layers of a kind; own: the index within its stack."""
         stack = self._sites[module].stack
-        indices, taken = self._indices[stack], self._taken.setdefault(kind, set())
+        indices, used_indices = self._indices[stack], self._taken.setdefault(kind, set())
         if (kind, stack) not in self._offsets:
-            self._offsets[kind, stack] = max(taken) + 1 if taken & indices else 0
-            taken |= {index + self._offsets[kind, stack] for index in indices}
+            self._offsets[kind, stack] = max(used_indices) + 1 if used_indices & indices else 0
+            used_indices |= {index + self._offsets[kind, stack] for index in indices}
         if own in indices:
             return own + self._offsets[kind, stack]
         if (kind, stack, own) not in self._extra:
-            self._extra[kind, stack, own] = max(taken) + 1
-            taken.add(self._extra[kind, stack, own])
+            self._extra[kind, stack, own] = max(used_indices) + 1
+            used_indices.add(self._extra[kind, stack, own])
         return self._extra[kind, stack, own]

@@ -125,12 +125,12 @@ def _mean_loss(model: Any, ids: Tensor, mask: Tensor | None, output: Any) -> tup
     step = max(1, LOGITS_AT_ONCE // max(1, vocabulary * len(ids)))
     total, tokens = 0.0, 0
     for start in range(0, targets.shape[1], step):
-        here = slice(start, min(start + step, targets.shape[1]))
-        logits = head_logits(model, ids[:, here], hidden[:, here], type(output))
-        losses = cross_entropy(logits.float().flatten(0, 1), targets[:, here].flatten(), reduction="none")
-        kept = counts[:, here].flatten()
-        total += float(losses[kept].double().sum())
-        tokens += int(kept.sum())
+        chunk = slice(start, min(start + step, targets.shape[1]))
+        logits = head_logits(model, ids[:, chunk], hidden[:, chunk], type(output))
+        losses = cross_entropy(logits.float().flatten(0, 1), targets[:, chunk].flatten(), reduction="none")
+        counted = counts[:, chunk].flatten()
+        total += float(losses[counted].double().sum())
+        tokens += int(counted.sum())
     return (total / tokens, tokens) if tokens and total == total and abs(total) != float("inf") else (None, 0)
 
 

@@ -88,8 +88,8 @@ def read_call(
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
     if indices is not None:
-        chosen = _mask_of_indices(indices, keys)
-        mask = chosen if mask is None else mask & chosen
+        selected = _mask_of_indices(indices, keys)
+        mask = selected if mask is None else mask & selected
     declared = is_causal is not None or hasattr(module, "is_causal")
     return AttentionCall(
         layer=0,
@@ -115,12 +115,19 @@ class MaskReader:
         self._read: dict[tuple[Any, ...], tuple[weakref.ref[Any], VisibleKeys]] = {}
 
     def __call__(
-        self, kernel: str, given: Any, queries: int, keys: int, *, causal: bool = False, window: int | None = None
+        self,
+        kernel: str,
+        given: Any,
+        queries: int,
+        keys: int,
+        *,
+        causal: bool = False,
+        window: int | None = None,
     ) -> VisibleKeys:
         key = (id(given), kernel, causal, queries, keys, window)
-        known = self._read.get(key)
-        if known is not None and known[0]() is given:
-            return known[1]
+        cached = self._read.get(key)
+        if cached is not None and cached[0]() is given:
+            return cached[1]
         while len(self._read) >= MAX_CACHED_MASKS:
             self._read.pop(next(iter(self._read)))
         visible = read_mask(kernel, given, queries, keys, causal=causal, window=window)
@@ -185,8 +192,10 @@ def _simplify(mask: Tensor, bias: Tensor | None) -> VisibleKeys:
     rows = max(1, 2**22 // keys)
     for start in range(0, queries, rows):
         stop = min(start + rows, queries)
-        own = torch.arange(start, stop, device=mask.device)[:, None] + (keys - queries)
-        if not torch.equal(mask[..., start:stop, :], padding & (torch.arange(keys, device=mask.device) <= own)):
+        last_visible = torch.arange(start, stop, device=mask.device)[:, None] + (keys - queries)
+        if not torch.equal(
+            mask[..., start:stop, :], padding & (torch.arange(keys, device=mask.device) <= last_visible)
+        ):
             return VisibleKeys(causal=False, mask=mask, bias=bias)
     return VisibleKeys(causal=True, mask=None if bool(padding.all()) else padding, bias=bias)
 
@@ -203,8 +212,8 @@ def _window_mask(queries: int, keys: int, window: int | None, causal: bool, devi
     return (within & (distance >= 0) if causal else within & (distance > -window))[None, None]
 
 
-def _read_block_mask(given: Any, queries: int, keys: int) -> Tensor:
+def _read_block_mask(block_mask: Any, queries: int, keys: int) -> Tensor:
     from torch.nn.attention.flex_attention import create_mask
 
-    batch, heads = given.shape[:2]
-    return create_mask(given.mask_mod, batch, heads, queries, keys, device=str(given.kv_indices.device))
+    batch, heads = block_mask.shape[:2]
+    return create_mask(block_mask.mask_mod, batch, heads, queries, keys, device=str(block_mask.kv_indices.device))

@@ -60,22 +60,22 @@ def texts_from(inputs: Any) -> list[Text]:
     if not listed:
         raise ValueError("there is nothing to run the model on: the inputs are empty")
     return [
-        _make_text(text_name(one) if isinstance(one, Path) else f"text {number}", one)
-        for number, one in enumerate(listed, start=1)
+        _make_text(text_name(content) if isinstance(content, Path) else f"text {number}", content)
+        for number, content in enumerate(listed, start=1)
     ]
 
 
 def prepared(text: Text, loaded: LoadedModel, length: int | None) -> dict[str, Tensor]:
     """Return the model inputs for the first `length` tokens (None: all), on the model's device."""
     if isinstance(text.content, Mapping):
-        given = {name: torch.as_tensor(value) for name, value in text.content.items()}
-        chosen = given if length is None else _cut_inputs(text, given, length)
+        model_inputs = {name: torch.as_tensor(value) for name, value in text.content.items()}
+        selected_inputs = model_inputs if length is None else _cut_inputs(text, model_inputs, length)
     elif isinstance(text.content, Tensor):
         ids = text.content.reshape(1, -1) if text.content.dim() < 2 else text.content
-        chosen = {"input_ids": _cut_ids(text, ids, length)}
+        selected_inputs = {"input_ids": _cut_ids(text, ids, length)}
     else:
-        chosen = _tokenize(text, loaded, length)
-    return ready(text, chosen, loaded)
+        selected_inputs = _tokenize(text, loaded, length)
+    return ready(text, selected_inputs, loaded)
 
 
 def ready(text: Text, chosen: dict[str, Tensor], loaded: LoadedModel) -> dict[str, Tensor]:
@@ -101,34 +101,34 @@ def _from_mapping(inputs: Mapping[Any, Any]) -> list[Text]:
         raise ValueError("there is nothing to run the model on: the inputs are empty")
     if any(name in inputs for name in MODEL_INPUTS):
         return [Text("inputs", _model_inputs(inputs, "inputs"))]
-    return [_make_text(str(name), one) for name, one in inputs.items()]
+    return [_make_text(str(name), content) for name, content in inputs.items()]
 
 
-def _model_inputs(given: Mapping[Any, Any], name: str) -> dict[str, Tensor]:
-    if not any(each in given for each in MODEL_INPUTS):
+def _model_inputs(inputs: Mapping[Any, Any], name: str) -> dict[str, Tensor]:
+    if not any(key in inputs for key in MODEL_INPUTS):
         raise ValueError(
             f"expected model inputs in {name!r} (one of {', '.join(sorted(MODEL_INPUTS))}), got a dict with "
-            f"{', '.join(map(repr, given)) or 'nothing'}. Give texts in one dict name -> text."
+            f"{', '.join(map(repr, inputs)) or 'nothing'}. Give texts in one dict name -> text."
         )
-    return {str(each): torch.as_tensor(value) for each, value in given.items() if value is not None}
+    return {str(key): torch.as_tensor(value) for key, value in inputs.items() if value is not None}
 
 
-def _make_text(name: str, one: Any) -> Text:
-    if isinstance(one, Text):
-        return replace(_make_text(one.name, one.content), file=one.file)
-    if isinstance(one, Media):
-        return Text(name, one)
-    if isinstance(one, str | Path):
-        content = read_text(one) if isinstance(one, Path) else one
+def _make_text(name: str, source: Any) -> Text:
+    if isinstance(source, Text):
+        return replace(_make_text(source.name, source.content), file=source.file)
+    if isinstance(source, Media):
+        return Text(name, source)
+    if isinstance(source, str | Path):
+        content = read_text(source) if isinstance(source, Path) else source
         if not content.strip():
             raise ValueError(f"{name!r} is empty; there is nothing to run the model on")
-        if isinstance(one, str):
-            _reject_file_name(one)
-        return Text(name, content, file=isinstance(one, Path) and text_name(one) == name)
-    if isinstance(one, Mapping):
-        return Text(name, _model_inputs(one, name))
-    if _is_token_ids(one):
-        ids = torch.as_tensor(one, device="cpu")
+        if isinstance(source, str):
+            _reject_file_name(source)
+        return Text(name, content, file=isinstance(source, Path) and text_name(source) == name)
+    if isinstance(source, Mapping):
+        return Text(name, _model_inputs(source, name))
+    if _is_token_ids(source):
+        ids = torch.as_tensor(source, device="cpu")
         if ids.numel() == 0:
             raise ValueError(f"{name!r} holds no token ids; there is nothing to run the model on")
         if ids.dim() > 2:
@@ -138,7 +138,7 @@ def _make_text(name: str, one: Any) -> Text:
         if ids.is_floating_point() or ids.dtype == torch.bool:
             raise ValueError(f"token ids are whole numbers; {name!r} has {ids.dtype}")
         return Text(name, ids.long())
-    raise _unknown_input_error(one)
+    raise _unknown_input_error(source)
 
 
 def _reject_file_name(text: str) -> None:
@@ -161,7 +161,7 @@ def _reject_file_name(text: str) -> None:
 def _is_token_ids(inputs: Any) -> bool:
     if isinstance(inputs, Tensor) or type(inputs).__module__ == "numpy":
         return True
-    return isinstance(inputs, list | tuple) and bool(inputs) and all(type(one) is int for one in inputs)
+    return isinstance(inputs, list | tuple) and bool(inputs) and all(type(token) is int for token in inputs)
 
 
 def _unknown_input_error(inputs: Any) -> ValueError:
@@ -181,8 +181,8 @@ def _tokenize(text: Text, loaded: LoadedModel, length: int | None) -> dict[str, 
     if length is not None and encoded["input_ids"].shape[1] < length and len(start) < len(content):
         encoded = _encode(tokenizer, content, length)
     _cut_ids(text, encoded["input_ids"], length)
-    wanted = inspect.signature(loaded.model.forward).parameters
-    return {name: value for name, value in encoded.items() if name in wanted}
+    accepted = inspect.signature(loaded.model.forward).parameters
+    return {name: value for name, value in encoded.items() if name in accepted}
 
 
 def _encode(tokenizer: Any, content: str, length: int | None) -> dict[str, Tensor]:
@@ -204,55 +204,55 @@ def _cut_ids(text: Text, ids: Tensor, length: int | None) -> Tensor:
     return ids[:, :length]
 
 
-def _cut_inputs(text: Text, given: dict[str, Tensor], length: int) -> dict[str, Tensor]:
-    ids = given.get("input_ids")
+def _cut_inputs(text: Text, inputs: dict[str, Tensor], length: int) -> dict[str, Tensor]:
+    ids = inputs.get("input_ids")
     if ids is None or ids.dim() != 2:
         raise ValueError(f"{text.name!r} has no input_ids to cut to {length} tokens; leave the length out")
     _cut_ids(text, ids, length)
     return {
         name: value[:, :length] if value.dim() == 2 and value.shape == ids.shape else value
-        for name, value in given.items()
+        for name, value in inputs.items()
     }
 
 
 def _check_ids(text: Text, ids: Tensor | None, loaded: LoadedModel) -> None:
     if ids is None:
         return
-    known = _input_embeddings(loaded.model)
-    if isinstance(known, nn.Embedding) and ids.numel():
+    embeddings = _input_embeddings(loaded.model)
+    if isinstance(embeddings, nn.Embedding) and ids.numel():
         low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= known.num_embeddings:
+        if low < 0 or high >= embeddings.num_embeddings:
             raise ValueError(
                 f"{text.name!r} holds the token id {low if low < 0 else high}, but {loaded.name} knows 0 to "
-                f"{known.num_embeddings - 1}; were the ids made by another model's tokenizer?"
+                f"{embeddings.num_embeddings - 1}; were the ids made by another model's tokenizer?"
             )
 
 
-def _add_decoder_inputs(given: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
+def _add_decoder_inputs(inputs: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
     """Add the inputs of the decoder for an encoder-decoder model: the same tokens, shifted by one."""
-    wanted = inspect.signature(model.forward).parameters
-    if not model.config.is_encoder_decoder or "decoder_input_ids" not in wanted:
-        return given
-    if any(name in given for name in ("decoder_input_ids", "decoder_inputs_embeds")):
-        return given
-    first = next(iter(given.values()))
+    accepted = inspect.signature(model.forward).parameters
+    if not model.config.is_encoder_decoder or "decoder_input_ids" not in accepted:
+        return inputs
+    if any(name in inputs for name in ("decoder_input_ids", "decoder_inputs_embeds")):
+        return inputs
+    first = next(iter(inputs.values()))
     start = torch.full((first.shape[0], 1), _start_token(model), dtype=torch.long, device=first.device)
-    ids, mask = given.get("input_ids"), given.get("attention_mask")
+    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
     if ids is None:
-        return {**given, "decoder_input_ids": start}
+        return {**inputs, "decoder_input_ids": start}
     later = torch.cat([start, ids[:, :-1]], dim=1)
-    if mask is None or mask.shape != ids.shape or "decoder_attention_mask" not in wanted:
-        return {**given, "decoder_input_ids": later}
+    if mask is None or mask.shape != ids.shape or "decoder_attention_mask" not in accepted:
+        return {**inputs, "decoder_input_ids": later}
     # The decoder gets the same padding. With padding on the left, its start token comes right after the padding.
     later = later.scatter(1, mask.bool().int().argmax(1, keepdim=True), start)
-    return {**given, "decoder_input_ids": later, "decoder_attention_mask": mask}
+    return {**inputs, "decoder_input_ids": later, "decoder_attention_mask": mask}
 
 
 def _start_token(model: PreTrainedModel) -> int:
     for config in (getattr(model, "generation_config", None), model.config):
         for name in ("decoder_start_token_id", "bos_token_id", "pad_token_id"):
-            if isinstance(found := getattr(config, name, None), int):
-                return found
+            if isinstance(token := getattr(config, name, None), int):
+                return token
     return 0
 
 
@@ -266,7 +266,7 @@ def _input_device(model: PreTrainedModel) -> torch.device:
 def _input_embeddings(model: PreTrainedModel) -> nn.Module | None:
     """Return the input embeddings; None if there is more than one kind (CLIP reads texts and images)."""
     try:
-        found: nn.Module | None = model.get_input_embeddings()
+        embeddings: nn.Module | None = model.get_input_embeddings()
     except NotImplementedError:
         return None
-    return found
+    return embeddings

@@ -112,22 +112,22 @@ def check_readable(module: nn.Module, mechanism: Forget | DifferentialV2, place:
 def read_input(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
     """Forward pre-hook of an attention module: add what its mechanism reads, and wrap the cache."""
     names = inspect.signature(module.forward).parameters
-    given = {**dict(zip(names, args, strict=False)), **options}
+    arguments = {**dict(zip(names, args, strict=False)), **options}
     mechanism: Any = running_normalizer(module)
     if mechanism is None:  # paused
-        return (), given
+        return (), arguments
     if isinstance(mechanism, DifferentialV2):
-        query = _rotated(module, mechanism.second_queries(given[INPUT]), given.get(ROTATION))
-        return (), {**given, READ: SecondQueries(query, given[INPUT])}
-    gates = KeyGates(mechanism.log_gates(given[INPUT]))
-    cache = given.get(CACHE)
+        query = _rotated(module, mechanism.second_queries(arguments[INPUT]), arguments.get(ROTATION))
+        return (), {**arguments, READ: SecondQueries(query, arguments[INPUT])}
+    gates = KeyGates(mechanism.log_gates(arguments[INPUT]))
+    cache = arguments.get(CACHE)
     if cache is not None:
         if hasattr(cache, "self_attention_cache") or "Quantized" in type(cache).__name__:
             raise NotImplementedError(
                 f"forget gates cannot be kept in a {type(cache).__name__}. Use a DynamicCache, or use_cache=False."
             )
-        given[CACHE] = CacheWithGates(cache, gates)
-    return (), {**given, READ: gates}
+        arguments[CACHE] = CacheWithGates(cache, gates)
+    return (), {**arguments, READ: gates}
 
 
 def _rotated(module: nn.Module, query: Tensor, rotation: Any) -> Tensor:

@@ -28,8 +28,8 @@ HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 
 def build(name: str, given: Options, layer: LayerFacts, *, warm: bool) -> tuple[Normalizer | Mechanism, dict[str, Any]]:
     """Build a normalizer for one layer; return it with all options it was built with."""
-    known = entries().get(name)
-    entry = WarmStart("unknown") if known is None else warm_start_of(known.factory())
+    registered = entries().get(name)
+    entry = WarmStart("unknown") if registered is None else warm_start_of(registered.factory())
     start = entry.options(layer, given)
     if not warm:
         start = {option: value for option, value in start.items() if option in FACTS}
@@ -118,24 +118,24 @@ def as_integer(value: Any) -> int:
 
 def validate_heads(heads: Any, module: nn.Module, path: str) -> tuple[int, ...]:
     """Return head indices as a tuple; raise ValueError unless they are different heads of the module."""
-    every = head_count(module)
+    count = head_count(module)
     try:
-        chosen = tuple(map(as_integer, heads if isinstance(heads, Iterable) else [heads]))
+        head_indices = tuple(map(as_integer, heads if isinstance(heads, Iterable) else [heads]))
     except TypeError:
-        chosen = ()
-    if not chosen or not all(0 <= head < every for head in chosen):
-        raise ValueError(f"{path} has the heads 0 to {every - 1}; got {heads!r}")
-    if len({*chosen}) < len(chosen):
+        head_indices = ()
+    if not head_indices or not all(0 <= head < count for head in head_indices):
+        raise ValueError(f"{path} has the heads 0 to {count - 1}; got {heads!r}")
+    if len({*head_indices}) < len(head_indices):
         raise ValueError(f"{path}: name each of the heads once; got {heads!r}")
-    return chosen
+    return head_indices
 
 
 def check_fit(normalizer: Normalizer | Mechanism, module: nn.Module, path: str) -> None:
     """Raise ValueError if the normalizer has parameters for another number of heads: run it on two keys per head."""
     if isinstance(normalizer, Mechanism):
         return
-    held = next((value for value in normalizer.state_dict().values()), torch.empty(0))
-    logits = torch.zeros(1, head_count(module), 1, 2, device=held.device)
+    any_value = next((value for value in normalizer.state_dict().values()), torch.empty(0))
+    logits = torch.zeros(1, head_count(module), 1, 2, device=any_value.device)
     try:
         with torch.no_grad():
             normalizer(logits)

@@ -47,14 +47,14 @@ def layer_groups(recipe: Any) -> dict[tuple[int, ...], Any]:
     Raises:
         ValueError: Not layers, a layer that occurs twice, or no layer at all.
     """
-    given = recipe if isinstance(recipe, Mapping) else read_recipe_file(Path(recipe)).layers
+    specs = recipe if isinstance(recipe, Mapping) else read_recipe_file(Path(recipe)).layers
     groups: dict[tuple[int, ...], Any] = {}
-    seen: set[int] = set()
-    for key, normalizer in given.items():
+    assigned: set[int] = set()
+    for key, normalizer in specs.items():
         layers = parse_layers(key)
-        if twice := seen.intersection(layers):
+        if twice := assigned.intersection(layers):
             raise ValueError(f"expected every layer once in a recipe, got layer {min(twice)} again in {key!r}")
-        seen.update(layers)
+        assigned.update(layers)
         groups[layers] = normalizer
     if not groups:
         raise ValueError('expected layers and normalizers, e.g. {"0-3": "softmax", "4-7": "entmax15"}, got none')
@@ -119,9 +119,9 @@ def read_recipe_file(path: Path) -> RecipeFile:
         raise ValueError(f"cannot read the recipe {path}: {error.strerror}") from None
     except ValueError as error:  # not UTF-8, or not TOML
         raise ValueError(f"{path}: expected a recipe in TOML, got {error}") from None
-    known = ("layers", "learning_rate")
-    if unknown := [name for name in content if name not in known]:
-        raise ValueError(f"{path}: unknown key {unknown[0]!r}; {did_you_mean(unknown[0], known)}")
+    keys = ("layers", "learning_rate")
+    if unknown := [name for name in content if name not in keys]:
+        raise ValueError(f"{path}: unknown key {unknown[0]!r}; {did_you_mean(unknown[0], keys)}")
     layers, rate = content.get("layers"), content.get("learning_rate")
     if not isinstance(layers, dict) or not layers:
         raise ValueError(f'{path}: expected a table [layers] such as "0-3" = "entmax15", got {layers!r}')

@@ -88,29 +88,29 @@ def load(
     source, name, local_only = find(model)
     options = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local_only}
     with _explain_errors(name, source, local_only), _silence_transformers():
-        target_device, as_gguf = in_its_folder(Path(source)) if is_gguf(source) else (source, {})
+        location, as_gguf = in_its_folder(Path(source)) if is_gguf(source) else (source, {})
         options |= as_gguf
-        config = AutoConfig.from_pretrained(target_device, **options)
+        config = AutoConfig.from_pretrained(location, **options)
     if isinstance(source, Path) and not as_gguf:
         _check_weights(source, name)
     with _explain_errors(name, source, local_only), _silence_transformers():
-        found = _load_weights(target_device, config, precision, device, options)
+        pretrained = _load_weights(location, config, precision, device, options)
         if not as_gguf:
-            restore_normalizers(found, source, revision=revision, local_files_only=local_only)
-            restore_output(found, source, revision=revision, local_files_only=local_only)
-        read, problem = _load_tokenizer(tokenizer, target_device, options)
-    found.train(False)
+            restore_normalizers(pretrained, source, revision=revision, local_files_only=local_only)
+            restore_output(pretrained, source, revision=revision, local_files_only=local_only)
+        read, problem = _load_tokenizer(tokenizer, location, options)
+    pretrained.train(False)
     commit = None if isinstance(source, Path) else commit_of(source, revision)
     return LoadedModel(
-        found, read, name, commit, problem, _name_of_tokenizer(tokenizer), target_device, trust_remote_code, str(model)
+        pretrained, read, name, commit, problem, _name_of_tokenizer(tokenizer), location, trust_remote_code, str(model)
     )
 
 
 def _wrap_model(model: nn.Module, tokenizer: Any, options: dict[str, Any]) -> LoadedModel:
-    asked = [name for name, value in options.items() if value is not None]
-    if asked:
+    requested = [name for name, value in options.items() if value is not None]
+    if requested:
         raise ValueError(
-            f"{' and '.join(asked)} cannot be chosen for a model that is in memory already; "
+            f"{' and '.join(requested)} cannot be chosen for a model that is in memory already; "
             "prepare it yourself, e.g. model.to('cuda', torch.float32), and leave it out"
         )
     plain: Any = uncompiled(model)
@@ -146,9 +146,9 @@ def usable_devices() -> list[str]:
 
 def _parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | str | None:
     """The dtype, if a model can run in it."""
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) and dtype != "auto" else dtype
-    if dtype in (None, "auto") or (isinstance(found, torch.dtype) and str(found).removeprefix("torch.") in DTYPES):
-        return found
+    parsed = getattr(torch, dtype, None) if isinstance(dtype, str) and dtype != "auto" else dtype
+    if dtype in (None, "auto") or (isinstance(parsed, torch.dtype) and str(parsed).removeprefix("torch.") in DTYPES):
+        return parsed
     raise CannotLoad(f"a model cannot run in dtype {str(dtype)!r}; use {', '.join(map(repr, DTYPES))} or 'auto'")
 
 
@@ -196,33 +196,33 @@ def _model_class(config: Any, trust_remote_code: bool, as_gguf: bool) -> Any:
     if trust_remote_code and any(name in mapped for name in AUTO_CLASSES):
         return getattr(transformers, next(name for name in AUTO_CLASSES if name in mapped))
     for name in getattr(config, "architectures", None) or ():
-        found = getattr(transformers, name, None)
-        if isinstance(found, type) and issubclass(found, PreTrainedModel):
-            return found
+        model_class = getattr(transformers, name, None)
+        if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):
+            return model_class
     if as_gguf and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:  # a .gguf file names no class
         return AutoModelForCausalLM
     return AutoModel
 
 
-def _load_tokenizer(given: Any, source: str | Path | None, options: dict[str, Any]) -> tuple[Any, str]:
-    if given is not None and not isinstance(given, str | Path):
-        return given, ""
-    if given is not None:
+def _load_tokenizer(tokenizer: Any, source: str | Path | None, options: dict[str, Any]) -> tuple[Any, str]:
+    if tokenizer is not None and not isinstance(tokenizer, str | Path):
+        return tokenizer, ""
+    if tokenizer is not None:
         trusted = options.get("trust_remote_code", False)
         try:
-            target_device, _, local_only = find(given)
-            target_device, as_gguf = (
-                in_its_folder(Path(target_device)) if is_gguf(target_device) else (target_device, {})
-            )
-            where = {"trust_remote_code": trusted, "local_files_only": local_only, **as_gguf}
-            return AutoTokenizer.from_pretrained(target_device, **where), ""
+            location, _, local_only = find(tokenizer)
+            location, as_gguf = in_its_folder(Path(location)) if is_gguf(location) else (location, {})
+            tokenizer_options = {"trust_remote_code": trusted, "local_files_only": local_only, **as_gguf}
+            return AutoTokenizer.from_pretrained(location, **tokenizer_options), ""
         except (OSError, ValueError, ImportError) as error:
-            raise CannotLoad(f"cannot read a tokenizer from {str(given)!r}: {_first_line(error)}") from error
+            raise CannotLoad(f"cannot read a tokenizer from {str(tokenizer)!r}: {_first_line(error)}") from error
     try:
-        found = AutoTokenizer.from_pretrained(source, **options)
+        loaded_tokenizer = AutoTokenizer.from_pretrained(source, **options)
         # Without tokenizer files, transformers returns an empty tokenizer that knows no word.
-        ordinary = found.get_vocab().keys() - {token.content for token in found.added_tokens_decoder.values()}
-        return (found, "") if len(ordinary) > 1 else (None, "its files are missing")
+        ordinary = loaded_tokenizer.get_vocab().keys() - {
+            token.content for token in loaded_tokenizer.added_tokens_decoder.values()
+        }
+        return (loaded_tokenizer, "") if len(ordinary) > 1 else (None, "its files are missing")
     except Exception as error:  # a model without text has none; transformers raises various errors for it
         return None, _first_line(error)
 

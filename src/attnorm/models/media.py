@@ -33,19 +33,19 @@ def with_model_inputs(text: Text, loaded: LoadedModel) -> Text:
 def _model_inputs(media: Media, loaded: LoadedModel) -> dict[str, Tensor]:
     processor = _processor(media, loaded)
     if media.kind == "image":
-        made = processor(images=_read_image(media.path), return_tensors="pt")
+        processed = processor(images=_read_image(media.path), return_tensors="pt")
     else:
         rate = int(processor.sampling_rate)
-        made = processor(_read_sound(media.path, rate), sampling_rate=rate, return_tensors="pt")
-    wanted = inspect.signature(loaded.model.forward).parameters
-    given = {name: value for name, value in made.items() if name in wanted and isinstance(value, Tensor)}
-    if not given:
+        processed = processor(_read_sound(media.path, rate), sampling_rate=rate, return_tensors="pt")
+    accepted = inspect.signature(loaded.model.forward).parameters
+    model_inputs = {name: value for name, value in processed.items() if name in accepted and isinstance(value, Tensor)}
+    if not model_inputs:
         raise ValueError(
             f"expected a model that reads {EXPECTED[media.kind]}, got {type(loaded.model).__name__}, which takes none "
-            f"of {', '.join(made)}. Give it a text with --text."
+            f"of {', '.join(processed)}. Give it a text with --text."
         )
     dtype = loaded.model.dtype
-    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in given.items()}
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in model_inputs.items()}
 
 
 def _processor(media: Media, loaded: LoadedModel) -> Any:
@@ -53,22 +53,22 @@ def _processor(media: Media, loaded: LoadedModel) -> Any:
 
     if media.kind == "image" and importlib.util.find_spec("PIL") is None:
         raise ValueError(f"reading {media.path} needs Pillow, which is not installed. Run: pip install pillow")
-    place = loaded.source if loaded.source is not None else loaded_from(loaded.model.config)
+    source = loaded.source if loaded.source is not None else loaded_from(loaded.model.config)
     try:
-        found = getattr(transformers, PROCESSORS[media.kind]).from_pretrained(
-            place, trust_remote_code=loaded.trusted, local_files_only=isinstance(place, Path)
+        processor = getattr(transformers, PROCESSORS[media.kind]).from_pretrained(
+            source, trust_remote_code=loaded.trusted, local_files_only=isinstance(source, Path)
         )
     except (OSError, ValueError, ImportError, KeyError, AttributeError) as error:
         reason = (str(error).strip() or type(error).__name__).split(". ")[0].splitlines()[0]
-        what = {"image": "an image processor", "audio": "a feature extractor for sound"}[media.kind]
+        expected = {"image": "an image processor", "audio": "a feature extractor for sound"}[media.kind]
         raise ValueError(
-            f"expected {what} beside the model {loaded.name}, got none that transformers can load ({reason}). "
+            f"expected {expected} beside the model {loaded.name}, got none that transformers can load ({reason}). "
             f"Save one in the model's folder: transformers.{PROCESSORS[media.kind]}."
             "from_pretrained(...).save_pretrained(folder)"
         ) from error
-    if media.kind == "audio" and not hasattr(found, "sampling_rate"):
-        raise ValueError(f"expected a model that reads sound, got {loaded.name} with {type(found).__name__}.")
-    return found
+    if media.kind == "audio" and not hasattr(processor, "sampling_rate"):
+        raise ValueError(f"expected a model that reads sound, got {loaded.name} with {type(processor).__name__}.")
+    return processor
 
 
 def _read_image(path: Path) -> Any:

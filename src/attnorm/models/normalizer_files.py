@@ -68,14 +68,14 @@ def read_normalizers(
 
     digest: saved result of `values_digest`, if any. pickles: also read weights that are not safetensors.
     """
-    found = read_weights(directory, OURS, variant=variant, pickles=pickles, **where)
-    groups = _groups(found)
+    weights = read_weights(directory, OURS, variant=variant, pickles=pickles, **where)
+    groups = _groups(weights)
     if not groups:
         return [*_format_1(directory, where)]
-    if isinstance(digest, str) and values_digest(found) != digest:
+    if isinstance(digest, str) and values_digest(weights) != digest:
         raise ValueError(
             f"{directory}: the normalizers' weights are damaged: expected the SHA-256 digest {digest}, got "
-            f"{values_digest(found)}. Copy the weights again or save the model again."
+            f"{values_digest(weights)}. Copy the weights again or save the model again."
         )
     normalizers = []
     for content, values in groups:
@@ -93,10 +93,10 @@ def read_weights(
     directory: Any, pattern: re.Pattern[str], *, variant: str | None = None, pickles: bool = False, **where: Any
 ) -> dict[str, Tensor]:
     """Return the weights of a folder or hub repository whose names match; other weights are not read."""
-    found: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for file in _weight_files(directory, pattern, variant, pickles, where):
-        found |= _tensors_of(file, pattern)
-    return found
+        weights |= _tensors_of(file, pattern)
+    return weights
 
 
 def values_digest(state: Mapping[str, Tensor]) -> str:
@@ -185,8 +185,10 @@ def _format_1(directory: Any, where: Mapping[str, Any]) -> Iterator[SavedNormali
         raise ValueError(f"{directory}: expected {VALUES_FILE} beside {RECIPE_FILE}, got none. Copy it there.")
     values = {} if values_file is None else _read_values(values_file, digest)
     for path, recipe in recipes.items():
-        held = {key.removeprefix(f"{path}."): value for key, value in values.items() if key.startswith(f"{path}.")}
-        yield SavedNormalizer(path, recipe, held)
+        module_values = {
+            key.removeprefix(f"{path}."): value for key, value in values.items() if key.startswith(f"{path}.")
+        }
+        yield SavedNormalizer(path, recipe, module_values)
 
 
 def read_recipe_file(file: Path) -> tuple[dict[str, Recipe], dict[str, str], str | None]:
@@ -217,9 +219,9 @@ def _digest(entry: tuple[str, Any]) -> tuple[str, str]:
 
 
 def _read_values(file: Path, digest: str | None) -> dict[str, Tensor]:
-    found = hashlib.sha256(file.read_bytes()).hexdigest()
-    if digest is not None and found != digest:
-        raise ValueError(f"{file} is damaged: expected the SHA-256 digest {digest}, got {found}. Copy it again.")
+    actual = hashlib.sha256(file.read_bytes()).hexdigest()
+    if digest is not None and actual != digest:
+        raise ValueError(f"{file} is damaged: expected the SHA-256 digest {digest}, got {actual}. Copy it again.")
     try:
         return load_file(file)
     except SafetensorError as error:

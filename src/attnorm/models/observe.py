@@ -100,7 +100,7 @@ class _Observation:
         self.sites = attention_sites(model)
         self.read_mask = MaskReader()
         self._forward_parameters = {
-            found: _forward_parameters(found) for found in {type(module) for module in self.sites}
+            module_class: _forward_parameters(module_class) for module_class in {type(module) for module in self.sites}
         }
         self.ran = False
         self.calls = 0
@@ -127,9 +127,9 @@ class _Observation:
 
     def _on_module_enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         names = self._forward_parameters[type(module)]
-        given = {**dict(zip(names, args, strict=False)), **{k: v for k, v in kwargs.items() if k in names}}
-        other = next((given[name] for name in OTHER_SEQUENCE if given.get(name) is not None), None)
-        source = given.get(names[0]) if other is None else other
+        arguments = {**dict(zip(names, args, strict=False)), **{k: v for k, v in kwargs.items() if k in names}}
+        other = next((arguments[name] for name in OTHER_SEQUENCE if arguments.get(name) is not None), None)
+        source = arguments.get(names[0]) if other is None else other
         self._running[module] = _RunningModule(
             layer=self._layers.enter(module), crosses=other is not None, source=source if self.keep_inputs else None
         )
@@ -186,7 +186,7 @@ def _register(observation: _Observation) -> None:
 def _unregister(observation: _Observation) -> None:
     with _lock:
         for module in observation.sites:
-            others = tuple(one for one in _observed[module] if one is not observation)
+            others = tuple(other for other in _observed[module] if other is not observation)
             if others:
                 _observed[module] = others
             else:
@@ -230,10 +230,10 @@ def check_output(call: AttentionCall, output_BQHE: Tensor, path: str, kernel: st
 
     def decide() -> None:
         wait()
-        seen, error, size, largest = numbers.tolist()
+        visible, error, size, largest = numbers.tolist()
         # A kernel that keeps its logits in half precision rounds a large one by more than 1.
         rounding = math.expm1(min(2 * largest * step, 50.0))
-        if seen and error > (TOLERANCE + rounding) * size:
+        if visible and error > (TOLERANCE + rounding) * size:
             raise UnsupportedModel(
                 f"the attention of {path or 'the model'} (kernel {kernel!r}) is not softmax over the logits it was "
                 f"called with: the last query's output differs by {error:.3g} where values are up to {size:.3g}. It "

@@ -49,7 +49,7 @@ class OutputGates:
 @contextmanager
 def output_gates(model: nn.Module) -> Iterator[OutputGates]:
     """Within the with statement, measure the gates of every attention module that runs and has gates."""
-    found = OutputGates()
+    measured = OutputGates()
     waiting: dict[nn.Module, list[tuple[AttentionCall, Tensor]]] = {}
     running: list[nn.Module] = []
 
@@ -73,7 +73,7 @@ def output_gates(model: nn.Module) -> Iterator[OutputGates]:
             call, output = outputs[0]
             gates = _gates(call, output, args[0], may_grow=_mentions("softplus", type(module).forward, unknown=False))
             if gates is not None:
-                found.layers[call.kind, call.layer] = gates
+                measured.layers[call.kind, call.layer] = gates
 
     sites = attention_sites(model)
     gated = [module for module in sites if any(_mentions("gate", type(part).forward) for part in _code_of(module))]
@@ -87,7 +87,7 @@ def output_gates(model: nn.Module) -> Iterator[OutputGates]:
                 until_exit.callback(projection.register_forward_pre_hook(partial(projects, module)).remove)
         if gated:
             until_exit.enter_context(observe(model, lambda call: None, check=False, on_output=on_output))
-        yield found
+        yield measured
 
 
 def _projection_of(module: nn.Module) -> nn.Module | None:
@@ -102,7 +102,7 @@ def _projection_of(module: nn.Module) -> nn.Module | None:
 def _code_of(module: nn.Module) -> list[nn.Module]:
     """Return the modules whose code may apply a gate: the attention module and the owner of the projection."""
     projection = _projection_of(module)
-    return [module, *(part for part in module.children() if any(each is projection for each in part.children()))]
+    return [module, *(part for part in module.children() if any(child is projection for child in part.children()))]
 
 
 @lru_cache(maxsize=1000)
@@ -116,10 +116,10 @@ def _mentions(word: str, forward: Callable[..., Any], unknown: bool = True) -> b
 
 def _is_output(output: Tensor, args: tuple[Any, ...]) -> bool:
     """Whether a module receives the output of the attention function."""
-    given = args[0] if args else None
-    if not isinstance(given, Tensor) or given.numel() != output.numel():
+    received = args[0] if args else None
+    if not isinstance(received, Tensor) or received.numel() != output.numel():
         return False
-    return given.data_ptr() == output.data_ptr() or torch.equal(given.reshape(output.shape), output)
+    return received.data_ptr() == output.data_ptr() or torch.equal(received.reshape(output.shape), output)
 
 
 @torch.no_grad()
@@ -142,11 +142,11 @@ def _gates(call: AttentionCall, output: Tensor, projected: Tensor, *, may_grow: 
     if bool((turned if may_grow else grown | turned).any()):
         return None
     gate = (torch.linalg.vector_norm(after, dim=-1) / torch.linalg.vector_norm(before, dim=-1)).T  # (H, R)
-    one = replace(
+    first_item = replace(
         call,
         **{name: getattr(call, name)[:1] for name in ("query_BHQD", "key_BGKD", "value_BGKE")},
         mask=None if call.mask is None else call.mask[:1],
         bias=None if call.bias is None else call.bias[:1],
     )
-    sink = measure_rows(one, [None], rows, (), names=("sink_mass",))[MODEL].values["sink_mass"][0]
+    sink = measure_rows(first_item, [None], rows, (), names=("sink_mass",))[MODEL].values["sink_mass"][0]
     return HeadGates(gate.nanmean(-1).cpu(), (gate * sink.to(gate.device, gate.dtype)).nanmean(-1).cpu())

@@ -77,11 +77,11 @@ class MixtureHead(nn.Linear):
         contexts, log_prior = self._components(hidden)
         if self.kind == "moc":
             return -_target_log_probability(_mixed(contexts, log_prior), self.weight, targets).mean()
-        found = [
+        log_probabilities = [
             checkpoint(_target_log_probability, context, self.weight, targets, use_reentrant=False)
             for context in contexts
         ]
-        return -torch.logsumexp(log_prior + torch.stack(found, -1), -1).mean()
+        return -torch.logsumexp(log_prior + torch.stack(log_probabilities, -1), -1).mean()
 
     def _components(self, hidden: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return h_k of every component, and the log of their weights in float32."""
@@ -139,12 +139,12 @@ def restore_output(model: Any, directory: Any, **files: Any) -> None:
         return
     if model.get_output_embeddings() is None:  # the base model alone
         return
-    found = {key.rpartition(".")[2]: value for key, value in _saved(directory, files).items()}
+    saved = {key.rpartition(".")[2]: value for key, value in _saved(directory, files).items()}
     set_output(model, str(spec))
     head = model.get_output_embeddings()
     with torch.no_grad():
         for name in ("attnorm_latent", "attnorm_prior"):
-            target, value = getattr(head, name), found.get(name)
+            target, value = getattr(head, name), saved.get(name)
             if value is None or value.shape != target.shape:
                 got = "none" if value is None else tuple(value.shape)
                 raise ValueError(

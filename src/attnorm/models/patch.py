@@ -61,13 +61,14 @@ class Patch:
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         self._modules = modules
-        self._given = {path: normalizer_of(module) for path, module in modules.items()}
+        self._attached = {path: normalizer_of(module) for path, module in modules.items()}
 
     @property
     def normalizers(self) -> dict[str, Normalizer | Mechanism]:
         """Path of the attention module -> its normalizer; empty after `remove`."""
         attached = {path: normalizer_of(module) for path, module in self._modules.items() if is_patched(module)}
-        return {path: found for path, found in attached.items() if found is self._given[path]}  # not of a later patch
+        # A later patch may have attached another one.
+        return {path: normalizer for path, normalizer in attached.items() if normalizer is self._attached[path]}
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of the normalizers, for a separate optimizer group."""
@@ -162,11 +163,11 @@ def patch(
     parts: dict[nn.Module, tuple[Normalizer | Mechanism, Recipe]] = {}
     paths: dict[str, nn.Module] = {}
     skipped = False
-    for replacement, given, chosen in _expand_replacements(model, normalizer, layers, options):
-        _reject_patched(chosen)
-        for module, (site, heads) in chosen.items():
+    for replacement, replacement_options, modules in _expand_replacements(model, normalizer, layers, options):
+        _reject_patched(modules)
+        for module, (site, heads) in modules.items():
             part, recipe = _build_normalizer(
-                replacement, given, module, _module_name(site, module), heads, warm_start, train_length
+                replacement, replacement_options, module, _module_name(site, module), heads, warm_start, train_length
             )
             if not part.properties.permutation_equivariant and _is_cross_attention(site, module):
                 skipped = True  # keys of another sequence have no position relative to the queries
@@ -199,9 +200,9 @@ def _expand_replacements(
     groups = layer_groups(normalizer)
     _select_modules(model, [layer for group in groups for layer in group])  # layers that keep softmax must exist too
     for group, replacement in groups.items():
-        name, given = parse_spec(replacement) if isinstance(replacement, str) else (replacement, {})
-        if (name, given) != (SOFTMAX, {}):
-            yield name, given, _select_modules(model, group)
+        name, own_options = parse_spec(replacement) if isinstance(replacement, str) else (replacement, {})
+        if (name, own_options) != (SOFTMAX, {}):
+            yield name, own_options, _select_modules(model, group)
 
 
 def check_replacement(spec: str) -> None:
@@ -260,11 +261,13 @@ def _select_modules(model: nn.Module, layers: Layers | None) -> SelectedModules:
     if layers is None:
         return {module: (site, None) for module, (site, _) in sites.items()}
     heads_of = _heads_by_layer(layers)
-    known = sorted({layer for _, layer in sites.values()})
-    unknown = [layer for layer in heads_of if layer not in known]
+    model_layers = sorted({layer for _, layer in sites.values()})
+    unknown = [layer for layer in heads_of if layer not in model_layers]
     if unknown or not heads_of:
-        what = f"layer {unknown[0]!r}, which it does not have" if unknown else "no layer at all"
-        raise ValueError(f"layers= names {what}; {type(model).__name__} has the layers {known[0]} to {known[-1]}")
+        problem = f"layer {unknown[0]!r}, which it does not have" if unknown else "no layer at all"
+        raise ValueError(
+            f"layers= names {problem}; {type(model).__name__} has the layers {model_layers[0]} to {model_layers[-1]}"
+        )
     selected: SelectedModules = {}
     for module, (site, layer) in sites.items():
         if layer in heads_of:
@@ -292,8 +295,8 @@ def _module_name(site: Site, module: nn.Module) -> str:
     return site.path or type(module).__name__
 
 
-def _reject_patched(chosen: Mapping[nn.Module, tuple[Site, object]]) -> None:
-    for module, (site, _) in chosen.items():
+def _reject_patched(modules: Mapping[nn.Module, tuple[Site, object]]) -> None:
+    for module, (site, _) in modules.items():
         if is_patched(module):
             raise ValueError(
                 f"{_module_name(site, module)} already has {normalizer_of(module).name!r} in the place of softmax; "

@@ -64,14 +64,14 @@ def attach(model: nn.Module, parts: dict[nn.Module, tuple[Normalizer | Mechanism
         if id(config) not in copies:
             copies[id(config)] = copy_with_kernel(config, KERNEL)
         outer_configs = [model_config for model_config, inside in models if module in inside]
-        configs = tuple({id(each): each for each in (config, *outer_configs)}.values())
+        configs = tuple({id(affected): affected for affected in (config, *outer_configs)}.values())
         setattr(module, NORMALIZER, normalizer.train(module.training))
         setattr(module, RECIPE, _make_saved_recipe(recipe, configs, normalizer, model))
         setattr(module, MODEL_CONFIG, config)
         module.config = copies[id(config)]
         watch_input(module)
-        for each in configs:
-            _count_in_config(each, recipe, 1)
+        for affected in configs:
+            _count_in_config(affected, recipe, 1)
 
 
 def _make_saved_recipe(
@@ -101,13 +101,13 @@ def detach(modules: Iterable[nn.Module]) -> None:
 @contextmanager
 def temporarily_unpatched(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Within the with statement, patched modules run as before the patch; their normalizers stay attached."""
-    ours = {module: (module.config, normalizer_of(module)) for module in modules}
-    for module in ours:
+    patched = {module: (module.config, normalizer_of(module)) for module in modules}
+    for module in patched:
         module.config = getattr(module, MODEL_CONFIG)
     try:
         yield
     finally:
-        for module, (config, normalizer) in ours.items():
+        for module, (config, normalizer) in patched.items():
             if getattr(module, NORMALIZER, None) is normalizer:  # not removed meanwhile
                 module.config = config
 
@@ -115,12 +115,12 @@ def temporarily_unpatched(modules: Iterable[nn.Module]) -> Iterator[None]:
 def _count_in_config(config: Any, recipe: Recipe, change: int) -> None:
     """Add `change` to the number of attention modules with this recipe in the config's list of recipes."""
     recipes = [dict(entry) for entry in getattr(config, RECORD, {}).get("recipes", ())]
-    entry = next((each for each in recipes if recipe.to_json().items() <= each.items()), None)
+    entry = next((candidate for candidate in recipes if recipe.to_json().items() <= candidate.items()), None)
     if entry is None:
         entry = {**recipe.to_json(), "modules": 0}
         recipes.append(entry)
     entry["modules"] += change
-    recipes = [each for each in recipes if each["modules"] > 0]
+    recipes = [listed for listed in recipes if listed["modules"] > 0]
     if recipes:
         setattr(config, RECORD, {"format": FORMAT, "recipes": recipes, "load_with": "attnorm.from_pretrained"})
     elif hasattr(config, RECORD):
@@ -129,20 +129,20 @@ def _count_in_config(config: Any, recipe: Recipe, change: int) -> None:
 
 def remove_record(model: nn.Module) -> Any:
     """Remove the record of normalizers that was loaded with a config; return that of the outermost config."""
-    found = getattr(getattr(model, "config", None), RECORD, None)
+    record = getattr(getattr(model, "config", None), RECORD, None)
     for part in model.modules():
         if hasattr(config := getattr(part, "config", None), RECORD):
             delattr(config, RECORD)
-    return found
+    return record
 
 
 def device_of(module: nn.Module) -> torch.device:
     """Return the device on which the module computes; accelerate may store its weights on another one."""
     devices = offload_devices(module) or [weight.device for weight in module.parameters()]
-    found = next((device for device in devices if device.type != "meta"), None)
-    if devices and found is None:
+    device = next((device for device in devices if device.type != "meta"), None)
+    if devices and device is None:
         raise ValueError(
             "expected a model with weights, got one on the meta device, where to_empty() would overwrite the values "
             "of a normalizer. Load the weights first, then patch."
         )
-    return found or torch.device("cpu")
+    return device or torch.device("cpu")

@@ -119,8 +119,8 @@ def with_sinks(normalizer: Normalizer, sinks_H: Tensor, heads: Sequence[int] | N
     map_ = normalizer.map
     if isinstance(map_, ByHead):
         rest = [head for head in range(sinks_H.shape[0]) if head not in map_.heads]
-        chosen, others = with_sinks(map_.chosen, sinks_H, map_.heads), with_sinks(map_.others, sinks_H, rest)
-        return Normalizer(ByHead(chosen, map_.heads, others), name=normalizer.name)
+        changed, others = with_sinks(map_.chosen, sinks_H, map_.heads), with_sinks(map_.others, sinks_H, rest)
+        return Normalizer(ByHead(changed, map_.heads, others), name=normalizer.name)
     if normalizer.sink is not None or not map_.properties.permutation_equivariant:
         return normalizer
     return Normalizer(
@@ -165,9 +165,9 @@ def _is_permutation_equivariant(normalizer: Normalizer) -> bool:
 def _run_mechanism(mechanism: Any, inputs: Inputs, softcap: float | None, bias: Tensor | None, read: Any) -> Tensor:
     """Run a mechanism in a patched module. read: gates or second queries from models/layer_input.py, or None."""
     if softcap is not None or (bias is not None and bool(bias.any())):
-        what = "a softcap" if softcap is not None else "a position bias"
+        feature = "a softcap" if softcap is not None else "a position bias"
         raise ValueError(
-            f"{mechanism.name!r} has no logits to which the model's attention could apply {what}; "
+            f"{mechanism.name!r} has no logits to which the model's attention could apply {feature}; "
             "take a normalizer (attnorm.available() lists them), or a model without it"
         )
     if is_exporting():

@@ -76,8 +76,8 @@ def without_innermost_mode() -> AbstractContextManager[Any]:
 
 
 def is_identity_score_mod(score_mod: Any) -> bool:
-    own = getattr(score_mod, "__module__", ""), getattr(score_mod, "__name__", "")
-    return own == ("torch.nn.attention.flex_attention", "_identity")
+    full_name = getattr(score_mod, "__module__", ""), getattr(score_mod, "__name__", "")
+    return full_name == ("torch.nn.attention.flex_attention", "_identity")
 
 
 def is_tensor_parallel(model: nn.Module) -> bool:
@@ -139,22 +139,22 @@ def rotary_files(modules: list[nn.Module]) -> dict[ModuleType, Any]:
 def offload_devices(module: nn.Module) -> list[torch.device]:
     """Return the devices on which parts of the module compute whose weights accelerate offloads."""
     hooks = [getattr(part, "_hf_hook", None) for part in module.modules()]
-    found = [getattr(hook, "execution_device", None) for hook in hooks]
-    return [torch.device(device) for device in found if device is not None]
+    devices = [getattr(hook, "execution_device", None) for hook in hooks]
+    return [torch.device(device) for device in devices if device is not None]
 
 
 def find_file(directory: Any, name: str, **where: Any) -> Path | None:
     """A file of a folder or of a hub repository; None if it is absent, or not cached and the hub cannot be reached."""
     from transformers.utils.hub import cached_file
 
-    found = cached_file(
+    path = cached_file(
         directory,
         name,
         **where,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    return None if found is None else Path(found)
+    return None if path is None else Path(path)
 
 
 @contextmanager

@@ -56,22 +56,26 @@ def projections(module: nn.Module, call: AttentionCall) -> Projections | None:
     """
     if call.inputs_BKC is None:
         return None
-    found = _matrices(module)
-    if found is None:
+    matrices = _matrices(module)
+    if matrices is None:
         return None
     heads, groups, width = call.query_BHQD.shape[1], call.key_BGKD.shape[1], call.query_BHQD.shape[-1]
-    (query_weight, query_bias), (key_weight, key_bias) = found
+    (query_weight, query_bias), (key_weight, key_bias) = matrices
     if query_weight.shape[0] < heads * width or key_weight.shape[0] < groups * width:
         return None
-    made = Projections(
+    candidate = Projections(
         query_weight[: heads * width].unflatten(0, (heads, width)),
         key_weight[: groups * width].unflatten(0, (groups, width)),
         None if query_bias is None else query_bias[: heads * width].unflatten(0, (heads, width)),
         None if key_bias is None else key_bias[: groups * width].unflatten(0, (groups, width)),
     )
     x = call.inputs_BKC[0, -call.query_BHQD.shape[2] :].float()
-    same = projects_to(made.query_weight, made.query_bias, x, call.query_BHQD[0])
-    return made if same and projects_to(made.key_weight, made.key_bias, call.inputs_BKC[0], call.key_BGKD[0]) else None
+    same = projects_to(candidate.query_weight, candidate.query_bias, x, call.query_BHQD[0])
+    return (
+        candidate
+        if same and projects_to(candidate.key_weight, candidate.key_bias, call.inputs_BKC[0], call.key_BGKD[0])
+        else None
+    )
 
 
 def _matrices(module: nn.Module) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]] | None:
@@ -100,9 +104,9 @@ def _of(part: nn.Module) -> tuple[Tensor, Tensor | None]:
 
 def projects_to(weight: Tensor, bias: Tensor | None, x: Tensor, there: Tensor) -> bool:
     """Whether W x + b, weight (heads, width, inputs) and x (length, inputs), has the norms of the states `there`."""
-    made = torch.einsum("hed,ld->hle", weight, x.float())
-    made = made if bias is None else made + bias[:, None]
-    a, b = (torch.linalg.vector_norm(t.float(), dim=-1) for t in (made, there))
+    projected = torch.einsum("hed,ld->hle", weight, x.float())
+    projected = projected if bias is None else projected + bias[:, None]
+    a, b = (torch.linalg.vector_norm(t.float(), dim=-1) for t in (projected, there))
     return bool(a.shape == b.shape and ((a - b).abs() <= SAME_NORM * b.clamp(min=1e-3)).all())
 
 
@@ -152,8 +156,8 @@ def _keeping(original: Any, before: BeforeRotation) -> Any:
     return rotate
 
 
-def _same_norms(one: Tensor, other: Tensor) -> bool:
-    a, b = (torch.linalg.vector_norm(t.float(), dim=-1) for t in (one, other))
+def _same_norms(first: Tensor, second: Tensor) -> bool:
+    a, b = (torch.linalg.vector_norm(t.float(), dim=-1) for t in (first, second))
     return bool(((a - b).abs() <= SAME_ROTATED_NORM * b.clamp(min=1e-6)).all())
 
 
@@ -216,7 +220,7 @@ def query_key_weights(module: nn.Module, call: AttentionCall) -> QueryKeyWeights
     latent = _latent(module)
     if latent is not None:
         return latent
-    return next((found for found in _candidates(module, call) if _makes(found, call)), None)
+    return next((weights for weights in _candidates(module, call) if _makes(weights, call)), None)
 
 
 def _candidates(module: nn.Module, call: AttentionCall) -> Iterator[QueryKeyWeights]:
@@ -252,9 +256,9 @@ def _makes(weights: QueryKeyWeights, call: AttentionCall) -> bool:
     states = [(weights.key[0], keys, call.key_BGKD[0])]
     if call.kind != "cross":  # there the queries come from another sequence
         states.append((weights.query[0], keys[-call.query_BHQD.shape[2] :], call.query_BHQD[0]))
-    for part, x, there in states:
+    for part, x, target in states:
         outputs = part.projection.weight.numel() // x.shape[-1]
-        if int(part.rows.max()) >= outputs or not projects_to(*part.matrix(), x.detach(), there.detach()):
+        if int(part.rows.max()) >= outputs or not projects_to(*part.matrix(), x.detach(), target.detach()):
             return False
     return True
 

@@ -97,15 +97,15 @@ def read_recipe(content: Tensor) -> tuple[str, Recipe]:
     """
     if content.dtype != torch.uint8 or content.dim() != 1:
         raise RecipeError("recipe", "bytes of JSON", content.dtype)
-    found = parse_json(content.numpy().tobytes(), "recipe")
-    if found.get("format") != FORMAT:
-        raise RecipeError("format", f"{FORMAT}; was it written by a newer attnorm?", found.get("format"))
-    path = found.get("path")
+    fields = parse_json(content.numpy().tobytes(), "recipe")
+    if fields.get("format") != FORMAT:
+        raise RecipeError("format", f"{FORMAT}; was it written by a newer attnorm?", fields.get("format"))
+    path = fields.get("path")
     if not isinstance(path, str) or len(path) > MAX_CHARACTERS or not path.isprintable():
         raise RecipeError("path", "the path of an attention module", path)
-    if found.get("normalizer", "") is None:
+    if fields.get("normalizer", "") is None:
         raise RecipeError(path, "the name of a normalizer; one that was given as an object cannot be restored", None)
-    return path, validate_recipe(path, found)
+    return path, validate_recipe(path, fields)
 
 
 def parse_json(content: bytes, where: str) -> dict[str, Any]:
@@ -113,12 +113,12 @@ def parse_json(content: bytes, where: str) -> dict[str, Any]:
     if len(content) > MAX_BYTES:
         raise RecipeError(where, f"at most {MAX_BYTES:,} bytes", len(content))
     try:
-        found = json.loads(content.decode("utf-8"), parse_constant=_no_constant)
+        parsed = json.loads(content.decode("utf-8"), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise RecipeError(where, "JSON", type(error).__name__) from None
-    if not isinstance(found, dict):
-        raise RecipeError(where, "an object of JSON", found)
-    return found
+    if not isinstance(parsed, dict):
+        raise RecipeError(where, "an object of JSON", parsed)
+    return parsed
 
 
 def validate_recipe(path: str, part: Any) -> Recipe:

@@ -48,8 +48,8 @@ def fetch(folder: Path) -> Path:
 
 def _as_safetensors(source: Path, target: Path) -> None:
     """Convert the weights, which are a pickle; only tensors are read from it."""
-    made: Any = AlbertForMaskedLM
-    model = made(AlbertConfig.from_pretrained(source))
+    model_class: Any = AlbertForMaskedLM
+    model = model_class(AlbertConfig.from_pretrained(source))
     weights = torch.load(source / "pytorch_model.bin", map_location="cpu", weights_only=True)
     missing = model.load_state_dict(weights, strict=False).missing_keys
     if absent := [name for name in missing if "attention" in name or "embeddings.word" in name]:

@@ -133,13 +133,13 @@ def from_pretrained(
             "model_class=transformers.AutoModelForCausalLM."
         )
     trusted = {"trust_remote_code": options["trust_remote_code"]} if "trust_remote_code" in options else {}
-    chosen = model_class or _saved_class(AutoConfig.from_pretrained(directory, **location, **trusted), directory)
-    ours = rf"\.({NORMALIZER}|{RECIPE})\.|{SAVED_OUTPUT.pattern}"
-    with expecting_weights(chosen, ours), warnings.catch_warnings():
+    loaded_class = model_class or _saved_class(AutoConfig.from_pretrained(directory, **location, **trusted), directory)
+    attnorm_names = rf"\.({NORMALIZER}|{RECIPE})\.|{SAVED_OUTPUT.pattern}"
+    with expecting_weights(loaded_class, attnorm_names), warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", "(?s).*attnorm_replaced_softmax"
         )  # a warning of PEFT about an entry that models/peft_adapters.py writes
-        model: PreTrainedModel = chosen.from_pretrained(directory, **options)
+        model: PreTrainedModel = loaded_class.from_pretrained(directory, **options)
     restore_normalizers(model, directory, **files)
     restore_output(model, directory, **files)
     return with_known_loss(model)
@@ -160,20 +160,20 @@ def restore_normalizers(model: PreTrainedModel, directory: str | os.PathLike[str
             stacklevel=2,
         )
     modules = {_base_path(model, site.path): module for module, site in attention_sites(model).items()}
-    known = entries()
+    registered = entries()
     parts = {}
-    for one in saved:
-        path = _base_path(model, one.path)
-        if one.recipe.name not in known:
+    for saved_normalizer in saved:
+        path = _base_path(model, saved_normalizer.path)
+        if saved_normalizer.recipe.name not in registered:
             raise ValueError(
-                f"{directory}: expected the normalizer {one.recipe.name!r} of {path} to be registered. "
-                f"Run the code with @attnorm.register({one.recipe.name!r}) before loading the model."
+                f"{directory}: expected the normalizer {saved_normalizer.recipe.name!r} of {path} to be registered. "
+                f"Run the code with @attnorm.register({saved_normalizer.recipe.name!r}) before loading the model."
             )
         if path not in modules:
             raise ValueError(
                 f"{directory}: expected attention modules of {type(model).__name__}, got a normalizer for {path!r}"
             )
-        parts[modules[path]] = (_restore_normalizer(path, one, modules[path]), one.recipe)
+        parts[modules[path]] = (_restore_normalizer(path, saved_normalizer, modules[path]), saved_normalizer.recipe)
     if parts:
         attach(model, parts)
 
@@ -196,12 +196,12 @@ def _check_directory(directory: Any) -> None:
 
 def _check_location(directory: str | os.PathLike[str]) -> None:
     """Raise an error for what is neither a folder nor a possible hub name; transformers' own message would mislead."""
-    path, wanted = Path(directory), "Give the folder of a saved model."
+    path, hint = Path(directory), "Give the folder of a saved model."
     if path.is_file():
-        raise NotADirectoryError(f"expected a folder, got the file {path}. {wanted}")
+        raise NotADirectoryError(f"expected a folder, got the file {path}. {hint}")
     if can_only_be_a_folder(directory) and not (os.fspath(directory).strip() and path.is_dir()):
         name = os.fspath(directory)
-        raise FileNotFoundError(f"there is no folder {name!r}; {did_you_mean(name)}{wanted}")
+        raise FileNotFoundError(f"there is no folder {name!r}; {did_you_mean(name)}{hint}")
 
 
 def _unwrap(model: Any) -> PreTrainedModel:
@@ -279,13 +279,13 @@ def _restore_normalizer(path: str, saved: SavedNormalizer, module: nn.Module) ->
 
 def _saved_class(config: Any, directory: str | os.PathLike[str]) -> type[Any]:
     names = getattr(config, "architectures", None) or ["none"]
-    found: type[Any] | None = getattr(transformers, names[0], None)
-    if found is None:
+    saved_class: type[Any] | None = getattr(transformers, names[0], None)
+    if saved_class is None:
         raise ValueError(
             f"expected a class of transformers, got {names[0]!r} in {directory}. Name what to load it as, e.g. "
             "model_class=transformers.AutoModelForCausalLM."
         )
-    return found
+    return saved_class
 
 
 def _base_path(model: nn.Module, path: str) -> str:

@@ -46,9 +46,9 @@ def fetch(folder: str | Path, gguf: Path | None = None) -> Path:
     with FileLock(folder.with_name(folder.name + ".lock")):
         if not _complete(folder):  # another process was faster
             with tempfile.TemporaryDirectory(dir=folder.parent, prefix=folder.name + ".part") as temporary:
-                made = _unpack(gguf or _download(Path(temporary)), Path(temporary) / "made")
+                unpacked = _unpack(gguf or _download(Path(temporary)), Path(temporary) / "made")
                 shutil.rmtree(folder, ignore_errors=True)
-                made.rename(folder)
+                unpacked.rename(folder)
     return folder
 
 

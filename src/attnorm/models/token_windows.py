@@ -47,17 +47,17 @@ class Tokens:
 
         None if they do not fit.
         """
-        body, held = length - self.special, int(self.ids.shape[1])
-        ends = self.piece_ends or (held,)
+        body, available = length - self.special, int(self.ids.shape[1])
+        ends = self.piece_ends or (available,)
         begins = (0, *ends[:-1])
         if len(ends) == 1:
-            if windows * body > held:
+            if windows * body > available:
                 return None
-            return [round(place * (held - body) / max(windows - 1, 1)) for place in range(windows)]
+            return [round(window * (available - body) / max(windows - 1, 1)) for window in range(windows)]
         if windows > len(ends) or any(end - begin < body for begin, end in zip(begins, ends, strict=True)):
             return None
-        chosen = [round(place * (len(ends) - 1) / max(windows - 1, 1)) for place in range(windows)]
-        starts = [begins[piece] for piece in chosen]
+        selected = [round(window * (len(ends) - 1) / max(windows - 1, 1)) for window in range(windows)]
+        starts = [begins[piece] for piece in selected]
         return [*starts[:-1], ends[-1] - body] if windows > 1 else starts
 
 
@@ -82,11 +82,13 @@ def tokens_of(
     ends: list[int] = []
     for piece in tokenized:
         encoded = dict(tokenizer(piece, return_special_tokens_mask=True, verbose=False))
-        found, special = list(encoded["input_ids"]), list(encoded.pop("special_tokens_mask"))
-        first = next((place for place, is_special in enumerate(special) if not is_special), len(found))
-        last = next((len(found) - place for place, one in enumerate(reversed(special)) if not one), first)
-        before, after, names = tuple(found[:first]), tuple(found[last:]), tuple(encoded)
-        ids += found[first:last]
+        piece_ids, special = list(encoded["input_ids"]), list(encoded.pop("special_tokens_mask"))
+        first = next((index for index, is_special in enumerate(special) if not is_special), len(piece_ids))
+        last = next(
+            (len(piece_ids) - index for index, is_special in enumerate(reversed(special)) if not is_special), first
+        )
+        before, after, names = tuple(piece_ids[:first]), tuple(piece_ids[last:]), tuple(encoded)
+        ids += piece_ids[first:last]
         ends.append(len(ids))
     return Tokens(
         torch.tensor(ids, dtype=torch.long)[None],
@@ -102,10 +104,10 @@ def _pieces(content: str, count: int) -> list[str]:
     """Return pieces of equal size, evenly spaced over the text, each starting at a word."""
     size = WHOLE_CHARACTERS // count
     pieces = []
-    for place in range(count):
-        start = round(place * (len(content) - size) / (count - 1))
+    for number in range(count):
+        start = round(number * (len(content) - size) / (count - 1))
         piece = content[start : start + size]
-        space = next((at for at, character in enumerate(piece[:200]) if character.isspace()), -1) if start else -1
+        space = next((index for index, character in enumerate(piece[:200]) if character.isspace()), -1) if start else -1
         pieces.append(piece[space + 1 :])
     return pieces
 
@@ -115,21 +117,21 @@ def window_inputs(text: Text, tokens: Tokens, loaded: LoadedModel, start: int, l
     body = tokens.ids[:, start : start + length - tokens.special]
     batch = body.shape[0]
     around = [torch.tensor(ids, dtype=torch.long).expand(batch, -1) for ids in (tokens.before, tokens.after)]
-    chosen = {"input_ids": torch.cat([around[0], body, around[1]], dim=1)}
-    wanted = inspect.signature(loaded.model.forward).parameters
+    model_inputs = {"input_ids": torch.cat([around[0], body, around[1]], dim=1)}
+    accepted = inspect.signature(loaded.model.forward).parameters
     filled = {"attention_mask": 1, "token_type_ids": 0}
     for name, value in filled.items():
-        if name in tokens.names and name in wanted:
-            chosen[name] = torch.full_like(chosen["input_ids"], value)
-    return ready(text, chosen, loaded)
+        if name in tokens.names and name in accepted:
+            model_inputs[name] = torch.full_like(model_inputs["input_ids"], value)
+    return ready(text, model_inputs, loaded)
 
 
 def bos_id(loaded: LoadedModel) -> int | None:
     """Return the BOS token of the tokenizer's or the model's configuration."""
     config = loaded.model.config
-    for found in (getattr(loaded.tokenizer, "bos_token_id", None), getattr(config, "bos_token_id", None)):
-        if isinstance(found, int):
-            return found
+    for token in (getattr(loaded.tokenizer, "bos_token_id", None), getattr(config, "bos_token_id", None)):
+        if isinstance(token, int):
+            return token
     return None
 
 
@@ -162,5 +164,5 @@ def _with_bos(before: tuple[int, ...], loaded: LoadedModel, bos: bool | None) ->
         raise ValueError(
             f"bos={bos}: expected a tokenizer or config with a BOS token, but {loaded.name} has none. Leave bos out."
         )
-    rest = tuple(one for one in before if one != token)
+    rest = tuple(other for other in before if other != token)
     return (token, *rest) if bos else rest

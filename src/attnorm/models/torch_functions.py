@@ -118,15 +118,15 @@ def read_multi_head_attention(
     if is_causal and key_padding_mask is None and not need_weights:
         # Torch drops the mask here and asks scaled_dot_product_attention for a causal one.
         return read_scaled_dot_product_attention(query_BHQD, key_BHKD, value_BHKD, is_causal=True, scale=scale)
-    given = VisibleKeys(causal=False)
+    visible = VisibleKeys(causal=False)
     if attn_mask is not None:
         mask = attn_mask.unflatten(0, (batch, num_heads)) if attn_mask.dim() == 3 else attn_mask[None, None]
-        given = read_mask("sdpa", _hidden_to_visible(mask), queries=queries, keys=keys)
-    kind = kind_of(given, queries, keys, itself=itself)
+        visible = read_mask("sdpa", _hidden_to_visible(mask), queries=queries, keys=keys)
+    kind = kind_of(visible, queries, keys, itself=itself)
     if key_padding_mask is not None:
-        given = _both(given, read_mask("sdpa", _hidden_to_visible(key_padding_mask[:, None, None]), 1, keys))
-    given = _with_extra_keys(given, key_BHKD.shape[-2] - keys, queries, keys)
-    return _call(kind, query_BHQD, key_BHKD, value_BHKD, scale, given)
+        visible = _combine(visible, read_mask("sdpa", _hidden_to_visible(key_padding_mask[:, None, None]), 1, keys))
+    visible = _with_extra_keys(visible, key_BHKD.shape[-2] - keys, queries, keys)
+    return _call(kind, query_BHQD, key_BHKD, value_BHKD, scale, visible)
 
 
 def read_native_multi_head_attention(
@@ -161,9 +161,11 @@ def read_native_multi_head_attention(
         states.unflatten(-1, (num_head, -1)).transpose(1, 2)
         for states in F.linear(query, qkv_weight, qkv_bias).chunk(3, dim=-1)
     )
-    given = VisibleKeys(causal=False) if visible is None else read_mask("sdpa", visible, queries=length, keys=length)
-    kind = kind_of(given, length, length, itself=True)
-    return _call(kind, query_BHQD, key_BHKD, value_BHKD, query_BHQD.shape[-1] ** -0.5, given)
+    visible_keys = (
+        VisibleKeys(causal=False) if visible is None else read_mask("sdpa", visible, queries=length, keys=length)
+    )
+    kind = kind_of(visible_keys, length, length, itself=True)
+    return _call(kind, query_BHQD, key_BHKD, value_BHKD, query_BHQD.shape[-1] ** -0.5, visible_keys)
 
 
 def read_transformer_encoder_layer(
@@ -249,7 +251,7 @@ def _hidden_to_visible(mask: Tensor) -> Tensor:
     return mask.logical_not() if mask.dtype == torch.bool else mask
 
 
-def _both(first: VisibleKeys, second: VisibleKeys) -> VisibleKeys:
+def _combine(first: VisibleKeys, second: VisibleKeys) -> VisibleKeys:
     """Combine two masks and two biases: a key is visible if both allow it."""
     if first.mask is None or second.mask is None:
         mask = second.mask if first.mask is None else first.mask
@@ -327,27 +329,27 @@ def _scored(
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     key = key.repeat_interleave(heads // key.shape[1], 1)
     logits = (query.to(wide) @ key.to(wide).mT) * scale
-    places = [torch.arange(size, dtype=torch.int, device=query.device) for size in (batch, heads, queries, keys)]
+    indices = [torch.arange(size, dtype=torch.int, device=query.device) for size in (batch, heads, queries, keys)]
     over = score_mod
     for dimension in (4, 3, 2, 1):  # the innermost is the keys'
-        over = torch.vmap(over, in_dims=(0, *(0 if place == dimension else None for place in range(1, 5))))
-    scores = over(logits, *places).to(wide)
+        over = torch.vmap(over, in_dims=(0, *(0 if argument == dimension else None for argument in range(1, 5))))
+    scores = over(logits, *indices).to(wide)
     if bool(scores.isnan().any()):
         raise UnsupportedModel("expected numbers from the score_mod of flex_attention, got NaN. Check the score_mod.")
     bias = (scores - logits).masked_fill(scores == -torch.inf, -torch.inf)
-    found = read_mask("sdpa", bias, queries, keys)
-    mask = found.mask
+    scored = read_mask("sdpa", bias, queries, keys)
+    mask = scored.mask
     if visible.mask is not None:
         mask = visible.mask if mask is None else mask & visible.mask
-    if visible.causal != found.causal and mask is not None and mask.shape[-2] > 1:
+    if visible.causal != scored.causal and mask is not None and mask.shape[-2] > 1:
         ordered = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
-        return VisibleKeys(causal=False, mask=mask & ordered, bias=found.bias)
-    return VisibleKeys(causal=visible.causal or found.causal, mask=mask, bias=found.bias)
+        return VisibleKeys(causal=False, mask=mask & ordered, bias=scored.bias)
+    return VisibleKeys(causal=visible.causal or scored.causal, mask=mask, bias=scored.bias)
 
 
-def _check_size(scores: int, what: str) -> None:
+def _check_size(scores: int, function: str) -> None:
     if scores > LARGEST:
         raise UnsupportedModel(
-            f"expected at most {LARGEST} scores (batch x heads x queries x keys) to evaluate the {what} of "
+            f"expected at most {LARGEST} scores (batch x heads x queries x keys) to evaluate the {function} of "
             f"flex_attention for, got {scores}. Observe a shorter input or a smaller batch."
         )
