@@ -105,5 +105,5 @@ def largest_logit(heads: Heads) -> float:
 
 def _mean(values: list[float]) -> float:
     """Mean without NaN; NaN where there is no number."""
-    known = [value for value in values if not math.isnan(value)]
-    return sum(known) / len(known) if known else math.nan
+    numbers = [value for value in values if not math.isnan(value)]
+    return sum(numbers) / len(numbers) if numbers else math.nan

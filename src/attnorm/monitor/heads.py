@@ -43,33 +43,33 @@ class History(Sequence[Measurement]):
         if metric not in (*REPORTED, BROKEN):
             raise ValueError(f"expected a metric of {', '.join((*REPORTED, BROKEN))}; got {metric!r}.")
         points = []
-        for one in self._measurements:
-            for label, heads in one.layers.items():
+        for measurement in self._measurements:
+            for label, heads in measurement.layers.items():
                 own_kind, own_layer = layer_of(label)
                 if (own_kind, own_layer) == (kind, layer) and 0 <= head < len(heads[metric]):
-                    points.append((one.step, heads[metric][head]))
+                    points.append((measurement.step, heads[metric][head]))
         if self._measurements and not points:
-            known = ", ".join(self._measurements[-1].layers)
+            labels = ", ".join(self._measurements[-1].layers)
             raise KeyError(
-                f"expected a head that was measured, got {kind or ''} layer {layer} head {head}; layers: {known}"
+                f"expected a head that was measured, got {kind or ''} layer {layer} head {head}; layers: {labels}"
             )
         return points
 
     def table(self) -> pa.Table:
         """One row per step and head: step, kind, layer, head and every metric."""
         columns: dict[str, list[Any]] = {name: [] for name in ("step", "kind", "layer", "head", *REPORTED, BROKEN)}
-        for one in self._measurements:
-            for label, heads in one.layers.items():
+        for measurement in self._measurements:
+            for label, heads in measurement.layers.items():
                 kind, layer = layer_of(label)
                 count = len(heads[BROKEN])
-                columns["step"] += [one.step] * count
+                columns["step"] += [measurement.step] * count
                 columns["kind"] += [kind] * count
                 columns["layer"] += [layer] * count
                 columns["head"] += range(count)
                 for name in (*REPORTED, BROKEN):
                     columns[name] += heads[name]
-        whole = {"step": pa.int64(), "kind": pa.string(), "layer": pa.int64(), "head": pa.int64()}
-        return pa.table({name: pa.array(values, whole.get(name, pa.float64())) for name, values in columns.items()})
+        key_types = {"step": pa.int64(), "kind": pa.string(), "layer": pa.int64(), "head": pa.int64()}
+        return pa.table({name: pa.array(values, key_types.get(name, pa.float64())) for name, values in columns.items()})
 
 
 def layer_of(label: str) -> tuple[str | None, int]:
@@ -83,11 +83,11 @@ def check_per_head(per_head: Any) -> bool | tuple[tuple[str | None, int, int], .
     if isinstance(per_head, bool):
         return per_head
     try:
-        heads = [tuple(one) for one in per_head]
+        heads = [tuple(head) for head in per_head]
     except TypeError:
         heads = [()]
-    full = [(None, *one) if len(one) == 2 else one for one in heads]
-    if not full or not all(len(one) == 3 and _is_head(*one) for one in full):
+    full = [(None, *head) if len(head) == 2 else head for head in heads]
+    if not full or not all(len(head) == 3 and _is_head(*head) for head in full):
         raise ValueError(
             f"expected per_head as True, False or a list of (layer, head), got {per_head!r}. Give e.g. [(3, 5)], or "
             "[('encoder', 3, 5)] in a model of two stacks."
@@ -96,16 +96,16 @@ def check_per_head(per_head: Any) -> bool | tuple[tuple[str | None, int, int], .
 
 
 def _is_head(kind: Any, layer: Any, head: Any) -> bool:
-    numbers = all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in (layer, head))
+    numbers = all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in (layer, head))
     return numbers and (kind is None or isinstance(kind, str))
 
 
 def worst_of_layer(values: Iterable[float], lowest: bool) -> tuple[int, float] | None:
     """Index and number of the worst head; None where no head has a number."""
-    known = [(value, head) for head, value in enumerate(values) if not math.isnan(value)]
-    if not known:
+    numbered = [(value, head) for head, value in enumerate(values) if not math.isnan(value)]
+    if not numbered:
         return None
-    value, head = min(known) if lowest else max(known, key=lambda one: (one[0], -one[1]))
+    value, head = min(numbered) if lowest else max(numbered, key=lambda entry: (entry[0], -entry[1]))
     return head, value
 
 
@@ -132,13 +132,13 @@ def worst_keys(layers: Layers, prefix: str) -> Iterator[tuple[str, float]]:
         start = f"{prefix}{kind}/worst/" if kind else f"{prefix}worst/"
         for name, metric in REPORTED.items():
             lowest = metric.worst == "min"
-            found = [
+            candidates = [
                 (worst[1] if lowest else -worst[1], layer_of(label)[1], worst[0])
                 for label, heads in layers.items()
                 if layer_of(label)[0] == kind and (worst := worst_of_layer(heads[name], lowest)) is not None
             ]
-            if found:
-                value, layer, head = min(found)
+            if candidates:
+                value, layer, head = min(candidates)
                 yield f"{start}{name}", value if lowest else -value
                 yield f"{start}{name}_layer", float(layer)
                 yield f"{start}{name}_head", float(head)

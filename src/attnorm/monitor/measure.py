@@ -69,11 +69,15 @@ class Sampler:
     @torch.no_grad()
     def take(self, call: AttentionCall) -> Sample:
         item, rows, longest_from = self._item_and_rows(call)
-        one = replace(one_sequence(call, item), inputs_BKC=None)
-        if not _scales_softmax(call) or one.bias is not None or (one.mask is not None and one.mask.shape[1] > 1):
-            return Sample(_copied(one), rows, longest_from, None)
-        all_rows = takes_all_rows(one)
-        mask = one.mask if all_rows else self._visible(call, one, item, rows)
+        sequence = replace(one_sequence(call, item), inputs_BKC=None)
+        if (
+            not _scales_softmax(call)
+            or sequence.bias is not None
+            or (sequence.mask is not None and sequence.mask.shape[1] > 1)
+        ):
+            return Sample(_copied(sequence), rows, longest_from, None)
+        all_rows = takes_all_rows(sequence)
+        mask = sequence.mask if all_rows else self._visible(call, sequence, item, rows)
         per_group = call.query_BHQD.shape[1] // call.key_BGKD.shape[1]
         shapes = (len(rows), per_group, *call.key_BGKD.shape[2:], call.value_BGKE.shape[3])
         settings = (call.scale, call.softcap, call.sinks_H is None, call.normalizer is None, call.causal)
@@ -82,8 +86,8 @@ class Sampler:
         about = (call.kind, call.query_BHQD.shape[2], call.query_BHQD.device, call.query_BHQD.dtype)
         group = (*about, *shapes, *settings, id(shared))
         if all_rows:
-            return Sample(_copied(one), rows, longest_from, group)
-        sampled = replace(one, query_BHQD=one.query_BHQD[:, :, rows], mask=mask, causal=False)
+            return Sample(_copied(sequence), rows, longest_from, group)
+        sampled = replace(sequence, query_BHQD=sequence.query_BHQD[:, :, rows], mask=mask, causal=False)
         return Sample(_copied(sampled), torch.arange(len(rows), device=rows.device), longest_from, group)
 
     def _item_and_rows(self, call: AttentionCall) -> tuple[int, Tensor, int]:
@@ -111,12 +115,12 @@ class Sampler:
                 self._rows[key] = item, evenly_spaced(present[longest_from:], self._count), 0
         return self._rows[key]
 
-    def _visible(self, call: AttentionCall, one: AttentionCall, item: int, rows: Tensor) -> Tensor | None:
+    def _visible(self, call: AttentionCall, sequence: AttentionCall, item: int, rows: Tensor) -> Tensor | None:
         """Return which keys these rows see, (1, 1, R, K); computed once for all layers that share a mask."""
         queries, keys = call.query_BHQD.shape[2], call.key_BGKD.shape[2]
         key = (call.kind, id(call.mask), call.causal, item, queries, keys, rows.device)
         if key not in self._seen:
-            mask = one.mask
+            mask = sequence.mask
             # A mask per query is complete, as in metrics.logits.
             causal = call.causal and (mask is None or mask.shape[-2] == 1 or queries == keys)
             if mask is not None and mask.shape[-2] > 1:
@@ -214,16 +218,16 @@ def measure(samples: Sequence[Sample], top_n: int) -> Iterator[tuple[Sample, Ten
 
 
 def _measure_call(call: AttentionCall, rows: Tensor, longest_from: int, top_n: int) -> Tensor:
-    found = measure_rows(call, [None], rows, (), names=OF_ROWS)[MODEL]
-    n, broken = found.n[0], found.broken[0]
+    statistics = measure_rows(call, [None], rows, (), names=OF_ROWS)[MODEL]
+    n, broken = statistics.n[0], statistics.broken[0]
     # As in analysis: rows of very different n are not averaged into one number.
     long = n > (n.amax(-1, keepdim=True) / 2**0.5).floor()
     long[:, :longest_from] = False  # in a sliding window, rows before them see as many keys
     few = evenly_spaced(torch.arange(longest_from, len(rows), device=rows.device), SEPARABILITY_ROWS)
     at_few = sent_to(n.device, few)
-    means = dict(zip(OF_ROWS, _means(torch.stack([found.values[name][0] for name in OF_ROWS]), long), strict=True))
+    means = dict(zip(OF_ROWS, _means(torch.stack([statistics.values[name][0] for name in OF_ROWS]), long), strict=True))
     means |= dict(zip(OF_FEW, _means(_separability(call, rows[few], top_n), long[:, at_few]), strict=True))
-    means[LARGEST] = _largest(found.values["max_logit"][0])
+    means[LARGEST] = _largest(statistics.values["max_logit"][0])
     share_broken = (broken & long).sum(-1) / long.sum(-1).clamp(min=1)
     return torch.stack([*(means[metric.source] for metric in REPORTED.values()), share_broken])
 
@@ -240,25 +244,25 @@ def _largest(values: Tensor) -> Tensor:
 
 def _separability(call: AttentionCall, rows: Tensor, top_n: int) -> Tensor:
     """Return separability of the rows' N heaviest keys, and of the same weights permuted, (2, H, R)."""
-    (one,) = resolve_normalizers(call, [None])
-    normalizer = as_normalizer(one, call)
+    (measured,) = resolve_normalizers(call, [None])
+    normalizer = as_normalizer(measured, call)
     values = at_least_float32(call.value_BGKE[0])
     beyond = -values.shape[-2] % GROUP  # as blocks are padded
     values = pad(values, (0, 0, 0, beyond)) if beyond else values
     scores = random_scores(len(rows), values.shape[-2], values.device)
-    found = []
+    parts = []
     with without_autocast(values.device):
         for block in logit_blocks(call, rows, all_heads=True):
             weights = normalizer.weights(rows_block(call, block))[0]
             # A softmax's logits are its weights' logarithms: what underflows keeps its order.
             logs = None
-            if one.scaled_softmax:
-                factor = one.factor(call, block)
+            if measured.scaled_softmax:
+                factor = measured.factor(call, block)
                 logs = (block.logits if factor is None else block.logits * factor).to(weights.dtype)
             keys = slice(block.first_key, block.first_key + weights.shape[-1])
             x = values[:, keys].to(weights.dtype)
-            found.append(separability_and_null(weights, block.visible, x, scores[block.rows, keys], top_n, logs))
-    return torch.cat(found, -1)
+            parts.append(separability_and_null(weights, block.visible, x, scores[block.rows, keys], top_n, logs))
+    return torch.cat(parts, -1)
 
 
 def _stack_layers(calls: Sequence[AttentionCall]) -> AttentionCall:
@@ -283,9 +287,11 @@ class _EachItsOwn(ScaleRule):
         for normalizer, heads in zip(self.normalizers, self.heads, strict=True):
             assert isinstance(normalizer, Normalizer)
             rules = [rule for rule in normalizer.rules if isinstance(rule, ScaleRule)]
-            own = reduce(torch.mul, [rule.factor(n, None, None).to(n.dtype) for rule in rules] or [torch.ones_like(n)])
-            every = (*n.shape[:-3], heads, *n.shape[-2:])
-            factors.append(own.expand(torch.broadcast_shapes(own.shape, every)))
+            factor = reduce(
+                torch.mul, [rule.factor(n, None, None).to(n.dtype) for rule in rules] or [torch.ones_like(n)]
+            )
+            all_heads = (*n.shape[:-3], heads, *n.shape[-2:])
+            factors.append(factor.expand(torch.broadcast_shapes(factor.shape, all_heads)))
         return torch.cat(factors, dim=-3)
 
 
@@ -318,13 +324,13 @@ def separability_and_null(
         relative_weights(weights, outside, log_weights),
         heaviest,
     )
-    a, factors, chosen = (for_both(t).gather(-1, sources).view(groups) for t in permuted)
+    a, factors, selected = (for_both(t).gather(-1, sources).view(groups) for t in permuted)
     hidden = ~for_both(visible).reshape(groups)
     x = near_one(x.masked_fill(hidden.all(-2).unsqueeze(-1), 0.0))  # keys that no row sees may hold anything
-    along = (a * chosen) @ x @ x.mT
+    along = (a * selected) @ x @ x.mT
     closeness = factors * torch.sub(a * x.square().sum(-1).unsqueeze(-2), along, alpha=2).neg_()
-    nearest = closeness.masked_fill(chosen | hidden, -torch.inf).amax(-1, keepdim=True)
-    shares = (chosen & (closeness >= nearest)).sum(-1, dtype=a.dtype) / top_n
+    nearest = closeness.masked_fill(selected | hidden, -torch.inf).amax(-1, keepdim=True)
+    shares = (selected & (closeness >= nearest)).sum(-1, dtype=a.dtype) / top_n
     shares = shares.masked_fill(~closeness.masked_fill(hidden, 0.0).sum(-1).isfinite(), torch.nan)
     undefined = ~weights.sum(-1).isfinite() | (visible.sum(-1) <= top_n)
     return shares.view(heads, 2, rows).transpose(0, 1).masked_fill(undefined, torch.nan)
@@ -340,7 +346,7 @@ def _heaviest(weights: Tensor, visible: Tensor, top_n: int) -> Tensor:
 
 def _sources(visible: Tensor, scores: Tensor) -> Tensor:
     """The key whose weight each key gets, (1 or h, 2, r, w): itself, and a random visible key."""
-    own = torch.arange(visible.shape[-1], device=visible.device).expand(visible.shape)
+    keys = torch.arange(visible.shape[-1], device=visible.device).expand(visible.shape)
     at_random = scores.expand(visible.shape).masked_fill(~visible, torch.inf).argsort(-1)
     other = at_random.gather(-1, (visible.cumsum(-1) - 1).clamp(min=0))
-    return torch.stack([own, torch.where(visible, other, own)], 1)
+    return torch.stack([keys, torch.where(visible, other, keys)], 1)

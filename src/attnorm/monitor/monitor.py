@@ -101,24 +101,24 @@ class AttentionMonitor(TrainerCallback):
     def _entered(self, model: nn.Module) -> Iterator[dict[str, float]]:
         self._called = False
         self.steps += 1
-        found: dict[str, float] = {}
+        numbers: dict[str, float] = {}
         if self.steps % self.every or not _is_first_process():
-            yield found
+            yield numbers
             return
-        with self.measuring(model, self.steps) as found:
-            yield found
+        with self.measuring(model, self.steps) as numbers:
+            yield numbers
 
     @contextmanager
     def measuring(self, model: nn.Module, step: int) -> Iterator[dict[str, float]]:
         """Measure the training forward inside, whatever the step."""
         self.begin(model)
-        found: dict[str, float] = {}
+        numbers: dict[str, float] = {}
         try:
-            yield found
+            yield numbers
         except BaseException:
             self.close()
             raise
-        found.update(self.finish(step))
+        numbers.update(self.finish(step))
 
     def begin(self, model: nn.Module) -> None:
         """Measure the next training forward of the model."""
@@ -203,9 +203,9 @@ class AttentionMonitor(TrainerCallback):
                 "model cannot be observed; start one process per GPU (torchrun), or leave one GPU visible"
             )
         callbacks = trainer.callback_handler.callbacks
-        if any(isinstance(one, AttentionMonitor) and one is not self for one in callbacks):
+        if any(isinstance(callback, AttentionMonitor) and callback is not self for callback in callbacks):
             raise ValueError("this Trainer has an AttentionMonitor already; a second one would measure the same layers")
-        callbacks[:] = [self, *(one for one in callbacks if one is not self)]
+        callbacks[:] = [self, *(callback for callback in callbacks if callback is not self)]
         keep_off_the_terminal(callbacks, PREFIX)
         self._attached = True
         return self
@@ -302,14 +302,14 @@ def _logs_next(args: TrainingArguments, state: TrainerState, loader: Any) -> boo
 
 def _keys(layers: Mapping[str, Mapping[str, list[float]]]) -> dict[str, float]:
     """attn/layer_03/entropy_mean, entropy_min and entropy_min_head, its index; what no row has is left out."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for layer, heads in layers.items():
         for name, metric in REPORTED.items():
             values = [value for value in heads[name] if not math.isnan(value)]
             if values:
-                found[f"{PREFIX}{layer}/{name}_mean"] = sum(values) / len(values)
+                numbers[f"{PREFIX}{layer}/{name}_mean"] = sum(values) / len(values)
                 worst = worst_of_layer(heads[name], metric.worst == "min")
                 assert worst is not None
-                found[f"{PREFIX}{layer}/{name}_{metric.worst}"] = worst[1]
-                found[f"{PREFIX}{layer}/{name}_{metric.worst}_head"] = float(worst[0])
-    return found
+                numbers[f"{PREFIX}{layer}/{name}_{metric.worst}"] = worst[1]
+                numbers[f"{PREFIX}{layer}/{name}_{metric.worst}_head"] = float(worst[0])
+    return numbers

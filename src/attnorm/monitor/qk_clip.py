@@ -112,7 +112,7 @@ class QKClip(TrainerCallback):
     def finish(self, step: int) -> list[Clip]:
         """Scale the weights of all heads whose largest logit since `begin` exceeds tau; call it after the optimizer."""
         self.close()
-        found = []
+        clips = []
         several = len({kind for kind, _ in self._names.values()}) > 1
         for module, largest in _max_over_processes(self._largest).items():
             if not bool((largest > self.tau).any()):
@@ -123,30 +123,32 @@ class QKClip(TrainerCallback):
                 warnings.warn(f"step {step}: {name} has logits that are not finite; it is not clipped", stacklevel=2)
                 continue
             gamma = self._weights[module].scale_((self.tau / largest).clamp(max=1.0))
-            found += [
-                Clip(step, name, head, float(largest[head]), float(one))
-                for head, one in enumerate(gamma.tolist())
-                if one < 1
+            clips += [
+                Clip(step, name, head, float(largest[head]), float(factor))
+                for head, factor in enumerate(gamma.tolist())
+                if factor < 1
             ]
-        self._count(found)
+        self._count(clips)
         self._largest.clear()
-        self.clips.extend(found)
-        return found
+        self.clips.extend(clips)
+        return clips
 
     def take_numbers(self) -> dict[str, float]:
         """Return what was clipped since the last call, by logging key."""
-        taken, self._unlogged = self._unlogged, {}
-        return taken
+        numbers, self._unlogged = self._unlogged, {}
+        return numbers
 
     def _count(self, clips: list[Clip]) -> None:
-        known = self._unlogged
-        largest = [value for found in self._largest.values() for value in found.tolist() if math.isfinite(value)]
+        numbers = self._unlogged
+        largest = [
+            value for head_logits in self._largest.values() for value in head_logits.tolist() if math.isfinite(value)
+        ]
         if largest:
             key = f"{PREFIX}qk_clip/largest_logit"
-            known[key] = max(known.get(key, -math.inf), *largest)
+            numbers[key] = max(numbers.get(key, -math.inf), *largest)
         heads, smallest = f"{PREFIX}qk_clip/clipped_heads", f"{PREFIX}qk_clip/gamma_min"
-        known[heads] = known.get(heads, 0.0) + len(clips)
-        known[smallest] = min([known.get(smallest, 1.0), *(clip.gamma for clip in clips)])
+        numbers[heads] = numbers.get(heads, 0.0) + len(clips)
+        numbers[smallest] = min([numbers.get(smallest, 1.0), *(clip.gamma for clip in clips)])
 
     def close(self) -> None:
         """Stop observing the model."""
@@ -172,8 +174,8 @@ class QKClip(TrainerCallback):
             self._weights[module] = _weights(module, call)
         self._names[module] = call.kind, call.layer
         largest = largest_logits(call, self.tau)
-        known = self._largest.get(module)
-        self._largest[module] = largest if known is None else torch.maximum(known, largest)
+        earlier = self._largest.get(module)
+        self._largest[module] = largest if earlier is None else torch.maximum(earlier, largest)
 
     def attach(self, trainer: Any) -> "QKClip":
         """Add the callback to a transformers Trainer, in front of the others: they get its numbers."""
@@ -188,7 +190,7 @@ class QKClip(TrainerCallback):
                 "Start one process per GPU (torchrun)."
             )
         callbacks = trainer.callback_handler.callbacks
-        callbacks[:] = [self, *(one for one in callbacks if one is not self)]
+        callbacks[:] = [self, *(callback for callback in callbacks if callback is not self)]
         keep_off_the_terminal(callbacks, PREFIX)
         return self
 
@@ -248,34 +250,34 @@ def largest_logits(call: AttentionCall, tau: float) -> Tensor:
         call, query_BHQD=query, key_BGKD=key, softcap=None, bias=None, sinks_H=None, normalizer=None, inputs_BKC=None
     )
     rows = torch.arange(query.shape[2])
-    found = measure_rows(plain, [None], rows, (), names=("max_logit",))[MODEL]
-    largest = found.values["max_logit"].masked_fill(found.n < 1, -math.inf)
-    return largest.masked_fill(found.broken, math.inf).amax((0, 2))
+    statistics = measure_rows(plain, [None], rows, (), names=("max_logit",))[MODEL]
+    largest = statistics.values["max_logit"].masked_fill(statistics.n < 1, -math.inf)
+    return largest.masked_fill(statistics.broken, math.inf).amax((0, 2))
 
 
 def _weights(module: nn.Module, call: AttentionCall) -> QueryKeyWeights:
-    found = query_key_weights(module, call)
-    if found is None:
+    weights = query_key_weights(module, call)
+    if weights is None:
         raise UnsupportedModel(
             f"expected {type(module).__name__} to make queries and keys by plain projections, which QK-clip scales. "
             "It normalizes them afterwards (QK-norm, which bounds logits by itself), or builds them in a way that is "
             "not known. Use the normalizer 'softcap' instead."
         )
-    for part in (*found.query, *found.key):
+    for part in (*weights.query, *weights.key):
         weight = part.projection.weight
         if type(weight) not in (nn.Parameter, Tensor) or not weight.is_floating_point():
             raise UnsupportedModel(
                 f"expected whole floating-point weights in {type(module).__name__}, got {type(weight).__name__} of "
                 f"{weight.dtype}. QK-clip does not know sharded or quantized weights."
             )
-    return found
+    return weights
 
 
 def _max_over_processes(largest: dict[nn.Module, Tensor]) -> dict[nn.Module, Tensor]:
     """The largest over all processes of torch.distributed, so that all of them scale alike."""
     if not largest or not (distributed.is_available() and distributed.is_initialized()):
         return largest
-    heads = [len(found) for found in largest.values()]
+    heads = [len(head_logits) for head_logits in largest.values()]
     together = torch.cat([*largest.values()])
     distributed.all_reduce(together, op=distributed.ReduceOp.MAX)
     return dict(zip(largest, together.split(heads), strict=True))

@@ -47,7 +47,9 @@ def trained_model(model: nn.Module) -> nn.Module:
     Of several models the first trainable one: a frozen one beside it is a teacher or a reference.
     """
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    learning = (one for one in models if any(parameter.requires_grad for parameter in one.parameters()))
+    learning = (
+        candidate for candidate in models if any(parameter.requires_grad for parameter in candidate.parameters())
+    )
     return next(learning, models[0] if models else model)
 
 
@@ -59,7 +61,7 @@ class ForwardWatch:
         self._rows, self._top_n = rows, top_n
         self._sampler: Sampler | None = None
         self._held: list[Sample] = []
-        self._found: dict[tuple[str, int], Tensor] = {}  # by kind and layer: (metrics, heads), on the device
+        self._numbers: dict[tuple[str, int], Tensor] = {}  # by kind and layer: (metrics, heads), on the device
         self.done = False
         self.only_padding = False
 
@@ -92,25 +94,25 @@ class ForwardWatch:
 
     def layers(self) -> Layers:
         """Numbers by layer name, as logged. The only transfer from the device."""
-        if not self._found:
+        if not self._numbers:
             return {}
-        first = next(iter(self._found.values()))
-        heads = [numbers.shape[1] for numbers in self._found.values()]
-        here = torch.cat([numbers.to(first.device) for numbers in self._found.values()], dim=1).cpu()
-        several = len({kind for kind, _ in self._found}) > 1
-        width = max(2, len(str(max(layer for _, layer in self._found))))
+        first = next(iter(self._numbers.values()))
+        heads = [numbers.shape[1] for numbers in self._numbers.values()]
+        numbers_on_cpu = torch.cat([numbers.to(first.device) for numbers in self._numbers.values()], dim=1).cpu()
+        several = len({kind for kind, _ in self._numbers}) > 1
+        width = max(2, len(str(max(layer for _, layer in self._numbers))))
         return {
             f"{kind}/" * several + f"layer_{layer:0{width}}": dict(zip((*REPORTED, BROKEN), part.tolist(), strict=True))
-            for (kind, layer), part in zip(self._found, here.split(heads, dim=1), strict=True)
+            for (kind, layer), part in zip(self._numbers, numbers_on_cpu.split(heads, dim=1), strict=True)
         }
 
     def _measure(self) -> None:
         for sample, numbers in measure(self._held, self._top_n):
-            self._found[sample.call.kind, sample.call.layer] = numbers
+            self._numbers[sample.call.kind, sample.call.layer] = numbers
         self._held.clear()
 
 
 def _tensors(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
     names = inspect.signature(module.forward).parameters
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    return {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
