@@ -69,7 +69,7 @@ def load_weights(path: Path, model: torch.nn.Module, device: torch.device) -> No
     """
     weights = _tensors(path / "model.safetensors", device)
     parameters = dict(model.named_parameters())
-    shapes, saved = ({name: each.shape for name, each in values.items()} for values in (parameters, weights))
+    shapes, saved = ({name: tensor.shape for name, tensor in values.items()} for values in (parameters, weights))
     if shapes != saved:
         raise ValueError(f"the checkpoint {path} belongs to another model; choose another output folder")
     with torch.no_grad():

@@ -64,11 +64,11 @@ def selected(examples: list[ClrsExample], algorithms: Sequence[str]) -> list[Clr
     Raises:
         ValueError: There are none of an algorithm.
     """
-    there = {one.algorithm for one in examples}
+    available = {example.algorithm for example in examples}
     for name in algorithms:
-        if name not in there:
-            raise ValueError(f"no example is of the algorithm {name!r}; {did_you_mean(name, sorted(there))}")
-    return [one for one in examples if one.algorithm in algorithms] if algorithms else examples
+        if name not in available:
+            raise ValueError(f"no example is of the algorithm {name!r}; {did_you_mean(name, sorted(available))}")
+    return [example for example in examples if example.algorithm in algorithms] if algorithms else examples
 
 
 def _numbers(values: Iterable[float]) -> str:
@@ -105,8 +105,8 @@ def simple_examples(sizes: Sequence[int], count: int, seed: int, digits: int = 3
 def quick_examples(seed: int) -> tuple[list[ClrsExample], list[ClrsExample]]:
     """Return a small training set, sizes 2 to 4 with numbers of one digit, and a test of sizes 2 to 6."""
     test = simple_examples((2, 3, 4, 5, 6), 16, seed + 1, digits=1)
-    known = {one.question for one in test}
-    train = [one for one in simple_examples((2, 3, 4), 200, seed, digits=1) if one.question not in known]
+    known = {example.question for example in test}
+    train = [example for example in simple_examples((2, 3, 4), 200, seed, digits=1) if example.question not in known]
     return train, test
 
 
@@ -123,8 +123,8 @@ def dm_clrs_examples(
     if find_spec("clrs") is None:
         raise ValueError("generating examples needs dm-clrs, which is not installed. Run: pip install dm-clrs")
     generators: Any = import_module("clrs._src.clrs_text.huggingface_generators")
-    wanted = {name: list(sizes) for name in algorithms or import_module("clrs").CLRS_30_ALGS_SETTINGS}
-    records = generators.clrs_generator(wanted, num_samples=count, seed=seed)
+    requested = {name: list(sizes) for name in algorithms or import_module("clrs").CLRS_30_ALGS_SETTINGS}
+    records = generators.clrs_generator(requested, num_samples=count, seed=seed)
     seen = set(known)
     examples = []
     for record in records:
@@ -163,8 +163,8 @@ class Pretrained:
         return len(self._tokenizer)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        found: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
-        return found
+        ids: list[list[int]] = self._tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+        return ids
 
 
 @dataclass(frozen=True)
@@ -176,11 +176,11 @@ class EncodedExample:
 
 
 def encode_examples(examples: Sequence[ClrsExample], tokenizer: ClrsTokenizer) -> list[EncodedExample]:
-    questions = tokenizer.encode([one.question for one in examples])
-    answers = tokenizer.encode([one.answer for one in examples])
+    questions = tokenizer.encode([example.question for example in examples])
+    answers = tokenizer.encode([example.answer for example in examples])
     return [
-        EncodedExample(one.algorithm, one.size, np.array([*question, *answer], np.int32), len(question))
-        for one, question, answer in zip(examples, questions, answers, strict=True)
+        EncodedExample(example.algorithm, example.size, np.array([*question, *answer], np.int32), len(question))
+        for example, question, answer in zip(examples, questions, answers, strict=True)
     ]
 
 
@@ -195,7 +195,7 @@ class ClrsData:
 
     @property
     def training_sizes(self) -> list[int]:
-        return sorted({one.size for one in self.train})
+        return sorted({example.size for example in self.train})
 
 
 def prepare_data(
@@ -211,7 +211,7 @@ def prepare_data(
         raise ValueError(
             f"expected 1 to {len(train) - 2} held-out examples of {len(train)} training examples, got {held_out}"
         )
-    common = {one.question for one in train} & {one.question for one in test}
+    common = {example.question for example in train} & {example.question for example in test}
     if common:
         raise ValueError(f"{len(common)} test questions are training questions too. Remove them from one of the files.")
     order = np.random.default_rng(HELD_OUT_SEED).permutation(len(train))
@@ -259,14 +259,14 @@ class PaddedExamples:
 
 
 def padded(examples: Sequence[EncodedExample]) -> PaddedExamples:
-    length = _padded_length(max(len(one.tokens) for one in examples))
+    length = _padded_length(max(len(example.tokens) for example in examples))
     inputs = torch.zeros(len(examples), length, dtype=torch.long)
     before, targets = [], []
-    for row, one in enumerate(examples):
-        tokens = torch.from_numpy(one.tokens.astype(np.int64))
+    for row, example in enumerate(examples):
+        tokens = torch.from_numpy(example.tokens.astype(np.int64))
         inputs[row, : len(tokens) - 1] = tokens[:-1]
-        before.append(row * length + torch.arange(one.answer_from - 1, len(tokens) - 1))
-        targets.append(tokens[one.answer_from :])
+        before.append(row * length + torch.arange(example.answer_from - 1, len(tokens) - 1))
+        targets.append(tokens[example.answer_from :])
     return PaddedExamples(inputs, torch.cat(before), torch.cat(targets))
 
 

@@ -37,12 +37,12 @@ def answer_logits(model: Any, examples: PaddedExamples, *, exact: bool = False) 
     exact: the last product in float32 under autocast too; rounded logits are often equal, and then none is the largest.
     """
     hidden = model.base_model(input_ids=examples.inputs, use_cache=False).last_hidden_state
-    chosen = hidden.flatten(0, 1).index_select(0, examples.before)
+    states = hidden.flatten(0, 1).index_select(0, examples.before)
     weight = model.get_output_embeddings().weight
     if not exact:
-        return F.linear(chosen, weight)
-    with torch.autocast(chosen.device.type, enabled=False):
-        return F.linear(chosen.float(), weight.float())
+        return F.linear(states, weight)
+    with torch.autocast(states.device.type, enabled=False):
+        return F.linear(states.float(), weight.float())
 
 
 @torch.inference_mode()
@@ -86,9 +86,9 @@ def greedy_answer(model: Any, example: EncodedExample, device: torch.device) -> 
 def bits_by_cell(examples: Sequence[EncodedExample], matches: Matches) -> dict[str, dict[str, str]]:
     """Return algorithm -> size -> one character per test example in the order of the file: 1 if it is right."""
     cells: dict[str, dict[str, str]] = {}
-    for one, right in zip(examples, matches, strict=True):
-        sizes = cells.setdefault(one.algorithm, {})
-        sizes[str(one.size)] = sizes.get(str(one.size), "") + str(int(right))
+    for example, right in zip(examples, matches, strict=True):
+        sizes = cells.setdefault(example.algorithm, {})
+        sizes[str(example.size)] = sizes.get(str(example.size), "") + str(int(right))
     return cells
 
 
@@ -102,16 +102,16 @@ def answer_entropy(
     tokens of each, layers and heads.
     """
     cells: dict[tuple[str, int], list[EncodedExample]] = {}
-    for one in examples:
-        cell = cells.setdefault((one.algorithm, one.size), [])
+    for example in examples:
+        cell = cells.setdefault((example.algorithm, example.size), [])
         if len(cell) < per_cell:
-            cell.append(one)
-    chosen = [one for cell in cells.values() for one in cell]
-    means = iter(_row_means(model, chosen, device, most_tokens))
+            cell.append(example)
+    measured_examples = [example for cell in cells.values() for example in cell]
+    means = iter(_row_means(model, measured_examples, device, most_tokens))
     records = []
     for (algorithm, size), cell in cells.items():
-        found = [next(means) for _ in cell]
-        mean = {name: round(float(np.mean([one[name] for one in found])), 5) for name in found[0]}
+        cell_means = [next(means) for _ in cell]
+        mean = {name: round(float(np.mean([values[name] for values in cell_means])), 5) for name in cell_means[0]}
         records.append({"algorithm": algorithm, "size": size, "examples": len(cell), **mean})
     return records
 
@@ -125,23 +125,25 @@ class AnswerRows:
 
     @classmethod
     def of(cls, examples: Sequence[EncodedExample], device: torch.device) -> "AnswerRows":
-        rows = [evenly_spaced(torch.arange(one.answer_from - 1, len(one.tokens) - 1), ROWS) for one in examples]
-        queries = torch.stack([torch.cat([some, some[-1:].expand(ROWS - len(some))]) for some in rows])
-        real = torch.arange(ROWS) < torch.tensor([len(some) for some in rows])[:, None]
+        rows = [
+            evenly_spaced(torch.arange(example.answer_from - 1, len(example.tokens) - 1), ROWS) for example in examples
+        ]
+        queries = torch.stack([torch.cat([indices, indices[-1:].expand(ROWS - len(indices))]) for indices in rows])
+        real = torch.arange(ROWS) < torch.tensor([len(indices) for indices in rows])[:, None]
         return cls(queries.to(device), real.to(device))
 
     def block(self, call: AttentionCall) -> Block:
         """Return the logits of these rows in a layer, (B, H, ROWS, K), and the keys that they see."""
-        chosen = self.queries[:, None, :, None]
-        query, key = call.query_BHQD.take_along_dim(chosen, 2).float(), call.key_BGKD.float()
+        query_index = self.queries[:, None, :, None]
+        query, key = call.query_BHQD.take_along_dim(query_index, 2).float(), call.key_BGKD.float()
         logits = query @ key.repeat_interleave(query.shape[1] // key.shape[1], 1).mT * call.scale
         if call.softcap is not None:
             logits = call.softcap * (logits / call.softcap).tanh()
         keys = torch.arange(key.shape[2], device=key.device)
-        seen = keys <= chosen
+        seen = keys <= query_index
         if call.mask is not None:
             queries = call.query_BHQD.shape[2]
-            seen = seen & call.mask.expand(len(seen), -1, queries, -1).take_along_dim(chosen, 2)
+            seen = seen & call.mask.expand(len(seen), -1, queries, -1).take_along_dim(query_index, 2)
         return Block.of(logits, seen, Positions(self.queries, keys))
 
 
@@ -150,20 +152,20 @@ def _row_means(
 ) -> list[dict[str, float]]:
     """Return the means over rows, layers and heads of each example."""
     means: list[dict[str, float]] = [{}] * len(examples)
-    found: list[Tensor] = []
+    by_layer: list[Tensor] = []
 
     def on_call(call: AttentionCall, rows: AnswerRows) -> None:
-        (own,) = resolve_normalizers(call, [None])
+        (normalizer,) = resolve_normalizers(call, [None])
         block = rows.block(call)
-        entropy = entropy_nats(as_normalizer(own, call).weights(block).abs())
+        entropy = entropy_nats(as_normalizer(normalizer, call).weights(block).abs())
         ratio = entropy / block.n[..., 0].clamp(min=2).log()
-        found.append(torch.stack([entropy, ratio], -1).mean(1).double())
+        by_layer.append(torch.stack([entropy, ratio], -1).mean(1).double())
 
     for group, rows, run in _observed(model, examples, device, most_tokens, on_call):
-        found.clear()
+        by_layer.clear()
         run()
         kept = rows.real.double()[..., None]
-        mean = (torch.stack(found).mean(0) * kept).sum(1) / kept.sum(1)
+        mean = (torch.stack(by_layer).mean(0) * kept).sum(1) / kept.sum(1)
         keys = ((rows.queries + 1) * rows.real).sum(1) / rows.real.sum(1)
         for index, (entropy, ratio), n in zip(group, mean.tolist(), keys.tolist(), strict=True):
             means[index] = {"entropy_nats": entropy, "entropy_ratio": ratio, "keys": n}
@@ -182,9 +184,9 @@ def _observed(
     rows = AnswerRows.of(examples[:1], device)
     with observe(model, lambda call: on_call(call, rows), check=False):  # once: it looks at every module
         for group in groups_by_length(examples, most_tokens):
-            some = [examples[index] for index in group]
-            rows = AnswerRows.of(some, device)
-            inputs = padded(some).to(device).inputs
+            group_examples = [examples[index] for index in group]
+            rows = AnswerRows.of(group_examples, device)
+            inputs = padded(group_examples).to(device).inputs
             yield group, rows, partial(model.base_model, input_ids=inputs, use_cache=False)
 
 
@@ -197,9 +199,9 @@ def fitted_coefficients(
     For each row the target is its own largest logit, which shall keep half of the weight.
     """
     generator = np.random.default_rng(seed)
-    chosen = [examples[i] for i in generator.permutation(len(examples))[:FIT_EXAMPLES]]
-    width = padded(chosen).inputs.shape[1]
-    per_example = -(-FIT_ROWS // (len(chosen) * len(attention_sites(model))))
+    fit_examples = [examples[i] for i in generator.permutation(len(examples))[:FIT_EXAMPLES]]
+    width = padded(fit_examples).inputs.shape[1]
+    per_example = -(-FIT_ROWS // (len(fit_examples) * len(attention_sites(model))))
     logits: list[Tensor] = []
     visible: list[Tensor] = []
 
@@ -208,11 +210,11 @@ def fitted_coefficients(
         assert block.mask is not None
         real = rows.real[:, None].expand(block.logits.shape[:3])
         kept, seen = block.logits[real], block.mask.expand(block.logits.shape)[real]
-        some = torch.from_numpy(generator.permutation(len(kept))[: per_example * len(rows.real)]).to(device)
+        sample = torch.from_numpy(generator.permutation(len(kept))[: per_example * len(rows.real)]).to(device)
         room = (0, width - kept.shape[-1])
-        logits.append(F.pad(kept[some].cpu(), room))
-        visible.append(F.pad(seen[some].cpu(), room))
+        logits.append(F.pad(kept[sample].cpu(), room))
+        visible.append(F.pad(seen[sample].cpu(), room))
 
-    for _, _, run in _observed(model, chosen, device, most_tokens, on_call):
+    for _, _, run in _observed(model, fit_examples, device, most_tokens, on_call):
         run()
     return fit(torch.cat(logits), mask=torch.cat(visible), keep=KEEP)

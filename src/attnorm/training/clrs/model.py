@@ -135,5 +135,5 @@ def with_normalizer(recipe: ClrsRecipe, spec: str, options: dict[str, Any] | Non
     """Return the recipe with a normalizer given as in topk:k=4; `options` are added."""
     from attnorm.normalizers.spec import parse_spec
 
-    name, given = parse_spec(spec)
-    return replace(recipe, normalizer=name, normalizer_options={**given, **(options or {})})
+    name, spec_options = parse_spec(spec)
+    return replace(recipe, normalizer=name, normalizer_options={**spec_options, **(options or {})})

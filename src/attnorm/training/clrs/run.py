@@ -155,8 +155,8 @@ def measure(run: ClrsRun, tests: ClrsTests) -> dict[str, Any]:
         result["exact"], result["test_loss"], result["entropy"] = {}, {}, {}
         for name in (OWN, *tests.others):
             with _tested_with(model, name, coefficients):
-                found, loss = answered(data.test)
-                result["exact"][name] = bits_by_cell(data.test, found)
+                test_matches, loss = answered(data.test)
+                result["exact"][name] = bits_by_cell(data.test, test_matches)
                 result["test_loss"][name] = round(loss, 5) if math.isfinite(loss) else None
                 if tests.observed:
                     with run.uncompiled():
@@ -179,7 +179,7 @@ def _read_result(result: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recorded result whose test normalizers are named with the defaults of their time."""
     by_normalizer = ("exact", "test_loss", "entropy")
     return {
-        key: {read_spec(name): each for name, each in value.items()} if key in by_normalizer else value
+        key: {read_spec(name): entry for name, entry in value.items()} if key in by_normalizer else value
         for key, value in result.items()
     }
 

@@ -121,10 +121,10 @@ class ClrsRun:
         recipe, accelerator = self.recipe, self.accelerator
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        chosen = [self.data.train[i] for i in step_indices(len(self.data.train), recipe.batch, recipe.seed, self.step)]
-        answer_tokens = sum(len(one.tokens) - one.answer_from for one in chosen)
+        batch = [self.data.train[i] for i in step_indices(len(self.data.train), recipe.batch, recipe.seed, self.step)]
+        answer_tokens = sum(len(example.tokens) - example.answer_from for example in batch)
         total = torch.zeros((), device=accelerator.device)
-        for part in self._parts(chosen):
+        for part in self._parts(batch):
             examples = padded(part).to(accelerator.device)
             with accelerator.autocast():
                 logits = answer_logits(self.model, examples)
@@ -132,15 +132,15 @@ class ClrsRun:
                 loss = F.cross_entropy(logits.float(), examples.targets, reduction="sum") / answer_tokens
             accelerator.backward(loss)
             total += loss.detach()
-            self.tokens += sum(len(one.tokens) for one in part)
+            self.tokens += sum(len(example.tokens) for example in part)
         norm = accelerator.clip_grad_norm_(self.model.parameters(), LARGEST_GRADIENT)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return total, norm
 
-    def _parts(self, chosen: list[EncodedExample]) -> Iterator[list[EncodedExample]]:
-        for group in groups_by_length(chosen, self.recipe.tokens_at_once):
-            yield [chosen[index] for index in group]
+    def _parts(self, batch: list[EncodedExample]) -> Iterator[list[EncodedExample]]:
+        for group in groups_by_length(batch, self.recipe.tokens_at_once):
+            yield [batch[index] for index in group]
 
     def _entry(self, losses: list[torch.Tensor], rate: float, norm: torch.Tensor) -> dict[str, Any]:
         loss, length = float(torch.stack(losses).mean()), float(norm)

@@ -88,7 +88,10 @@ def is_traceable(model: Any, dtype: str | None = None) -> bool:
     config, device = model.config, next(model.parameters()).device
     width = config.hidden_size // config.num_attention_heads
     dtypes = DTYPES if dtype is None else (dtype,)
-    return all(_is_rescaled_softmax(one) or _runs_on_kernels(one, width, device, dtypes) for one in normalizers)
+    return all(
+        _is_rescaled_softmax(normalizer) or _runs_on_kernels(normalizer, width, device, dtypes)
+        for normalizer in normalizers
+    )
 
 
 def fastest_attention(normalizer: str, device: torch.device, width: int = 64) -> Attention:
@@ -97,8 +100,12 @@ def fastest_attention(normalizer: str, device: torch.device, width: int = 64) ->
     normalizer: specification, such as `topk:k=4`. width: width of a head. On a GPU, products are in bfloat16.
     """
     name, options = parse_spec(normalizer)
-    one, _ = build(name, options, LayerFacts(heads=2, length=USUAL_LENGTH), warm=False)
-    fused = isinstance(one, Mechanism) or _is_rescaled_softmax(one) or _runs_on_kernels(one, width, device, DTYPES[-1:])
+    built, _ = build(name, options, LayerFacts(heads=2, length=USUAL_LENGTH), warm=False)
+    fused = (
+        isinstance(built, Mechanism)
+        or _is_rescaled_softmax(built)
+        or _runs_on_kernels(built, width, device, DTYPES[-1:])
+    )
     return "engine" if fused else "dense"
 
 

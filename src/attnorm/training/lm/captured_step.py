@@ -25,19 +25,19 @@ class CapturedStep:
 
     def __init__(self, step: Callable[..., Tensor], *inputs: Tensor) -> None:
         """Capture a step. step: computes the loss of the inputs and all gradients, which must be None before."""
-        self._inputs = [given.clone() for given in inputs]
+        self._inputs = [tensor.clone() for tensor in inputs]
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             self._loss = step(*self._inputs)
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        for captured, given in zip(self._inputs, inputs, strict=True):
-            if given.shape != captured.shape:  # copy_ would repeat a single window
+        for captured, tensor in zip(self._inputs, inputs, strict=True):
+            if tensor.shape != captured.shape:  # copy_ would repeat a single window
                 raise ValueError(
-                    f"expected an input of the captured shape {tuple(captured.shape)}, got {tuple(given.shape)}. "
+                    f"expected an input of the captured shape {tuple(captured.shape)}, got {tuple(tensor.shape)}. "
                     "Make a new step for another shape."
                 )
-            captured.copy_(given, non_blocking=True)
+            captured.copy_(tensor, non_blocking=True)
         self._graph.replay()
         return self._loss.clone()
 

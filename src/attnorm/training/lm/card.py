@@ -39,8 +39,8 @@ def _front_matter() -> str:
 
 
 def _introduction(run: dict[str, Any], result: dict[str, Any]) -> str:
-    ours = any(setting in run for setting in ("normalizer", "recipe", "output"))
-    loading = _LOADING_PATCHED if ours else _LOADING
+    needs_attnorm = any(setting in run for setting in ("normalizer", "recipe", "output"))
+    loading = _LOADING_PATCHED if needs_attnorm else _LOADING
     return f"""
 # A language model of {result["parameters"] / 1e6:.2f} million parameters
 
@@ -61,8 +61,8 @@ def _attention(run: dict[str, Any]) -> str:
     name, options = run["normalizer"], run["normalizer_options"]
     entry = entries().get(name)
     paper = f" ([{entry.paper}]({entry.url}))" if entry is not None and entry.url.startswith("https://") else ""
-    chosen = ", ".join(f"{option}={value}" for option, value in options.items())
-    return f"Attention uses `{name}`{f' with {chosen}' if chosen else ''}{paper} instead of softmax. "
+    listed_options = ", ".join(f"{option}={value}" for option, value in options.items())
+    return f"Attention uses `{name}`{f' with {listed_options}' if listed_options else ''}{paper} instead of softmax. "
 
 
 def _output(run: dict[str, Any], result: dict[str, Any]) -> str:
@@ -106,7 +106,7 @@ def _longer(validation: dict[str, Any]) -> str:
     measured = validation.get("by_length", ())
     if len(measured) < 2:
         return ""
-    rows = "\n".join(f"| {each['length']:,} | {each['nats_per_token']:.3f} |" for each in measured)
+    rows = "\n".join(f"| {entry['length']:,} | {entry['nats_per_token']:.3f} |" for entry in measured)
     return f"\n\nThe same tokens in windows of other lengths:\n\n| window | nats per token |\n|---|---|\n{rows}"
 
 

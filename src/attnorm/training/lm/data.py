@@ -231,15 +231,15 @@ def prepare(
     """
     source = describe_texts(texts, valid)
     key = {"texts": source, "vocab": vocab, "seed": seed, "layout": 1}
-    given = None if tokenizer is None else read_tokenizer(tokenizer)
-    if given is not None:
-        key["tokenizer"] = settings_hash(given.get_vocab())
+    given_tokenizer = None if tokenizer is None else read_tokenizer(tokenizer)
+    if given_tokenizer is not None:
+        key["tokenizer"] = settings_hash(given_tokenizer.get_vocab())
     corpus_folder = folder / settings_hash(key)[:16]
     if not corpus_folder.is_dir():
         with atomic_replace(corpus_folder) as draft:
             draft.mkdir()
             progress("tokenizer", 0)
-            used = train_tokenizer(texts, vocab, seed) if given is None else given
+            used = train_tokenizer(texts, vocab, seed) if given_tokenizer is None else given_tokenizer
             used.save(str(draft / "tokenizer.json"))
             for name, paths in (("train", texts), ("valid", [valid])):
                 encode(used, paths, draft / f"{name}.npy", partial(progress, name))
@@ -268,10 +268,10 @@ def encode(
     with path.open("wb") as file:
         _write_header(file, written)
         for text in texts:
-            for some in _groups(pieces(text)):
+            for group in _groups(pieces(text)):
                 # Runs in the tokenizer's own threads, one piece each, without computing offsets.
-                encoded = tokenizer.encode_batch_fast(some, add_special_tokens=False)
-                ids = np.concatenate([np.array(each.ids, dtype=np.uint16) for each in encoded])
+                encoded = tokenizer.encode_batch_fast(group, add_special_tokens=False)
+                ids = np.concatenate([np.array(encoding.ids, dtype=np.uint16) for encoding in encoded])
                 file.write(ids.astype("<u2").tobytes())
                 written += len(ids)
                 progress(written)
@@ -287,8 +287,8 @@ def _write_header(file: Any, length: int) -> None:
     np.lib.format.write_array_header_1_0(file, header)
 
 
-def _groups(some: Iterator[str]) -> Iterator[list[str]]:
-    while group := list(islice(some, AT_ONCE)):
+def _groups(text_pieces: Iterator[str]) -> Iterator[list[str]]:
+    while group := list(islice(text_pieces, AT_ONCE)):
         yield group
 
 

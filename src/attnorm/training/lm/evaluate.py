@@ -169,5 +169,5 @@ def _pair_counts(tokens: Tokens, pairs: Counts, vocabulary: int) -> Counts:
 
 def _pairs_of(tokens: Tokens, vocabulary: int) -> Iterator[Counts]:
     for start in range(0, len(tokens) - 1, AT_ONCE):
-        some = tokens[start : start + AT_ONCE + 1].astype(np.int64)
-        yield some[:-1] * vocabulary + some[1:]
+        ids = tokens[start : start + AT_ONCE + 1].astype(np.int64)
+        yield ids[:-1] * vocabulary + ids[1:]

@@ -50,8 +50,8 @@ def export(
 
     from attnorm.models.saving import from_pretrained
 
-    ours = settings.patched or settings.output != SOFTMAX
-    read_back: Any = from_pretrained if ours else AutoModelForCausalLM.from_pretrained
+    needs_attnorm = settings.patched or settings.output != SOFTMAX
+    read_back: Any = from_pretrained if needs_attnorm else AutoModelForCausalLM.from_pretrained
     tokenizer = as_transformers(corpus.tokenizer, settings.context)
     with _without_progress_bars():
         _save_pretrained(out, model, tokenizer)

@@ -239,9 +239,9 @@ def softmax_of_equal_size(settings: LMSettings, vocabulary: int, parameters: int
     step = settings.heads * (2 if ANY_LENGTH[settings.architecture] else 1)
     while True:
         with torch.device("meta"):
-            found = count_parameters(ARCHITECTURES[plain.architecture].build(plain, vocabulary, 0))
-        if found >= parameters:
-            return {"width": plain.width, "parameters": found}
+            count = count_parameters(ARCHITECTURES[plain.architecture].build(plain, vocabulary, 0))
+        if count >= parameters:
+            return {"width": plain.width, "parameters": count}
         plain = replace(plain, width=plain.width + step)
 
 

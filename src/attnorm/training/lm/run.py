@@ -143,7 +143,7 @@ def _is_finished(record: dict[str, Any], settings: LMSettings, lengths: Sequence
     result = record["result"]
     if not result or result["steps"] != settings.steps:
         return False
-    return {*(lengths or ())} <= {each["length"] for each in result["validation"].get("by_length", ())}
+    return {*(lengths or ())} <= {entry["length"] for entry in result["validation"].get("by_length", ())}
 
 
 def open_run(out: Path, identity: dict[str, Any], *, resume: bool) -> dict[str, Any]:
@@ -161,8 +161,8 @@ def open_run(out: Path, identity: dict[str, Any], *, resume: bool) -> dict[str, 
     unsaved = "" if started else "; that run has saved nothing yet: unless it is running now, remove the folder"
     remedy = f"Choose another folder, or give the same settings to continue that run{unsaved}"
     usual = {"normalizer": "softmax", "normalizer_options": {}, "recipe": {}, "output": "softmax"}
-    here, there = ({**usual, **each} for each in (identity, read_settings(record["run"])))
-    require_same_run(here, there, f"{out} holds another run", remedy, _named)
+    current, recorded = ({**usual, **values} for values in (identity, read_settings(record["run"])))
+    require_same_run(current, recorded, f"{out} holds another run", remedy, _named)
     if resume:
         return record
     shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)

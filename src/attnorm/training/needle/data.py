@@ -65,14 +65,14 @@ class Wording:
         Raises:
             ValueError: The tokenizer has no token for some letter or digit.
         """
-        found = {character: tokenizer.token_to_id(character) for character in ALPHABET}
-        lacking = [character for character, token in found.items() if token is None]
+        token_ids = {character: tokenizer.token_to_id(character) for character in ALPHABET}
+        lacking = [character for character, token in token_ids.items() if token is None]
         if lacking:
             raise ValueError(
                 f"the tokenizer has no token for {lacking[0]!r} alone; a pass key is made of single letters and digits"
             )
         before, after = (tokenizer.encode(text, add_special_tokens=False).ids for text in (BEFORE_KEY, AFTER_KEY))
-        return cls(tuple(before), tuple(after), tuple(found.values()))
+        return cls(tuple(before), tuple(after), tuple(token_ids.values()))
 
     def statement(self, key: Sequence[int]) -> list[int]:
         return [*self.before, *key, *self.after]
@@ -112,12 +112,12 @@ def training_puzzles(
     fitting = keys_that_fit(wording, characters, length, keys)
     room = length - fitting * wording.size(characters)
     longest = max(1, round(reach * room))
-    made = []
+    puzzles = []
     for _ in range(batch):
         distances = [_distance(generator, longest, uniform=bool(number % 2)) for number in range(fitting)]
         starts = [int(generator.integers(0, room - distance + 1)) for distance in distances]
-        made.append(_puzzle(filler, wording, generator, characters, length, starts, distances))
-    return _together(made)
+        puzzles.append(_puzzle(filler, wording, generator, characters, length, starts, distances))
+    return _together(puzzles)
 
 
 def puzzles_at(
@@ -161,13 +161,13 @@ def _puzzle(
     text = filler[offset : offset + room].astype(np.int64)
     window: list[int] = []
     answers, used = [], 0
-    for cut, asked, sentence in sorted(cuts, key=lambda each: each[:2]):
+    for cut, is_question, sentence in sorted(cuts, key=lambda insertion: insertion[:2]):
         window += [*text[used:cut].tolist(), *sentence]
         used = cut
-        if asked:
+        if is_question:
             answers.append(np.arange(len(window) - characters, len(window)))
     return np.array([*window, *text[used:].tolist()], dtype=np.int64), np.stack(answers)
 
 
-def _together(made: Sequence[tuple[Ids, Ids]]) -> Puzzles:
-    return Puzzles(*(torch.from_numpy(np.stack(part)) for part in zip(*made, strict=True)))
+def _together(puzzles: Sequence[tuple[Ids, Ids]]) -> Puzzles:
+    return Puzzles(*(torch.from_numpy(np.stack(part)) for part in zip(*puzzles, strict=True)))

@@ -43,7 +43,7 @@ def find_keys(
 ) -> list[Answered]:
     """Count the keys found, by length and depth; the questions are the same for every model."""
     model.eval()
-    found = []
+    answers = []
     with without_compiled_blocks(model, settings):
         for times in task.longer:
             length = times * settings.context  # tokens read; the last character is only predicted
@@ -54,7 +54,7 @@ def find_keys(
                     length=length + 1, depth=depth,
                 )  # fmt: skip
                 right = _right(model, puzzles, together, device, settings)
-                found.append(
+                answers.append(
                     Answered(
                         length,
                         depth,
@@ -63,7 +63,7 @@ def find_keys(
                         characters=round(float(right.mean()), 5),
                     )
                 )
-    return found
+    return answers
 
 
 @torch.inference_mode()
@@ -90,21 +90,21 @@ def _right(model: Any, puzzles: Puzzles, together: int, device: torch.device, se
     """Return (windows, questions, characters), 1 where the likeliest token is the right one."""
     parts, dtype = [], getattr(torch, settings.dtype)
     for start in range(0, len(puzzles.windows), together):
-        some = puzzles.some(start, together).to(device)
+        batch = puzzles.some(start, together).to(device)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            parts.append((answer_logits(model, some).argmax(-1) == some.targets).cpu().numpy())
+            parts.append((answer_logits(model, batch).argmax(-1) == batch.targets).cpu().numpy())
     return np.concatenate(parts)
 
 
-def summary(found: Sequence[Answered]) -> dict[str, dict[str, float]]:
+def summary(answers: Sequence[Answered]) -> dict[str, dict[str, float]]:
     """Return the shares by length, averaged over depths."""
     by_length: dict[str, dict[str, float]] = {}
-    for length in sorted({each.length for each in found}):
-        here = [each for each in found if each.length == length]
+    for length in sorted({answer.length for answer in answers}):
+        at_length = [answer for answer in answers if answer.length == length]
         by_length[str(length)] = {
-            "questions": sum(each.questions for each in here),
-            "exact": round(float(np.mean([each.exact for each in here])), 5),
-            "characters": round(float(np.mean([each.characters for each in here])), 5),
+            "questions": sum(answer.questions for answer in at_length),
+            "exact": round(float(np.mean([answer.exact for answer in at_length])), 5),
+            "characters": round(float(np.mean([answer.characters for answer in at_length])), 5),
         }
     return by_length
 
@@ -152,7 +152,7 @@ def train_needle(
     practised, tested = split_filler(tokens_of(tokenizer, text), task, wording, settings.context)
     loaded: Any = load(folder, device=str(torch_device), dtype=torch.float32).model
     course = fine_tune(loaded, settings, practised, wording, task, torch_device, compiled=compiled, report=report)
-    found = find_keys(loaded, settings, tested, wording, task, torch_device)
+    answers = find_keys(loaded, settings, tested, wording, task, torch_device)
     return {
         "model": folder.name,
         "normalizer": settings.normalizer,
@@ -162,8 +162,8 @@ def train_needle(
         "task": asdict(task),
         "course": course,
         "among_many": among_many(loaded, settings, tested, wording, task, torch_device),
-        "by_length": summary(found),
-        "answers": [each.as_dict() for each in found],
+        "by_length": summary(answers),
+        "answers": [answer.as_dict() for answer in answers],
     }
 
 
@@ -200,5 +200,5 @@ def tokens_of(tokenizer: Any, text: Path) -> Tokens:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "tokens.npy"
         encode(tokenizer, [text], path)
-        found: Tokens = np.load(path)
-        return found
+        tokens: Tokens = np.load(path)
+        return tokens

@@ -90,8 +90,8 @@ def _recall(generator: torch.Generator, sizes: Tensor, slots: int) -> Sets:
     keys, noise = unit[..., :slots, :], unit[..., slots, :]
     classes = _classes(generator, *sizes.shape, slots)
     target = (_uniform(generator, *sizes.shape) * sizes).long().clamp(max=sizes - 1)
-    wanted = keys.gather(-2, target[..., None, None].expand(*target.shape, 1, KEY_WIDTH)).squeeze(-2)
-    query = F.normalize(wanted + QUERY_NOISE * noise, dim=-1)
+    target_key = keys.gather(-2, target[..., None, None].expand(*target.shape, 1, KEY_WIDTH)).squeeze(-2)
+    query = F.normalize(target_key + QUERY_NOISE * noise, dim=-1)
     return Sets(_with_class(keys, classes), query, _visible(sizes, slots), _picked(classes, target), target)
 
 
@@ -188,8 +188,8 @@ def sets_for_testing(task: Task, seeds: Sequence[int], size: int, sets: int, dev
     length = max(1, min(SETS_AT_ONCE, ITEMS_AT_ONCE // size))
     sizes = torch.full((length,), size, device=device)
     for block in range(-(-sets // length)):
-        whole = stacked([task.draw(stream(f"test {size}", seed, block, device), sizes, size) for seed in seeds])
-        yield _first(whole, sets - block * length)
+        block_sets = stacked([task.draw(stream(f"test {size}", seed, block, device), sizes, size) for seed in seeds])
+        yield _first(block_sets, sets - block * length)
 
 
 def _training_block(task: Task, recipe: RetrievalRecipe, generator: torch.Generator) -> Sets:

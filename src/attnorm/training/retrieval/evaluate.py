@@ -57,7 +57,7 @@ def evaluate(
     totals: dict[str, dict[str, Tensor]] = {name: {} for name in normalizers}
     for drawn in sets_for_testing(task, seeds, size, sets, device):
         logits = torch.cat([models.logits(models.read(part), drawn.query) for part in _slices(models, drawn)], -1)
-        weights = {name: models.weights(logits, drawn.visible, chosen) for name, chosen in normalizers.items()}
+        weights = {name: models.weights(logits, drawn.visible, normalizer) for name, normalizer in normalizers.items()}
         for name, mixed in _mixtures(models, drawn, weights).items():
             right = models.classes(mixed).argmax(-1) == drawn.label
             for key, value in _outcomes(drawn, logits, weights[name], right).items():
@@ -89,8 +89,8 @@ def _mixtures(models: Retrievers, drawn: Sets, weights: Mapping[str, Tensor]) ->
     for part in _slices(models, drawn):
         values = models.values(models.read(part), part.shape[1])
         for name, own in weights.items():
-            more = mixture(own[..., start : start + part.shape[2]], values)
-            mixed[name] = mixed[name] + more if name in mixed else more
+            part_mixture = mixture(own[..., start : start + part.shape[2]], values)
+            mixed[name] = mixed[name] + part_mixture if name in mixed else part_mixture
         start += part.shape[2]
     return mixed
 
@@ -102,11 +102,11 @@ def _outcomes(drawn: Sets, logits: Tensor, weights: Tensor, right: Tensor) -> di
     target = drawn.target[..., None]
     others = logits.scatter(-1, target, -torch.inf).amax(-1)
     margin = logits.gather(-1, target).squeeze(-1) - others
-    found = logits.argmax(-1) == drawn.target
+    finds_target = logits.argmax(-1) == drawn.target
     return outcome | {
-        "logits_wrong": ~found & ~right,
-        "dispersed": found & ~right,
-        "logits_right": found,
+        "logits_wrong": ~finds_target & ~right,
+        "dispersed": finds_target & ~right,
+        "logits_right": finds_target,
         "winner_weight": weights.gather(-1, target).squeeze(-1),
         "margin": margin,
         "spread": logits.amax(-1) - logits.amin(-1),
@@ -166,18 +166,18 @@ def records_of(
     known = [r for r in lines if r.get("run") == stack.run and r["seed"] in stack.seeds and trials.asked(r)]
     models: Retrievers | None = None
     for done, size in enumerate(trials.sizes):
-        there = {(r["tested_with"], r["seed"]) for r in known if r["size"] == size}
-        missing = [name for name in trials.names if any((name, seed) not in there for seed in stack.seeds)]
+        recorded = {(r["tested_with"], r["seed"]) for r in known if r["size"] == size}
+        missing = [name for name in trials.names if any((name, seed) not in recorded for seed in stack.seeds)]
         if not missing:
             continue
         report(done)
         models = models or load_trained_seeds(stack, task, device)
-        others: dict[str, Normalizer | None] = {
+        normalizers: dict[str, Normalizer | None] = {
             name: None if name == OWN else normalizer_for(name, len(stack.seeds)).to(device) for name in missing
         }
-        made = evaluate(models, task, stack.seeds, size, sets_at(size, trials.sets), others)
+        results = evaluate(models, task, stack.seeds, size, sets_at(size, trials.sets), normalizers)
         about = _about(stack, models, task, size)
-        new = [about[r["seed"]] | r for r in made if (r["tested_with"], r["seed"]) not in there]
+        new = [about[r["seed"]] | r for r in results if (r["tested_with"], r["seed"]) not in recorded]
         append_jsonl(path, new)
         known += new
     report(len(trials.sizes))
@@ -226,8 +226,8 @@ def leaked_share(models: Retrievers, batch: Batch, logits_SBN: Tensor) -> Tensor
 
 def leak_at_top(models: Retrievers, size: int) -> list[dict[str, float | None]]:
     """Return `class_leak` among the best items of sets of this size, where a model may be most exact."""
-    found = class_leak(models, 1 - min(CONTENDERS, size) / (size + 1))
-    return [{f"{name}_at_top": value for name, value in each.items()} for each in found]
+    leaks = class_leak(models, 1 - min(CONTENDERS, size) / (size + 1))
+    return [{f"{name}_at_top": value for name, value in leak.items()} for leak in leaks]
 
 
 @torch.no_grad()
@@ -334,9 +334,9 @@ def _by_size(title: str, rows: Sequence[RetrievalRow], cell: Callable[[Retrieval
     groups: dict[tuple[str, str], dict[int, RetrievalRow]] = {}
     for row in rows:
         groups.setdefault((row.normalizer, row.tested_with), {})[row.size] = row
-    for (normalizer, tested_with), found in groups.items():
-        cells = [cell(found[size]) if size in found else "-" for size in sizes]
-        first = next(iter(found.values()))
+    for (normalizer, tested_with), by_size in groups.items():
+        cells = [cell(by_size[size]) if size in by_size else "-" for size in sizes]
+        first = next(iter(by_size.values()))
         leaks = ["-" if first.leak is None else f"{first.leak.value:.2g}"] if leak else []
         table.add_row(normalizer, tested_with, *cells, *leaks)
     return table

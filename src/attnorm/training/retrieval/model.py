@@ -109,16 +109,16 @@ def normalizer_for(spelling: str, copies: int) -> Normalizer:
     """
     name, options = parse_spec(spelling)
     try:
-        chosen = get(name, **options)
+        normalizer = get(name, **options)
     except TypeError as error:
         raise ValueError(str(error)) from None
-    if not isinstance(chosen, Normalizer):
+    if not isinstance(normalizer, Normalizer):
         raise ValueError(
             f"{name!r} is a mechanism: it needs q, k and v of a sequence, and sets of items are rows of logits; "
             "choose a normalizer, `attnorm normalizers` lists them"
         )
-    if not any(True for _ in chosen.parameters()):
-        return chosen
+    if not any(True for _ in normalizer.parameters()):
+        return normalizer
     try:
         per_copy = get(name, heads=copies, **options)
     except TypeError:
@@ -154,8 +154,8 @@ class TrainedSeeds:
 def run_key(task: str, normalizer: str, recipe: RetrievalRecipe, device: str) -> str:
     """Return a short name for everything that decides the weights of a seed; CPU and CUDA draw different data."""
     normalizer = key_spec(normalizer)
-    what = {"task": task, "normalizer": normalizer, "recipe": recipe.identity(), "device": device}
-    return f"{task}-{normalizer.translate({ord(':'): '_', ord('='): '_'})}-{settings_hash(what)[:10]}"
+    identity = {"task": task, "normalizer": normalizer, "recipe": recipe.identity(), "device": device}
+    return f"{task}-{normalizer.translate({ord(':'): '_', ord('='): '_'})}-{settings_hash(identity)[:10]}"
 
 
 def trained_seeds_name(key: str, seeds: Sequence[int]) -> str:

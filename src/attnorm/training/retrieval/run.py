@@ -106,12 +106,14 @@ def train_retrieval(
     manifest: dict[str, Any] = {}
     with only_process(out):
         for number, name in enumerate(normalizers, 1):
-            here = RetrievalProgress(name, number, len(normalizers), "training", 0, recipe.steps)
+            progress = RetrievalProgress(name, number, len(normalizers), "training", 0, recipe.steps)
             job = _Job(chosen_task, name, recipe, torch_device, compiled, checkpoint_every, command)
-            for stack in _trained_seeds(out, job, seeds, here, report):
-                at = replace(here, stage="testing", total=len(trials.sizes))
-                found = records_of(out, stack, chosen_task, trials, torch_device, partial(_report_sizes, report, at))
-                records += [record for record in found if record["seed"] in seeds]
+            for stack in _trained_seeds(out, job, seeds, progress, report):
+                testing = replace(progress, stage="testing", total=len(trials.sizes))
+                stack_records = records_of(
+                    out, stack, chosen_task, trials, torch_device, partial(_report_sizes, report, testing)
+                )
+                records += [record for record in stack_records if record["seed"] in seeds]
             manifest = _write_manifest(out, command, torch_device)  # after each, so that an interrupted run has one
     return Results(_in_order(records, normalizers, trials.names), manifest)
 
@@ -130,7 +132,7 @@ class _Job:
 
 
 def _trained_seeds(
-    out: Path, job: _Job, seeds: Sequence[int], here: RetrievalProgress, report: Report
+    out: Path, job: _Job, seeds: Sequence[int], progress: RetrievalProgress, report: Report
 ) -> list[TrainedSeeds]:
     """Return the trained models with these seeds; train the missing seeds together."""
     key = run_key(job.task.name, job.normalizer, job.recipe, job.device.type)
@@ -138,7 +140,7 @@ def _trained_seeds(
     missing = sorted(set(seeds) - {seed for stack in held for seed in stack.seeds})
     if not missing:
         return held
-    report(here)
+    report(progress)
     journal = Journal(out, trained_seeds_name(key, missing), job.checkpoint_every)
     trained = train(
         job.task,
@@ -148,7 +150,7 @@ def _trained_seeds(
         device=job.device,
         compiled=job.compiled,
         journal=journal,
-        report=lambda step, loss: report(replace(here, done=step, loss=loss)),
+        report=lambda step, loss: report(replace(progress, done=step, loss=loss)),
     )
     about = {
         "task": job.task.name,

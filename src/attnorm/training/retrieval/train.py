@@ -62,8 +62,8 @@ class Journal:
         Raises:
             ValueError: The checkpoint is damaged or belongs to other models.
         """
-        found = finished_checkpoints(self.folder)
-        record = load_checkpoint(found[-1], models, optimizer, device) if found else {}
+        checkpoints = finished_checkpoints(self.folder)
+        record = load_checkpoint(checkpoints[-1], models, optimizer, device) if checkpoints else {}
         step, seconds = int(record.get("step", 0)), float(record.get("seconds", 0))
         self._forget_after(step)
         return step, seconds
@@ -141,10 +141,10 @@ def train(
             optimizer.step()
             last = done == recipe.steps
             if done % REPORT_EVERY == 0 or last:
-                each = losses.tolist()
+                seed_losses = losses.tolist()
                 if journal:
-                    journal.log(done, each, seconds())
-                report(done, sum(each) / len(each))
+                    journal.log(done, seed_losses, seconds())
+                report(done, sum(seed_losses) / len(seed_losses))
             if journal and not last and (done % journal.every == 0 or (stop and stop.asked)):
                 journal.save(models, optimizer, done, seconds())
             if stop and stop.asked and not last:
