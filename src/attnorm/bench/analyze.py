@@ -76,8 +76,8 @@ def _in_own_processes(shape: Shape, quick: bool, notes: list[str]) -> Iterator[R
             except (RuntimeError, OSError) as error:
                 notes.append(f"{WORDS[way]}, at {length:,} tokens was not measured: {error}")
         if length == shape.length:
-            here = {way: known[way, length] for way in ways if (way, length) in known}
-            yield from _runs(here, shape, quick)
+            costs = {way: known[way, length] for way in ways if (way, length) in known}
+            yield from _runs(costs, shape, quick)
     points = [
         GrowthPoint(
             length=length, seconds=core.seconds, plain_seconds=plain.seconds, extra_mb=core.extra_mb,

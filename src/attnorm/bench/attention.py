@@ -128,9 +128,9 @@ def blocked_normalizers() -> list[str]:
     """Return the names of the normalizers that attention() computes in blocks of queries."""
     q = torch.zeros(1, 1, 2, 4)
     inputs = validate_inputs(q, q, q, mask=None, causal=True, scale=None, positions=None)
-    made = {name: get(name) for name in available()}
+    normalizers = {name: get(name) for name in available()}
     return [
-        name for name, normalizer in made.items()
+        name for name, normalizer in normalizers.items()
         if isinstance(normalizer, Normalizer) and not fused.applies(inputs, normalizer)
     ]  # fmt: skip
 
@@ -260,5 +260,5 @@ def measure_memory(name: str, length: int) -> MemoryUse:
         run(min(64, length), backward)  # libraries load and thread pools start outside the measurement
     start = time.perf_counter()
     forward = peak_above(lambda: run(length, False))
-    both = peak_above(lambda: run(length, True))
-    return MemoryUse(forward / MEGABYTE, both / MEGABYTE, time.perf_counter() - start)
+    with_backward = peak_above(lambda: run(length, True))
+    return MemoryUse(forward / MEGABYTE, with_backward / MEGABYTE, time.perf_counter() - start)

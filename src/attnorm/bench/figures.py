@@ -117,16 +117,16 @@ def _draw_dispersion_axes(axes: Axes, lengths: tuple[int, ...]) -> None:
         spine.set_visible(side == "bottom")
         spine.set_color(PALE)
     axes.plot(lengths, [1 / n for n in lengths], color=PALE, linewidth=1.1, linestyle=(0, (1, 3)))
-    at = lengths[len(lengths) // 2]
+    middle = lengths[len(lengths) // 2]
     axes.text(
-        at, 0.6 / at, "equal share, 1/n", fontsize=SMALL, color=PALE, ha="center", va="center",
-        rotation=_angle(axes, at), rotation_mode="anchor",
+        middle, 0.6 / middle, "equal share, 1/n", fontsize=SMALL, color=PALE, ha="center", va="center",
+        rotation=_angle(axes, middle), rotation_mode="anchor",
     )  # fmt: skip
 
 
-def _angle(axes: Axes, at: int) -> float:
+def _angle(axes: Axes, n: int) -> float:
     """Return the angle of the line 1/n on the page, in degrees."""
-    (x0, y0), (x1, y1) = axes.transData.transform([(at, 1 / at), (2 * at, 0.5 / at)])
+    (x0, y0), (x1, y1) = axes.transData.transform([(n, 1 / n), (2 * n, 0.5 / n)])
     return math.degrees(math.atan2(y1 - y0, x1 - x0))
 
 

@@ -127,8 +127,8 @@ def means_of_squares(tokens: Tensor, count: int) -> Tensor:
 POOLINGS = {"segments": means_of_segments, "squares": means_of_squares}
 
 
-def _relative(found: Tensor, exact: Tensor) -> float:
-    return float((found - exact).norm() / exact.norm())
+def _relative(approximation: Tensor, exact: Tensor) -> float:
+    return float((approximation - exact).norm() / exact.norm())
 
 
 def independent_tokens(side: int) -> Tensor:

@@ -88,8 +88,8 @@ def pass_of(way: Way, model: Any, ids: Tensor) -> Call:
 def statistics_by_layer(model: Any, ids: Tensor) -> list[dict[str, Tensor]]:
     """Compute the core numbers of each row from the returned weights; the model stays in eager mode."""
     model.set_attn_implementation("eager")
-    found = model.base_model(input_ids=ids[None], use_cache=False, output_attentions=True)
-    return [statistics_of(weights) for weights in found.attentions]
+    outputs = model.base_model(input_ids=ids[None], use_cache=False, output_attentions=True)
+    return [statistics_of(weights) for weights in outputs.attentions]
 
 
 def statistics_of(weights: Tensor) -> dict[str, Tensor]:

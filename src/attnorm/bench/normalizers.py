@@ -57,10 +57,10 @@ def _kneemax_beside(rows: int, keys: int, quick: bool) -> Iterator[Ratio]:
     def forward(name: str) -> Call:
         return partial(_without_gradient, _row_normalizer(name), logits)
 
-    def both(name: str) -> Call:
+    def forward_and_backward(name: str) -> Call:
         return partial(_gradient, _row_normalizer(name), leaf, upstream)
 
-    for way, call in (("forward", forward), ("forward + backward", both)):
+    for way, call in (("forward", forward), ("forward + backward", forward_and_backward)):
         for name in BESIDE_KNEEMAX:
             timed = time_alternating(call("kneemax"), call(name), rounds=1 if quick else 11)
             yield Ratio(topic=topic, what=f"kneemax, {way}", against=name, **asdict(timed))

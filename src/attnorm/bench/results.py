@@ -140,9 +140,9 @@ class CostCurve:
     def cheaper_from(self, rival: "CostCurve") -> int | None:
         """The length from which on this is faster than the rival wherever both were timed; None if nowhere."""
         theirs = {point.length: point.ms for point in rival.points}
-        both = [(point.length, point.ms < theirs[point.length]) for point in self.points if point.length in theirs]
-        slower = [length for length, faster in both if not faster]
-        return next((length for length, _ in both if not slower or length > slower[-1]), None)
+        compared = [(point.length, point.ms < theirs[point.length]) for point in self.points if point.length in theirs]
+        slower = [length for length, faster in compared if not faster]
+        return next((length for length, _ in compared if not slower or length > slower[-1]), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,7 +289,10 @@ def _tables(benchmarks: Benchmarks) -> Iterable[tuple[str, tuple[str, ...], Rows
         yield _cost_table(setting, list(curves))
     for setting, approximations in groupby(benchmarks.errors, key=lambda error: error.setting):
         header = ("SOFT", "error of the output", "error of the inverse")
-        rows: Rows = [(one.what, f"{one.error:.2g}", f"{one.inverse_error:.1e}") for one in approximations]
+        rows: Rows = [
+            (approximation.what, f"{approximation.error:.2g}", f"{approximation.inverse_error:.1e}")
+            for approximation in approximations
+        ]
         yield f"SOFT against the full Gaussian kernel, {setting}", header, rows
     for (items, workers), sweeps in groupby(benchmarks.sweeps, key=lambda cost: (cost.items, cost.workers)):
         header = ("sweep", "wall, s", "ideal, s", "wall / ideal", "overhead per item, s", "models loaded", "promised")
@@ -303,8 +306,8 @@ def _cost_table(setting: str, curves: list[CostCurve]) -> tuple[str, tuple[str, 
     for curve in curves:
         ms = {point.length: _digits(point.ms) for point in curve.points}
         grown = "" if curve.exponent is None else f"L^{curve.exponent:.2f}"
-        found = None if curve.rival or not rivals else curve.cheaper_from(rivals[0])
-        cheaper = f"{found:,}" if found is not None else "" if curve.rival else "nowhere"
+        cheaper_length = None if curve.rival or not rivals else curve.cheaper_from(rivals[0])
+        cheaper = f"{cheaper_length:,}" if cheaper_length is not None else "" if curve.rival else "nowhere"
         rows.append((curve.what, *(ms.get(length, "-") for length in lengths), grown, cheaper))
     header = ("ms at tokens", *(f"{length:,}" for length in lengths), "grows as", "faster than softmax from")
     return f"Cost against tokens, {setting}", header, rows

@@ -68,7 +68,7 @@ def return_freed_memory() -> None:
 
 def resident(field: str) -> int:
     """Return bytes: VmRSS is the resident size, VmHWM its maximum since the mark was reset. Linux only."""
-    found = re.search(rf"^{field}:\s+(\d+) kB$", STATUS.read_text(), flags=re.MULTILINE)
-    if found is None:
+    match = re.search(rf"^{field}:\s+(\d+) kB$", STATUS.read_text(), flags=re.MULTILINE)
+    if match is None:
         raise RuntimeError(f"expected {field} in {STATUS}, which Linux writes; got none")
-    return int(found[1]) * 1024
+    return int(match[1]) * 1024

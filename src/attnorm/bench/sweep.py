@@ -37,27 +37,27 @@ def measure_sweep(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.toml"
         path.write_text(text, encoding="utf-8")
-        for place in places:
+        for engine in places:
             try:
-                yield _measure(path, place, quick=quick)
+                yield _measure(path, engine, quick=quick)
             except (ImportError, RuntimeError) as error:
-                notes.append(f"sweep on {place} was not measured: {error}")
+                notes.append(f"sweep on {engine} was not measured: {error}")
 
 
-def _measure(path: Path, place: str, *, quick: bool) -> SweepCost:
+def _measure(path: Path, engine: str, *, quick: bool) -> SweepCost:
     from attnorm.sweep.plan import read_plan
     from attnorm.sweep.run import sweep
 
-    plan, out = read_plan(path), path.parent / place
+    plan, out = read_plan(path), path.parent / engine
     start = time.perf_counter()
-    done = sweep(plan, out, on=place, workers=WORKERS, address="local" if place == "ray" else None)
+    done = sweep(plan, out, on=engine, workers=WORKERS, address="local" if engine == "ray" else None)
     wall = time.perf_counter() - start
-    if failed := [each.error for each in done.states if each.state != "finished"]:
+    if failed := [state.error for state in done.states if state.state != "finished"]:
         raise RuntimeError(f"{len(failed)} of {len(plan.items)} items failed: {failed[0]}")
-    results = [json.loads(each.read_text(encoding="utf-8")) for each in (out / "results").iterdir()]
-    judged = place == "ray" and not quick
+    results = [json.loads(file.read_text(encoding="utf-8")) for file in (out / "results").iterdir()]
+    judged = engine == "ray" and not quick
     return SweepCost(
-        what={"local": "local processes", "ray": "Ray"}[place], items=len(plan.items), workers=WORKERS,
+        what={"local": "local processes", "ray": "Ray"}[engine], items=len(plan.items), workers=WORKERS,
         wall_seconds=wall, item_seconds=sum(result["seconds"] for result in results),
         models_loaded=sum(result["models_loaded"] for result in results),
         most_times_ideal=MAX_TIMES_IDEAL if judged else None,

@@ -35,8 +35,8 @@ def time_alternating(ours: Call, theirs: Call, *, rounds: int) -> Timed:
     pairs: list[tuple[float, float]] = []
     for number in range(rounds):
         order = (0, 1) if number % 2 == 0 else (1, 0)
-        taken = {which: _seconds(*calls[which]) for which in order}
-        pairs.append((taken[0], taken[1]))
+        seconds = {which: _seconds(*calls[which]) for which in order}
+        pairs.append((seconds[0], seconds[1]))
     return Timed(
         1e3 * median(ours for ours, _ in pairs),
         1e3 * median(theirs for _, theirs in pairs),
