@@ -118,13 +118,13 @@ def inputs_of(texts: list[Path] | None, images: list[Path] | None, audio: list[P
     from attnorm.files import text_name
     from attnorm.models.inputs import Media
 
-    found: dict[str, Any] = dict(texts_of(texts) or {})
-    found |= {text_name(path): Media(path, "image") for path in images or ()}
-    found |= {text_name(path): Media(path, "audio") for path in audio or ()}
+    inputs: dict[str, Any] = dict(texts_of(texts) or {})
+    inputs |= {text_name(path): Media(path, "image") for path in images or ()}
+    inputs |= {text_name(path): Media(path, "audio") for path in audio or ()}
     for path in (*(images or ()), *(audio or ())):
         if not path.is_file():
             raise ValueError(f"expected a file, got {path}, which does not exist. Check the path.")
-    return found
+    return inputs
 
 
 def as_texts(contents: dict[str, str]) -> "dict[str, Text]":
@@ -228,15 +228,15 @@ def _describe_kept_work(state: "AnalysisProgress | None", out: Path | None) -> s
     )
 
 
-def evaluation_of(folder: Path, given: Path | None = None) -> "Evaluation | None":
+def evaluation_of(folder: Path, scores_folder: Path | None = None) -> "Evaluation | None":
     """Return the scores that belong to an analysis: of the given folder, else of its own folder `evaluation`.
 
     Raises:
         ValueError: The folder holds no evaluation, or a damaged one.
     """
     inside = folder / "evaluation"
-    if given is None and not (inside / "evaluation.json").is_file():
+    if scores_folder is None and not (inside / "evaluation.json").is_file():
         return None
     from attnorm.evaluation.result import Evaluation
 
-    return Evaluation.load(given or inside)
+    return Evaluation.load(scores_folder or inside)

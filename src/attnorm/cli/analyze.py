@@ -99,8 +99,8 @@ def analyze(
         options.check_model(model)
         options.use_threads(threads)
         inputs = options.inputs_of(text, image, audio)
-        given = options.given_settings(inputs, lengths, windows, budget, bos, rows, metrics, seed)
-        given |= {
+        settings = options.given_settings(inputs, lengths, windows, budget, bos, rows, metrics, seed)
+        settings |= {
             "normalizers": _normalizers(normalizers),
             "top_n": options.numbers_of("--top-n", top_n),
             "thresholds": options.thresholds_of(threshold),
@@ -108,7 +108,7 @@ def analyze(
         }
     analysis = options.measure(
         model, out=out, resume=resume, vectors=vectors, read_keys=tokens, tokenizer=tokenizer, dtype=dtype,
-        device=device, revision=revision, trust_remote_code=trust_remote_code, **given,
+        device=device, revision=revision, trust_remote_code=trust_remote_code, **settings,
     )  # fmt: skip
     report = None
     if html or (html is None and (out is not None or not as_json)):

@@ -37,9 +37,9 @@ def bench(
         raise typer.BadParameter("expected one of --json and --markdown, got both")
     if suite not in ("analyze", "all") and any(option is not None for option in (model, text, out)):
         raise typer.BadParameter(f"--model, --text and --out belong to the suite analyze, got {suite}")
-    for option, path, found in (("--model", model, Path.is_dir), ("--text", text, Path.is_file)):
-        if path is not None and not found(path):
-            kind = "folder" if found is Path.is_dir else "file"
+    for option, path, exists in (("--model", model, Path.is_dir), ("--text", text, Path.is_file)):
+        if path is not None and not exists(path):
+            kind = "folder" if exists is Path.is_dir else "file"
             raise typer.BadParameter(f"{option}: expected a {kind}, got {path}, which does not exist")
     with ProgressBar("measuring") as progress, usage_errors():
         results = run_benchmarks(

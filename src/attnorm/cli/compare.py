@@ -97,8 +97,8 @@ def compare(
     if as_json:
         from attnorm.report.selection import finite
 
-        found = comparison.as_dict() | ({} if scores is None else {"evaluation": scores.as_dict()})
-        show_json(finite(found))
+        result = comparison.as_dict() | ({} if scores is None else {"evaluation": scores.as_dict()})
+        show_json(finite(result))
     else:
         from attnorm.cli.evaluate import show_evaluation
         from attnorm.report.terminal import comparison_tables
@@ -110,25 +110,25 @@ def compare(
 
 def _evaluations(sides: list[str]) -> "Evaluation | None":
     """Folders of `attnorm evaluate` side by side; None if there are none among the sides."""
-    found = [name for name in sides if (Path(name) / "evaluation.json").is_file()]
-    if not found:
+    folders = [name for name in sides if (Path(name) / "evaluation.json").is_file()]
+    if not folders:
         return None
     from attnorm.evaluation.result import Evaluation, side_by_side
 
-    if len(found) < len(sides):
-        other = next(name for name in sides if name not in found)
-        raise ValueError(f"expected folders of attnorm evaluate only, beside {found[0]}, got {other}")
-    return side_by_side({name: Evaluation.load(name) for name in found})
+    if len(folders) < len(sides):
+        other = next(name for name in sides if name not in folders)
+        raise ValueError(f"expected folders of attnorm evaluate only, beside {folders[0]}, got {other}")
+    return side_by_side({name: Evaluation.load(name) for name in folders})
 
 
 def _scores(runs: Iterable[str]) -> "Evaluation | None":
     """The evaluations inside folders of analyses, side by side."""
-    found = {name: evaluation for name in runs if (evaluation := options.evaluation_of(Path(name))) is not None}
-    if not found:
+    evaluations = {name: evaluation for name in runs if (evaluation := options.evaluation_of(Path(name))) is not None}
+    if not evaluations:
         return None
     from attnorm.evaluation.result import side_by_side
 
-    return side_by_side(found)
+    return side_by_side(evaluations)
 
 
 def _is_model(name: str) -> bool:
@@ -154,7 +154,7 @@ def texts_of_run(manifest: Mapping[str, Any], folder: str) -> dict[str, str]:
     """Return name -> content; texts are read again, since a run stores only their names and hashes."""
     from attnorm.analysis.manifest import content_hash
 
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for text in manifest["texts"]:
         content = _content(text["name"])
         if content is None or content_hash(content) != text["sha256"]:
@@ -163,8 +163,8 @@ def texts_of_run(manifest: Mapping[str, Any], folder: str) -> dict[str, str]:
                 f"the text {text['name']!r} that {folder} was measured on {what}. Give a text for the models with "
                 "--text FILE."
             )
-        found[text["name"]] = content
-    return found
+        texts[text["name"]] = content
+    return texts
 
 
 def _content(name: str) -> str | None:

@@ -68,27 +68,27 @@ def evaluate(
     bar = ProgressBar("loading the model")
     kept = f"; finished parts are kept in {out}, and the same command resumes" if out else "; nothing is kept"
     with failures(lambda: f"Interrupted{kept}.", writes_to=out, out_of_memory="Use shorter --lengths."), bar:
-        found = run(
+        evaluation = run(
             model, tokenizer, normalizers=normalizer or (), tasks=options.names_of(tasks), lengths=tokens, limit=limit,
             text=text, out=out, seed=seed, dtype=dtype, device=device, trust_remote_code=trust_remote_code,
             progress=lambda what, done, total: bar(what, done, total),
         )  # fmt: skip
-    show_evaluation(found, as_json=as_json)
+    show_evaluation(evaluation, as_json=as_json)
     if out is not None:
         from attnorm.evaluation.result import PAGE
 
         say(f"saved in {out}; open {out / PAGE}")
 
 
-def show_evaluation(found: "Evaluation", *, as_json: bool) -> None:
+def show_evaluation(evaluation: "Evaluation", *, as_json: bool) -> None:
     """Print the table of an evaluation, or its JSON."""
     if as_json:
-        show_json(found.as_dict())
+        show_json(evaluation.as_dict())
     else:
-        show(_table(found))
+        show(_table(evaluation))
 
 
-def _table(found: "Evaluation") -> Table:
+def _table(evaluation: "Evaluation") -> Table:
     from attnorm.evaluation.result import number
 
     table = Table(box=None, padding=(0, 2, 0, 0))
@@ -105,7 +105,7 @@ def _table(found: "Evaluation") -> Table:
     ):
         table.add_column(name, justify="right" if name in ("length", "documents", "score", "p (Holm)") else "left")
     last: tuple[str, int | None] | None = None
-    for row in found.rows:
+    for row in evaluation.rows:
         metric, change, item = row.metric, row.change, (row.task, row.length)
         span = "" if row.interval is None else " to ".join(number(end, metric) for end in row.interval)
         moved = ""

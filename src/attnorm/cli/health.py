@@ -106,11 +106,11 @@ def engines() -> dict[str, str]:
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     q, k, v = (torch.zeros(1, 1, 64, 64, device=device, dtype=dtype) for _ in range(3))
     inputs = validate_inputs(q, k, v, mask=None, causal=True, scale=None, positions=None)
-    found: dict[str, str] = {}
+    by_normalizer: dict[str, str] = {}
     for name in available():
         normalizer = get(name)
-        found[name] = choose_engine(inputs, normalizer) if isinstance(normalizer, Normalizer) else "its own"
-    return found
+        by_normalizer[name] = choose_engine(inputs, normalizer) if isinstance(normalizer, Normalizer) else "its own"
+    return by_normalizer
 
 
 def _version(package: str) -> str | None:
@@ -196,8 +196,8 @@ def _inputs(length: int) -> list[Tensor]:
     return [torch.randn(1, 1, length, 32, generator=generator) for _ in range(3)]
 
 
-def _close(ours: Tensor, expected: Tensor) -> tuple[bool, str]:
-    error = (ours - expected).abs().max().item()
+def _close(output: Tensor, expected: Tensor) -> tuple[bool, str]:
+    error = (output - expected).abs().max().item()
     return error <= CLOSE, f"largest difference {error:.1e}"
 
 
@@ -213,7 +213,7 @@ PROMISES: dict[str, Callable[[], tuple[bool, str]]] = {
 
 
 def health_tables(health: Health) -> RenderableType:
-    here = Table(title="This machine", show_header=False, title_justify="left")
+    machine_table = Table(title="This machine", show_header=False, title_justify="left")
     machine = health.machine
     for name, value in [
         *health.versions.items(),
@@ -221,16 +221,16 @@ def health_tables(health: Health) -> RenderableType:
         ("processor", f"{machine.processor}, {machine.cores} cores, torch uses {machine.threads}"),
         ("devices", ", ".join(health.devices)),
     ]:
-        here.add_row(name, value)
+        machine_table.add_row(name, value)
     optional = Table("what", "version", "enables", title="Optional", title_justify="left")
-    for one in health.optional:
-        optional.add_row(one.name, one.version or Text("missing", style="yellow"), one.enables)
+    for package in health.optional:
+        optional.add_row(package.name, package.version or Text("missing", style="yellow"), package.enables)
     checks = Table("promise", "", "found", title="Self check", title_justify="left")
     for check in health.checks:
         verdict = Text("holds", style="green") if check.passed else Text("BROKEN", style="bold red")
         checks.add_row(check.promise, verdict, check.detail)
     engines = Table("engine", "normalizers", title="Engines of attention()", title_justify="left")
     for engine, what in ENGINES.items():
-        if names := [name for name, taken in health.engines.items() if taken == engine]:
+        if names := [name for name, used in health.engines.items() if used == engine]:
             engines.add_row(f"{engine}: {what}", ", ".join(names))
-    return Group(here, optional, engines, checks)
+    return Group(machine_table, optional, engines, checks)

@@ -103,22 +103,24 @@ def normalizer_table(descriptions: list[Description], *, narrow: bool = False) -
         table.add_column(heading, justify="right" if heading == "Lipschitz" else "left", no_wrap=heading == "name")
     for kind in ("row", "mechanism"):
         table.add_section()
-        for one in (each for each in descriptions if each.kind == kind):
-            cells = _cells(one)
+        for description in (description for description in descriptions if description.kind == kind):
+            cells = _cells(description)
             table.add_row(*(cells[heading] for heading in headings))
     return table
 
 
-def _cells(one: Description) -> dict[str, str | Text]:
+def _cells(description: Description) -> dict[str, str | Text]:
     return {
-        "name": Text(one.name, style="bold" if one.kind == "row" else "bold italic"),
-        "sum": ROW_SUM[one.row_sum],
-        "sign": "±" if one.signed else "+",
-        "zeros": "yes" if one.exact_zeros else "",
-        "shift": "yes" if one.shift_invariant else "",
-        "length enters by": one.length,
-        "Lipschitz": "" if one.lipschitz_1024 is None else f"{one.lipschitz_1024:.3g}",
-        "swap": "yes" if one.swap_untrained else "",
-        "learned": ", ".join(one.learned),
-        "paper": Text(one.paper, style=f"link {one.url}" if one.url.startswith("https://") else ""),
+        "name": Text(description.name, style="bold" if description.kind == "row" else "bold italic"),
+        "sum": ROW_SUM[description.row_sum],
+        "sign": "±" if description.signed else "+",
+        "zeros": "yes" if description.exact_zeros else "",
+        "shift": "yes" if description.shift_invariant else "",
+        "length enters by": description.length,
+        "Lipschitz": "" if description.lipschitz_1024 is None else f"{description.lipschitz_1024:.3g}",
+        "swap": "yes" if description.swap_untrained else "",
+        "learned": ", ".join(description.learned),
+        "paper": Text(
+            description.paper, style=f"link {description.url}" if description.url.startswith("https://") else ""
+        ),
     }

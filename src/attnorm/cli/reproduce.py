@@ -170,7 +170,7 @@ def reproduce(
     from attnorm.experiments.subject import ExperimentSubject
 
     with usage_errors():
-        check_options([one.name for one in named(names)], {MODEL: model or ()})
+        check_options([experiment.name for experiment in named(names)], {MODEL: model or ()})
     first, *others = _models_to_run(model, names, quick)
     subject = ExperimentSubject(
         model=first,
@@ -192,18 +192,18 @@ def reproduce(
     ):
         written = run(names, subject, out, fresh=fresh, progress=progress, command=recorded_command())
     if as_json:
-        show_json({"index": str(out / INDEX), "experiments": [_as_dict(one) for one in written]})
+        show_json({"index": str(out / INDEX), "experiments": [_as_dict(result) for result in written]})
     else:
-        show(Group(*(_findings_table(one) for one in written)))
+        show(Group(*(_findings_table(result) for result in written)))
     say(f"index page: {out / INDEX}")
 
 
 def _check_stage(names: list[str], not_used: dict[str, Any]) -> None:
     if len(names) > 1 or names[0] not in ("language-models", "clrs-text"):
         raise ValueError(f"--stage: expected language-models or clrs-text alone, got {', '.join(names)}. Remove it.")
-    given = [option for option, value in not_used.items() if value is not None]
-    if given:
-        raise ValueError(f"--stage does not use {given[0]}. Remove it.")
+    refused = [option for option, value in not_used.items() if value is not None]
+    if refused:
+        raise ValueError(f"--stage does not use {refused[0]}. Remove it.")
 
 
 def _run_stage(stage: str, folder: Path, *, quick: bool, size: str | None, changes: list[str], **options: Any) -> bool:
@@ -285,33 +285,39 @@ def _list_experiments(as_json: bool) -> None:
     from attnorm.experiments.catalogue import EXPERIMENTS, PAPERS
 
     if as_json:
-        show_json([{"name": name, "what": one.what, "in_all": name in PAPERS} for name, one in EXPERIMENTS.items()])
+        show_json([{"name": name, "what": entry.what, "in_all": name in PAPERS} for name, entry in EXPERIMENTS.items()])
         return
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    for name, one in EXPERIMENTS.items():
-        table.add_row(name, one.what)
+    for name, entry in EXPERIMENTS.items():
+        table.add_row(name, entry.what)
     table.add_row("all", ", ".join(PAPERS))
     show(table)
 
 
-def _as_dict(one: "Written") -> dict[str, Any]:
-    record = one.record
+def _as_dict(written: "Written") -> dict[str, Any]:
+    record = written.record
     kept = {name: record[name] for name in ("name", "title", "source", "words", "findings", "parameters")}
     manifest = record["manifest"]
     same = {name: manifest[name] for name in ("paper_setting",) if name in manifest}
-    return {**kept, **same, "folder": str(one.folder), "seconds": manifest["seconds"], "found_finished": one.found}
+    return {
+        **kept,
+        **same,
+        "folder": str(written.folder),
+        "seconds": manifest["seconds"],
+        "found_finished": written.found,
+    }
 
 
-def _findings_table(one: "Written") -> Group:
-    record = one.record
-    table = Table(box=None, padding=(0, 2, 1, 0), show_header=bool(one.findings))
+def _findings_table(written: "Written") -> Group:
+    record = written.record
+    table = Table(box=None, padding=(0, 2, 1, 0), show_header=bool(written.findings))
     table.add_column("claim", ratio=4)
     table.add_column("ours", ratio=5)
     table.add_column("verdict", no_wrap=True)
-    for finding in one.findings:
+    for finding in written.findings:
         colour = _COLOURS.get(finding["verdict"], "default")
         table.add_row(finding["claim"], finding["ours"], Text(finding["verdict"], style=colour))
-    again = " (found finished)" if one.found else ""
+    again = " (found finished)" if written.found else ""
     same = record["manifest"].get("paper_setting", {}).get("told", "")
     return Group(
         Text.assemble((record["title"], "bold"), again),

@@ -113,17 +113,18 @@ def _importance(result: "SearchResult") -> Table:
     return table
 
 
-def _confirmation(found: dict[str, Any]) -> Table:
+def _confirmation(confirmation: dict[str, Any]) -> Table:
     table = Table(
-        title=f"Best mixed and best uniform recipe, {len(found['seeds'])} other seeds", title_justify="left", box=None,
+        title=f"Best mixed and best uniform recipe, {len(confirmation['seeds'])} other seeds", title_justify="left",
+        box=None,
         padding=(0, 2, 0, 0),
     )  # fmt: skip
     for name in ("objective", "mixed", "uniform", "mixed - uniform", "p"):
         table.add_column(name)
-    for name, each in found["objectives"].items():
-        means = [f"{sum(some) / len(some):.4g}" if (some := each["values"].get(which)) else "-" for which in
+    for name, comparison in confirmation["objectives"].items():
+        means = [f"{sum(values) / len(values):.4g}" if (values := comparison["values"].get(side)) else "-" for side in
                  ("mixed", "uniform")]  # fmt: skip
-        known = each["difference"] is not None and each["half_width"] is not None
-        difference = f"{each['difference']:+.4g} ± {each['half_width']:.2g}" if known else "-"
-        table.add_row(name, *means, difference, "-" if each["p"] is None else f"{each['p']:.2g}")
+        known = comparison["difference"] is not None and comparison["half_width"] is not None
+        difference = f"{comparison['difference']:+.4g} ± {comparison['half_width']:.2g}" if known else "-"
+        table.add_row(name, *means, difference, "-" if comparison["p"] is None else f"{comparison['p']:.2g}")
     return table

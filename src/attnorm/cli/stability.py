@@ -72,7 +72,7 @@ def stability(
             "metrics": ("core",),
             "read_keys": 0,
         }
-        chosen = tuple(dict.fromkeys(numbers_of("--seeds", seeds) or (0,)))
+        run_seeds = tuple(dict.fromkeys(numbers_of("--seeds", seeds) or (0,)))
         parts = parts_of(read_text(text), passages)
 
     def run(number: int, seed: int) -> "Analysis":
@@ -80,44 +80,44 @@ def stability(
         return measure(model, inputs=inputs[number], seed=seed, out=out and out / folder, **options)
 
     inputs = {number: {name: Text(name, content)} for number, (name, content) in enumerate(parts.items(), 1)}
-    first = {number: run(number, chosen[0]) for number in inputs}
-    runs = {f"passage {number}, seed {chosen[0]}": one for number, one in first.items()}
-    alike = [chosen[0]]
-    for seed in chosen[1:]:
+    first = {number: run(number, run_seeds[0]) for number in inputs}
+    runs = {f"passage {number}, seed {run_seeds[0]}": analysis for number, analysis in first.items()}
+    alike = [run_seeds[0]]
+    for seed in run_seeds[1:]:
         one_window = {**options, "windows": 1, "lengths": first[1].manifest["settings"]["lengths"]}
         if same_numbers(first[1], measure(model, inputs=inputs[1], seed=seed, **one_window)):
             alike.append(seed)  # a second copy of the same verdicts would only raise the rates
         else:
             runs |= {f"passage {number}, seed {seed}": run(number, seed) for number in inputs}
-    found = of_runs(runs)
+    result = of_runs(runs)
     if as_json:
-        show_json({**found.as_dict(), "passages": passages, "seeds": list(chosen), "seeds_alike": alike})
+        show_json({**result.as_dict(), "passages": passages, "seeds": list(run_seeds), "seeds_alike": alike})
     else:
-        show(_table(found, f"{passages} passages" + (f" x {len(chosen)} seeds" if len(chosen) > 1 else "")))
+        show(_table(result, f"{passages} passages" + (f" x {len(run_seeds)} seeds" if len(run_seeds) > 1 else "")))
         if len(alike) > 1:
             show(f"Seeds {', '.join(map(str, alike))} give the same numbers and count as one run of each passage.")
 
 
-def _table(found: "Stability", measured: str) -> "RenderableType":
+def _table(result: "Stability", measured: str) -> "RenderableType":
     from rich.table import Table
 
-    size = f"{found.windows} window{'s' * (found.windows > 1)} of {found.length:,} tokens"
-    table = Table(title=f"{found.heads} heads, {measured}, {size}", title_justify="left", box=None)
+    size = f"{result.windows} window{'s' * (result.windows > 1)} of {result.length:,} tokens"
+    table = Table(title=f"{result.heads} heads, {measured}, {size}", title_justify="left", box=None)
     table.add_column("")
     table.add_column("heads", justify="right")
     table.add_column("share", justify="right")
-    heads, judged = max(found.heads, 1), max(found.judged, 1)
+    heads, judged = max(result.heads, 1), max(result.judged, 1)
     table.add_row(
-        "judged per run (not undecided)", f"{found.heads - found.undecided:.1f}", _share(1 - found.undecided / heads)
+        "judged per run (not undecided)", f"{result.heads - result.undecided:.1f}", _share(1 - result.undecided / heads)
     )
     table.add_row("of heads judged in one run, in another run:")
-    table.add_row("  the same verdict (undecided is a change)", "", _share(found.again))
-    table.add_row("  the same verdict or undecided", "", _share(found.uncontradicted))
-    table.add_row("judged in at least one run", str(found.judged), _share(found.judged / heads))
-    table.add_row("  never given two verdicts", str(found.kept), _share(found.kept / judged))
-    table.add_row("  the same verdict in every run", str(found.same), _share(found.same / judged))
-    table.add_row("the same by the first window alone", str(found.one_window), _share(found.one_window / heads))
-    for head, verdicts in found.changing.items():
+    table.add_row("  the same verdict (undecided is a change)", "", _share(result.again))
+    table.add_row("  the same verdict or undecided", "", _share(result.uncontradicted))
+    table.add_row("judged in at least one run", str(result.judged), _share(result.judged / heads))
+    table.add_row("  never given two verdicts", str(result.kept), _share(result.kept / judged))
+    table.add_row("  the same verdict in every run", str(result.same), _share(result.same / judged))
+    table.add_row("the same by the first window alone", str(result.one_window), _share(result.one_window / heads))
+    for head, verdicts in result.changing.items():
         table.add_row(f"{head}: {', '.join(f'{count} x {name}' for name, count in verdicts.items())}", "", "")
     return table
 

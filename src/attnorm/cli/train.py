@@ -179,15 +179,15 @@ def _parse_options(text: str) -> dict[str, Any]:
     """Parse 'alpha=1.3,learned=true' to {"alpha": 1.3, "learned": True}."""
     from attnorm.normalizers.spec import parse_value
 
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, equals, value = (word.strip() for word in part.partition("="))
-        if not (key and equals and value) or key in found:
+        if not (key and equals and value) or key in options:
             raise ValueError(
                 f"--normalizer-options: expected KEY=VALUE,... with each key once, got {part!r} in {text!r}"
             )
-        found[key] = parse_value(value)
-    return found
+        options[key] = parse_value(value)
+    return options
 
 
 def needle(
@@ -253,8 +253,8 @@ def _keys_found(record: dict[str, Any]) -> Table:
     for name in ("length", "all", *(f"depth {depth:g}" for depth in depths), "characters"):
         table.add_column(name, justify="right")
     for length, figures in record["by_length"].items():
-        here = [answer for answer in record["answers"] if answer["length"] == int(length)]
-        cells = [figures["exact"], *(answer["exact"] for answer in here), figures["characters"]]
+        at_length = [answer for answer in record["answers"] if answer["length"] == int(length)]
+        cells = [figures["exact"], *(answer["exact"] for answer in at_length), figures["characters"]]
         table.add_row(f"{int(length):,}", *(f"{100 * cell:.0f}" for cell in cells))
     return table
 

@@ -113,16 +113,16 @@ def clrs(
         from attnorm.training.clrs.model import ClrsBase, ClrsRecipe, with_normalizer
         from attnorm.training.clrs.run import ClrsTests, train_clrs
 
-        given = {
+        options = {
             "steps": steps, "batch": batch, "lr": lr, "warmup": warmup, "layers": layers, "heads": heads,
             "width": width, "held_out": held_out,
         }  # fmt: skip
-        chosen = (_QUICK if quick else _FULL) | {name: value for name, value in given.items() if value is not None}
+        settings = (_QUICK if quick else _FULL) | {name: value for name, value in options.items() if value is not None}
         on_cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
         recipe = with_normalizer(
             ClrsRecipe(
-                **{name: chosen[name] for name in ("steps", "batch", "warmup", "layers", "heads", "width")},
-                learning_rate=chosen["lr"], weight_decay=weight_decay, seed=seed, tokens_at_once=tokens_at_once,
+                **{name: settings[name] for name in ("steps", "batch", "warmup", "layers", "heads", "width")},
+                learning_rate=settings["lr"], weight_decay=weight_decay, seed=seed, tokens_at_once=tokens_at_once,
                 dtype=dtype or ("bfloat16" if on_cuda else "float32"),
             ),
             normalizer,
@@ -135,7 +135,7 @@ def clrs(
         failures(lambda: _KEPT, writes_to=out, out_of_memory="Use a smaller --tokens-at-once."),
         ProgressBar("encoding") as progress,
     ):
-        data = prepare_data(*questions, base.tokenizer(), held_out=chosen["held_out"], source=source)
+        data = prepare_data(*questions, base.tokenizer(), held_out=settings["held_out"], source=source)
         record = train_clrs(
             out, base, recipe, data, tests, device=device, attention="dense" if dense else "engine",
             compiled=compiled, checkpoint_every=checkpoint_every, save_model=save_model,
@@ -175,9 +175,9 @@ def _questions(
     if generate is not None:
         count = _GENERATED_TEST * len(sizes[1]) * (len(algorithms) or 30)
         tested = dm_clrs_examples(algorithms, sizes[1], count, seed + 1)
-        known = [one.question for one in tested]
-        made = dm_clrs_examples(algorithms, sizes[0], generate, seed, known)
-        return (made, tested), {"generated": generate, "sizes": sizes, "algorithms": algorithms, "seed": seed}
+        known = [example.question for example in tested]
+        training = dm_clrs_examples(algorithms, sizes[0], generate, seed, known)
+        return (training, tested), {"generated": generate, "sizes": sizes, "algorithms": algorithms, "seed": seed}
     if quick:
         return quick_examples(seed), {"quick": seed}
     raise ValueError("no questions: expected TRAIN with --test FILE, --generate N (dm-clrs), or --quick; got none")
@@ -186,13 +186,13 @@ def _questions(
 def _table(tested_with: str, cells: dict[str, dict[str, str]]) -> Table:
     from attnorm.training.clrs.run import accuracy_by_size
 
-    found = accuracy_by_size(cells)
-    sizes = sorted({size for by_size in found.values() for size in by_size})
+    accuracy = accuracy_by_size(cells)
+    sizes = sorted({size for by_size in accuracy.values() for size in by_size})
     table = Table(title=f"Right answers in %, by problem size; tested with: {tested_with}", title_justify="left")
     table.add_column("algorithm", no_wrap=True)
     for size in sizes:
         table.add_column(str(size), justify="right")
-    for algorithm, by_size in found.items():
+    for algorithm, by_size in accuracy.items():
         shares = (by_size.get(size) for size in sizes)
-        table.add_row(algorithm, *("-" if one is None else f"{100 * one[0] / one[1]:.0f}" for one in shares))
+        table.add_row(algorithm, *("-" if cell is None else f"{100 * cell[0] / cell[1]:.0f}" for cell in shares))
     return table

@@ -89,18 +89,18 @@ def retrieval(
         from attnorm.training.retrieval.run import train_retrieval
 
         usual = _QUICK if quick else _FULL
-        given = {"seeds": seeds, "steps": steps, "batch": batch, "width": width, "learning_rate": lr, "sets": sets}
-        chosen = usual | {name: value for name, value in given.items() if value is not None}
+        options = {"seeds": seeds, "steps": steps, "batch": batch, "width": width, "learning_rate": lr, "sets": sets}
+        settings = usual | {name: value for name, value in options.items() if value is not None}
         recipe = RetrievalRecipe(
-            **{name: chosen[name] for name in ("steps", "batch", "width", "learning_rate")},
+            **{name: settings[name] for name in ("steps", "batch", "width", "learning_rate")},
             smallest=smallest, largest=largest, weight_decay=weight_decay, leak_penalty=leak_penalty,
             leak_from=leak_from, squeezed=squeezed, standardized=standardized, cosine=cosine, dtype=dtype,
         )  # fmt: skip
-        trials = Trials(sizes=_sizes(sizes or usual["sizes"]), sets=chosen["sets"], others=tuple(names_of(test_with)))
+        trials = Trials(sizes=_sizes(sizes or usual["sizes"]), sets=settings["sets"], others=tuple(names_of(test_with)))
     time_left = TimeLeft(trials.sizes, trials.sets)
     with failures(lambda: _KEPT, writes_to=out, out_of_memory="Use a smaller --batch."), ProgressBar() as progress:
         results = train_retrieval(
-            names_of(normalizers), out, task=task, seeds=range(chosen["seeds"]), recipe=recipe, trials=trials,
+            names_of(normalizers), out, task=task, seeds=range(settings["seeds"]), recipe=recipe, trials=trials,
             device=device, compiled=compiled, checkpoint_every=checkpoint_every, command=recorded_command(),
             report=lambda state: _report(progress, time_left, state),
         )  # fmt: skip
@@ -147,14 +147,14 @@ class TimeLeft:
         self._at = now()
 
     def see(self, state: "RetrievalProgress") -> None:
-        before, at = self._last, self._now()
+        before, now = self._last, self._now()
         self._steps = state.total if state.stage == "training" else self._steps
         same = before is not None and (before.normalizer, before.stage) == (state.normalizer, state.stage)
         # The first steps after a start or a checkpoint are not timed: they include compilation and loading.
         if before is not None and same and state.done > before.done and (before.done or state.stage == "testing"):
             self._work[state.stage] += self._amount(state) - self._amount(before)
-            self._seconds[state.stage] += at - self._at
-        self._last, self._at = state, at
+            self._seconds[state.stage] += now - self._at
+        self._last, self._at = state, now
 
     @property
     def words(self) -> str:
@@ -170,12 +170,12 @@ class TimeLeft:
 
     def _seconds_left(self, state: "RetrievalProgress", stage: str) -> float | None:
         """Return the seconds left in that stage for all normalizers; None if its speed is not known."""
-        whole = self._steps if stage == "training" else sum(self._items)
+        total = self._steps if stage == "training" else sum(self._items)
         if state.stage == stage:
             done = self._amount(state)
         else:
-            done = whole if stage == "training" else 0
-        remaining = whole - done + whole * (state.of - state.number)
+            done = total if stage == "training" else 0
+        remaining = total - done + total * (state.of - state.number)
         if not remaining:
             return 0.0
         return self._seconds[stage] / self._work[stage] * remaining if self._work[stage] else None

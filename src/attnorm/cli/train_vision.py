@@ -74,11 +74,11 @@ def vision(
     from attnorm.training.vision.images import generated_textures, read_archive
     from attnorm.training.vision.train import VisionSettings, save_vit, train_vit
 
-    given = {
+    options = {
         "layers": layers, "heads": heads, "width": width, "epochs": epochs, "batch": batch, "learning_rate": lr,
     }  # fmt: skip
     if architecture == "pyramid" and heads is None:
-        given["heads"] = 4  # halved from stage to stage
+        options["heads"] = 4  # halved from stage to stage
     tiny: dict[str, Any] = (
         {
             "layers": 3 if architecture == "pyramid" else 2,
@@ -94,18 +94,22 @@ def vision(
     with failures(writes_to=out, out_of_memory="Use a smaller --batch."), ProgressBar("reading images") as progress:
         if out.exists():
             raise ValueError(f"--out: expected a folder that does not exist, got {out}. Choose another one.")
-        place = chosen_device(device)
+        torch_device = chosen_device(device)
         settings = VisionSettings(
             normalizer=normalizer, architecture=architecture, landmarks=landmarks, landmark_side=landmark_side,
             patch=patch, seed=seed,
-            dtype=dtype or ("bfloat16" if place.type == "cuda" else "float32"),
-            **(tiny | {name: value for name, value in given.items() if value is not None}),
+            dtype=dtype or ("bfloat16" if torch_device.type == "cuda" else "float32"),
+            **(tiny | {name: value for name, value in options.items() if value is not None}),
         )  # fmt: skip
-        found = generated_textures(128, 64, 16) if images is None else read_archive(images)
+        datasets = generated_textures(128, 64, 16) if images is None else read_archive(images)
         model, record = train_vit(
-            settings, found, place, compiled=compiled, report=lambda step, steps: progress("training", step, steps)
+            settings,
+            datasets,
+            torch_device,
+            compiled=compiled,
+            report=lambda step, steps: progress("training", step, steps),
         )
-        save_vit(model, record, found.train.side, out)
+        save_vit(model, record, datasets.train.side, out)
     if as_json:
         show_json(record)
         return

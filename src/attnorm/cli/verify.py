@@ -42,7 +42,7 @@ def verify(
         if again is not None:
             _replay(again, as_json)
             return
-        chosen = _claims_by_name(names or [])
+        claims = _claims_by_name(names or [])
     from attnorm.claims.tables import findings_as_dict, findings_table
     from attnorm.theory.search import SearchInterrupted, table_stands
     from attnorm.theory.search import verify as search
@@ -51,7 +51,7 @@ def verify(
     try:
         with usage_errors(), ProgressBar("searching") as progress:
             findings = search(
-                chosen,
+                claims,
                 budget_seconds=budget,
                 seed=seed,
                 progress=lambda claim, share: progress("searching", share, 1.0, detail=claim.id),
