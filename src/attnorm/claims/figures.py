@@ -48,11 +48,11 @@ def merged(placed: Frontier) -> list[list[str]]:
     return [sorted(group, key=lambda name: (name != "softmax", name)) for group in groups]
 
 
-def _coincide(placed: Frontier, one: str, other: str) -> bool:
+def _coincide(placed: Frontier, first: str, other: str) -> bool:
     pairs = [
         pair
         for weight in placed.weights
-        for pair in zip(placed.efforts(one, weight), placed.efforts(other, weight), strict=True)
+        for pair in zip(placed.efforts(first, weight), placed.efforts(other, weight), strict=True)
     ]
     return all(1 / SAME < a / b < SAME for a, b in pairs)
 

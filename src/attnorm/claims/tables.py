@@ -74,10 +74,11 @@ def _cells(finding: Finding) -> tuple[str | Text, ...]:
     )
 
 
-def located(found: Counterexample) -> str:
+def located(counterexample: Counterexample) -> str:
     """Return the location: n = 2, N = 1, d = 1, T = 0.5, 0:2:17, where the last three are seed, round and row."""
-    where = f"{found.seed}:{found.round}:{found.row}"
-    return f"n={found.keys} N={found.top_n} d={found.width} T={found.temperature:.3g} at {where}"
+    where = f"{counterexample.seed}:{counterexample.round}:{counterexample.row}"
+    size = f"n={counterexample.keys} N={counterexample.top_n} d={counterexample.width}"
+    return f"{size} T={counterexample.temperature:.3g} at {where}"
 
 
 def number(value: float) -> str:
@@ -134,8 +135,12 @@ def claim_as_dict(claim: Claim) -> dict[str, Any]:
     return {name: getattr(claim, name) for name in names}
 
 
-def _counterexample(found: Counterexample | None) -> dict[str, Any] | None:
-    return None if found is None else {**vars(found), "ratio": _finite(found.ratio), "address": found.address}
+def _counterexample(counterexample: Counterexample | None) -> dict[str, Any] | None:
+    return (
+        None
+        if counterexample is None
+        else {**vars(counterexample), "ratio": _finite(counterexample.ratio), "address": counterexample.address}
+    )
 
 
 def _finite(value: float) -> float | None:
