@@ -88,8 +88,13 @@ class SearchPlan:
     def item(self, recipe: Mapping[str, str], learning_rate: float, varied: Mapping[str, Any], **values: Any) -> Item:
         """The training run of a recipe."""
         normalizer = next(iter(recipe.values())) if len(recipe) == 1 else dict(recipe)
-        given = {**self.options, "normalizer": normalizer, "learning_rate": float(f"{learning_rate:.6g}"), **values}
-        return make_item(TASKS[COMMAND], given, varied, self.folder)
+        item_values = {
+            **self.options,
+            "normalizer": normalizer,
+            "learning_rate": float(f"{learning_rate:.6g}"),
+            **values,
+        }
+        return make_item(TASKS[COMMAND], item_values, varied, self.folder)
 
     def values(self, row: Mapping[str, Any]) -> list[float]:
         """Return the objectives of a finished run."""
@@ -124,8 +129,12 @@ def _complete_space(space: dict[str, Any], complete: Callable[[str], str]) -> di
         drawn = name + "".join(f":{option}=0" for option in ranges.get(name, {}))
         return name if complete(drawn) == drawn else complete(name)
 
-    found = {**space, "normalizers": [*map(completed, space["normalizers"])]}
-    return {**found, "options": {completed(name): each for name, each in ranges.items()}} if ranges else found
+    completed_space = {**space, "normalizers": [*map(completed, space["normalizers"])]}
+    return (
+        {**completed_space, "options": {completed(name): bounds for name, bounds in ranges.items()}}
+        if ranges
+        else completed_space
+    )
 
 
 def _parse_plan(path: Path, content: dict[str, Any]) -> SearchPlan:
@@ -181,10 +190,10 @@ def _parse_plan(path: Path, content: dict[str, Any]) -> SearchPlan:
 
 
 def _table(content: Mapping[str, Any], name: str) -> dict[str, Any]:
-    found = content.get(name, {})
-    if not isinstance(found, dict):
-        raise ValueError(f"expected a table [{name}], got {found!r}")
-    return found
+    table = content.get(name, {})
+    if not isinstance(table, dict):
+        raise ValueError(f"expected a table [{name}], got {table!r}")
+    return table
 
 
 def _count(name: str, value: Any, least: int) -> int:
@@ -194,7 +203,7 @@ def _count(name: str, value: Any, least: int) -> int:
 
 
 def _range(name: str, value: Any, least: float = -math.inf) -> tuple[float, float]:
-    numbers = isinstance(value, list) and all(isinstance(each, int | float) for each in value)
+    numbers = isinstance(value, list) and all(isinstance(number, int | float) for number in value)
     if not numbers or len(value) != 2 or not least <= value[0] < value[1]:
         raise ValueError(f"expected two numbers, from and to, for {name}, got {value!r}")
     return float(value[0]), float(value[1])

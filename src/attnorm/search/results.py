@@ -82,7 +82,7 @@ def summarize(plan: SearchPlan, out: Path, study: Any, items: Mapping[int, Item]
         for trial in result.front if len(plan.objectives) > 1 else ():
             _write_recipe(out / "front" / f"{trial.number}.toml", plan, trial)
         save_figure_files(lambda: _draw(plan, result), out, "objectives")
-    errors = {each.item.id: each.error for each in states(out, items.values()) if each.error}
+    errors = {item_state.item.id: item_state.error for item_state in states(out, items.values()) if item_state.error}
     write_json(out / "importance.json", {"importance": result.importance, "failed": errors})
     return result
 
@@ -117,7 +117,7 @@ def _importance(plan: SearchPlan, study: Any, done: int) -> dict[str, dict[str, 
     if done < ENOUGH:
         return {}
     choices = [*(plan.parameter(number) for number in range(len(plan.groups))), "learning_rate"]
-    found = {}
+    importance = {}
     for number, name in enumerate(plan.objectives):
         evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=0.5, region_quantile=1.0)
         with warnings.catch_warnings():
@@ -127,8 +127,8 @@ def _importance(plan: SearchPlan, study: Any, done: int) -> dict[str, dict[str, 
                 study, evaluator=evaluator, params=choices,
                 target=lambda trial, number=number, sign=sign: sign * trial.values[number],
             )  # fmt: skip
-        found[name] = {choice: round(float(share), 4) for choice, share in shares.items()}
-    return found
+        importance[name] = {choice: round(float(share), 4) for choice, share in shares.items()}
+    return importance
 
 
 def _write_table(out: Path, result: SearchResult) -> None:
@@ -158,9 +158,9 @@ def _draw(plan: SearchPlan, result: SearchResult) -> Figure:
     first = plan.objectives[0]
     second = plan.objectives[1] if len(plan.objectives) > 1 else None
     for uniform, colour, label in ((True, "#3a49b0", "one normalizer"), (False, "#a4430c", "mixed recipe")):
-        some = [trial for trial in done if trial.uniform == uniform]
-        at = [trial.values[second] if second else trial.number for trial in some]
-        axes.scatter(at, [trial.values[first] for trial in some], color=colour, label=label, s=22, alpha=0.8)
+        group = [trial for trial in done if trial.uniform == uniform]
+        x = [trial.values[second] if second else trial.number for trial in group]
+        axes.scatter(x, [trial.values[first] for trial in group], color=colour, label=label, s=22, alpha=0.8)
     if second:
         front = sorted([trial.values[second], trial.values[first]] for trial in result.front)
         axes.plot(*zip(*front, strict=True), color="#1c6b52", lw=1, label="Pareto front")
@@ -187,15 +187,15 @@ def confirm(plan: SearchPlan, out: Path, result: SearchResult, **where: Any) -> 
         Plan(COMMAND, tuple(items), plan.resources, plan.slurm, content), out / "confirm", extend=True, **where
     )
     rows = {(row["candidate"], row["seed"]): row for row in done.rows}
-    found: dict[str, Any] = {"seeds": seeds, "objectives": {}}
+    confirmation: dict[str, Any] = {"seeds": seeds, "objectives": {}}
     for number, name in enumerate(plan.objectives):
         values = {
             candidate: [plan.values(rows[candidate, seed])[number] for seed in seeds if (candidate, seed) in rows]
             for candidate, trial in candidates.items()
             if trial is not None
         }
-        found["objectives"][name] = {"values": values, **_difference(values)}
-    return found
+        confirmation["objectives"][name] = {"values": values, **_difference(values)}
+    return confirmation
 
 
 def _difference(values: Mapping[str, list[float]]) -> dict[str, float | None]:

@@ -71,10 +71,10 @@ def search(
             )
             _run_trials(plan, out, study, items, engine, storage, retries, report)
         _write_items(out, plan, items)
-        found = list(items.values())
-        rows = merged_rows(out, found)
+        all_items = list(items.values())
+        rows = merged_rows(out, all_items)
         write_table(out, rows)
-        write_page(out / PAGE, states(out, found), rows, title="Search")
+        write_page(out / PAGE, states(out, all_items), rows, title="Search")
         result = summarize(plan, out, study, items)
     if plan.confirm_seeds and result.best is not None:
         result = replace(
@@ -92,8 +92,8 @@ def _open_folder(out: Path, plan: SearchPlan) -> None:
         make_writable(out)
     else:  # more trials or seeds continue a search
         recorded = read_content(record["content"])
-        here, there = ({**content, "trials": 0, "confirm": {}} for content in (plan.content, recorded))
-        require_same_run(here, there, f"{out} holds another search", "Choose another folder")
+        current, previous = ({**content, "trials": 0, "confirm": {}} for content in (plan.content, recorded))
+        require_same_run(current, previous, f"{out} holds another search", "Choose another folder")
         if recorded != record["content"]:  # its study has the choices and items under other names
             raise ValueError(
                 f"{out} holds a search of an earlier version, whose normalizers mean "
@@ -120,7 +120,7 @@ def _open_study(out: Path, plan: SearchPlan, url: str | None) -> Any:
 def uniform_parameters(plan: SearchPlan) -> list[dict[str, Any]]:
     """Return trials with one normalizer in all layers, at a few learning rates: the baseline of mixed recipes."""
     low, high = plan.learning_rate
-    found = []
+    trials = []
     for number in range(plan.uniform):
         rate = low * (high / low) ** ((number + 0.5) / plan.uniform)
         for name in plan.normalizers:
@@ -129,8 +129,8 @@ def uniform_parameters(plan: SearchPlan) -> list[dict[str, Any]]:
                 parameters[plan.parameter(group)] = name
                 for option, (least, most) in plan.ranges.get(name, {}).items():
                     parameters[f"{plan.parameter(group)} {name}.{option}"] = (least + most) / 2
-            found.append(parameters)
-    return found[: plan.trials]
+            trials.append(parameters)
+    return trials[: plan.trials]
 
 
 def _add_item(plan: SearchPlan, study: Any, trial: Any, items: dict[int, Item], storage: str | None) -> None:
@@ -271,10 +271,10 @@ def open_storage(out: Path, url: str | None) -> Any:
 
 def run_trial(values: Mapping[str, Any], out: Path, shared: Path) -> list[dict[str, Any]]:
     """Train the model of a trial; raises Pruned if it is stopped early."""
-    given = dict(values)
-    how = given.pop(HOW, None)
+    options = dict(values)
+    how = options.pop(HOW, None)
     if how is None or not how["prune"]:
-        return train_lm_item(given, out, shared)
+        return train_lm_item(options, out, shared)
     import optuna
 
     with quiet_optuna():
@@ -296,6 +296,6 @@ def run_trial(values: Mapping[str, Any], out: Path, shared: Path) -> list[dict[s
                 study.tell(trial, state=optuna.trial.TrialState.PRUNED)
                 raise Pruned([{"loss": metrics["valid_loss"], "steps_done": progress.done}])
 
-        rows = train_lm_item(given, out, shared, report)
+        rows = train_lm_item(options, out, shared, report)
         study.tell(trial, rows[0]["loss"])
         return rows
