@@ -47,10 +47,10 @@ def failure_of(out: Path, key: str) -> dict[str, Any] | None:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return content if isinstance(content, dict) else None
 
 
 def write_result(out: Path, item: Item, result: Mapping[str, Any]) -> None:
@@ -83,13 +83,13 @@ def open_sweep(out: Path, plan: Plan, *, extend: bool = False) -> None:
         make_writable(out)
     elif not extend:
         remedy = "Choose another folder, or add --extend to run this plan here; finished items of both are kept"
-        here, there = (
+        current, previous = (
             {"command": command, **_flat(content), "content of the items": sorted(keys)}
             for command, content, keys in (
                 (plan.command, plan.content, items), (record["command"], record["content"], record["items"]),
             )
         )  # fmt: skip
-        require_same_run(here, there, f"{out} holds another sweep", remedy, _shorten)
+        require_same_run(current, previous, f"{out} holds another sweep", remedy, _shorten)
     write_json(
         out / RECORD, {"format": FORMAT, "command": plan.command, "content": plan.content, "items": items},
     )  # fmt: skip
@@ -127,18 +127,18 @@ class ItemState:
 
 def states(out: Path, items: Iterable[Item]) -> list[ItemState]:
     """Return the state of every item."""
-    found = []
+    item_states = []
     for item in items:
         if result := result_of(out, item.id):
             state = "pruned" if result.get("pruned") else "finished"
-            found.append(ItemState(item, state, result.get("seconds"), result.get("host", "")))
+            item_states.append(ItemState(item, state, result.get("seconds"), result.get("host", "")))
         elif _is_running(out, item.id):
-            found.append(ItemState(item, "running"))
+            item_states.append(ItemState(item, "running"))
         elif failure := failure_of(out, item.id):
-            found.append(ItemState(item, "failed", None, failure.get("host", ""), failure.get("error", "")))
+            item_states.append(ItemState(item, "failed", None, failure.get("host", ""), failure.get("error", "")))
         else:
-            found.append(ItemState(item, "waiting"))
-    return found
+            item_states.append(ItemState(item, "waiting"))
+    return item_states
 
 
 def _is_running(out: Path, key: str) -> bool:

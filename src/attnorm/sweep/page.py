@@ -36,7 +36,7 @@ def render(
     states: Sequence[ItemState], rows: Sequence[Mapping[str, Any]], folder: Path, *, title: str = "Sweep"
 ) -> str:
     style, script = (_asset(f"page.{suffix}") for suffix in ("css", "js"))
-    varied = list(dict.fromkeys(name for each in states for name in each.item.varied))
+    varied = list(dict.fromkeys(name for item_state in states for name in item_state.item.varied))
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name != "item"]
     numbers = [name for name in names if _is_number_column(rows, name)]
     texts = [name for name in names if name not in numbers]
@@ -45,7 +45,7 @@ def render(
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template.filters["cell"] = cell
     template.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":"), "ensure_ascii": False}
-    counts = Counter(each.state for each in states)
+    counts = Counter(item_state.state for item_state in states)
     return template.from_string(_asset("page.html.j2")).render(
         policy=f"default-src 'none'; style-src {policy_hash(style)}; script-src {policy_hash(script)}; "
         "base-uri 'none'; form-action 'none'",
@@ -55,12 +55,12 @@ def render(
         command=states[0].item.command if states else "",
         counts={name: counts[name] for name in STATES if counts[name]},
         total=len(states),
-        seconds=sum(each.seconds or 0 for each in states),
+        seconds=sum(item_state.seconds or 0 for item_state in states),
         names=names,
         numbers=set(numbers),
         rows=rows,
-        links={each.item.id: _link(folder, each.item.id) for each in states},
-        failures=[each for each in states if each.state == "failed"],
+        links={item_state.item.id: _link(folder, item_state.item.id) for item_state in states},
+        failures=[item_state for item_state in states if item_state.state == "failed"],
         data={
             "rows": [{name: row.get(name) for name in (*dimensions, *measured)} for row in rows],
             "numbers": sorted(measured, key=lambda name: _rank(name, FIRST_NUMBERS)),
@@ -74,15 +74,15 @@ def _rank(name: str, first: Sequence[str]) -> int:
 
 
 def _is_number_column(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
-    found = [row[name] for row in rows if row.get(name) is not None]
-    return bool(found) and all(isinstance(value, int | float) and not isinstance(value, bool) for value in found)
+    values = [row[name] for row in rows if row.get(name) is not None]
+    return bool(values) and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 
 def _link(folder: Path, key: str) -> str:
     """The most readable file of a run folder; the folder itself if it has no page."""
     run = folder / "items" / key
-    found = next((name for name in ("report.html", "index.html") if (run / name).is_file()), "")
-    return f"items/{key}/{found}"
+    page = next((name for name in ("report.html", "index.html") if (run / name).is_file()), "")
+    return f"items/{key}/{page}"
 
 
 def cell(value: Any) -> str:

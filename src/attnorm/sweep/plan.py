@@ -169,7 +169,7 @@ def _read_value(name: str, value: Any, kind: str, folder: Path) -> tuple[Any, An
             raise ValueError(f"expected a file for {name}, got {value!r}, which is not in {folder.resolve()}")
         return str(path), {"name": path.name, "sha256": file_hash(path)}
     if kind == "files" and isinstance(value, list) and value:
-        parts = [_read_value(name, each, "file", folder) for each in value]
+        parts = [_read_value(name, part, "file", folder) for part in value]
         return [path for path, _ in parts], [identity for _, identity in parts]
     if kind == "normalizer" and isinstance(value, str) and value.endswith(SUFFIX):
         layers = _stated(read_recipe_file(folder / Path(value).expanduser()).layers)
@@ -219,7 +219,7 @@ KINDS: dict[str, tuple[str, Any]] = {
     "word": ("a string", lambda value: isinstance(value, str)),
     "switch": ("true or false", lambda value: isinstance(value, bool)),
     "integers": ("a list of integers", _is_list_of(_is_integer)),
-    "words": ("a list of strings", _is_list_of(lambda each: isinstance(each, str))),
+    "words": ("a list of strings", _is_list_of(lambda value: isinstance(value, str))),
     "integer or word": ("an integer or a word", lambda value: _is_integer(value) or isinstance(value, str)),
     "table": ("a table", lambda value: isinstance(value, dict)),
 }
@@ -230,7 +230,7 @@ def _model_identity(path: Path) -> dict[str, Any]:
     if path.is_file():
         return {"name": path.name, "bytes": path.stat().st_size}
     config = path / "config.json"
-    sizes = {each.name: each.stat().st_size for each in sorted(path.glob("*.safetensors"))}
+    sizes = {file.name: file.stat().st_size for file in sorted(path.glob("*.safetensors"))}
     return {"name": path.name, "config": file_hash(config) if config.is_file() else None, "weights": sizes}
 
 
@@ -250,9 +250,9 @@ def read_resources(where: str, table: Mapping[str, Any]) -> Resources:
 def shown(value: Any) -> Any:
     """A value of the grid as a cell of a table: files without their folders, recipes as text."""
     if isinstance(value, dict):
-        return " ".join(f"{key}:{each}" for key, each in value.items())
+        return " ".join(f"{key}:{element}" for key, element in value.items())
     if isinstance(value, list):
-        return ", ".join(str(shown(each)) for each in value)
+        return ", ".join(str(shown(element)) for element in value)
     return (
         Path(value).name
         if isinstance(value, str) and "/" in value and value.endswith((".txt", ".xz", SUFFIX))

@@ -64,9 +64,9 @@ class RayEngine:
     def _slots(self, resources: Resources) -> int:
         """Return how many items fit into the cluster at the same time; raise ValueError if no machine can hold one."""
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
-        asked = {"CPU": resources.cpus, "GPU": resources.gpus, "memory": (resources.memory_gb or 0) * 2**30}
-        asked = {name: amount for name, amount in asked.items() if amount}
-        per_node = [min(int(node.get(name, 0) // amount) for name, amount in asked.items()) for node in nodes]
+        needed = {"CPU": resources.cpus, "GPU": resources.gpus, "memory": (resources.memory_gb or 0) * 2**30}
+        needed = {name: amount for name, amount in needed.items() if amount}
+        per_node = [min(int(node.get(name, 0) // amount) for name, amount in needed.items()) for node in nodes]
         if not any(per_node):
             self.close()
             raise ValueError(
@@ -87,8 +87,8 @@ class RayEngine:
             return answer
         with self._lock:
             self._open.add(answer)
-        found = task.remote(out, [item.as_dict() for item in items], threads, hook).future()
-        found.add_done_callback(lambda done: self._answer(done, answer))
+        ray_future = task.remote(out, [item.as_dict() for item in items], threads, hook).future()
+        ray_future.add_done_callback(lambda done: self._answer(done, answer))
         return answer
 
     def _answer(self, done: "Future[Any]", answer: "Future[list[Outcome]]") -> None:

@@ -41,7 +41,7 @@ class SweepResult:
 
     @property
     def counts(self) -> Counter[str]:
-        return Counter(each.state for each in self.states)
+        return Counter(item_state.state for item_state in self.states)
 
 
 def sweep(

@@ -56,22 +56,22 @@ def _analyze(values: Mapping[str, Any], out: Path, shared: Path) -> Rows:
     from attnorm.files import read_text, text_name
     from attnorm.models.inputs import Text
 
-    given = {**values}
+    options = {**values}
     named = ("model", "dtype", "device", "revision", "trust_remote_code", "tokenizer")
-    loaded = _loaded(tuple((name, given.pop(name)) for name in named if name in given))
-    if text := given.pop("text", None):
+    loaded = _loaded(tuple((name, options.pop(name)) for name in named if name in options))
+    if text := options.pop("text", None):
         path = Path(text)
-        given["inputs"] = {text_name(path): Text(text_name(path), read_text(path), file=True)}
-    if "length" in given:
-        given["lengths"] = given.pop("length")
-    analysis = analyze(loaded, out=out, **given)
+        options["inputs"] = {text_name(path): Text(text_name(path), read_text(path), file=True)}
+    if "length" in options:
+        options["lengths"] = options.pop("length")
+    analysis = analyze(loaded, out=out, **options)
     if not (out / REPORT).is_file():
         analysis.save_html(out / REPORT)
     rows: Rows = []
     for side in sides_of(analysis):
         row: dict[str, Any] = {"normalizer": side.normalizer, "keys": side.longest, "heads": side.heads}
         row |= {f"{name} heads": count for name, count in side.counts.items()}
-        row |= {name: None if found is None else found[1] for name, found in side.quartiles.items()}
+        row |= {name: None if quartiles is None else quartiles[1] for name, quartiles in side.quartiles.items()}
         rows.append(row)
     return rows
 
@@ -80,8 +80,8 @@ def _analyze(values: Mapping[str, Any], out: Path, shared: Path) -> Rows:
 def _loaded(options: tuple[tuple[str, Any], ...]) -> "LoadedModel":
     from attnorm.models.load import load
 
-    given = dict(options)
-    return load(given.pop("model"), **given)
+    arguments = dict(options)
+    return load(arguments.pop("model"), **arguments)
 
 
 def models_loaded() -> int:
@@ -96,13 +96,13 @@ def lm_settings(values: Mapping[str, Any]) -> "LMSettings":
     """Return the settings of a training run from the values of an item."""
     from attnorm.training.lm.model import LMSettings
 
-    known = {each.name for each in fields(LMSettings)}
-    given = {name: value for name, value in values.items() if name in known}
-    normalizer = given.pop("normalizer", "softmax")
+    known = {field.name for field in fields(LMSettings)}
+    settings = {name: value for name, value in values.items() if name in known}
+    normalizer = settings.pop("normalizer", "softmax")
     if isinstance(normalizer, dict):
-        return LMSettings(**given, recipe=normalizer)
+        return LMSettings(**settings, recipe=normalizer)
     name, options = parse_spec(normalizer)
-    return LMSettings(**given, normalizer=name, normalizer_options=options)
+    return LMSettings(**settings, normalizer=name, normalizer_options=options)
 
 
 def _check_lm(values: Mapping[str, Any]) -> None:
@@ -133,13 +133,13 @@ def needle_task(values: Mapping[str, Any]) -> Any:
     from attnorm.suggest import did_you_mean
     from attnorm.training.needle.train import NeedleTask
 
-    given: dict[str, Any] = dict(values["needle"])
-    known = {each.name for each in fields(NeedleTask)}
-    for name in given:
+    settings: dict[str, Any] = dict(values["needle"])
+    known = {field.name for field in fields(NeedleTask)}
+    for name in settings:
         if name not in known:
             raise ValueError(f"needle: unknown key {name!r}; {did_you_mean(name, known)}")
-    given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    return NeedleTask(**given)
+    settings |= {name: tuple(value) for name, value in settings.items() if isinstance(value, list)}
+    return NeedleTask(**settings)
 
 
 def train_lm_item(
@@ -160,8 +160,8 @@ def train_lm_item(
     )  # fmt: skip
     result = record["result"]
     row = {"steps_done": result["steps"], "loss": result["validation"]["model"]["nats_per_token"]}
-    for each in result["validation"]["by_length"]:
-        row[f"loss at {each['length']}"] = each["nats_per_token"]
+    for entry in result["validation"]["by_length"]:
+        row[f"loss at {entry['length']}"] = entry["nats_per_token"]
     row |= {"bits_per_byte": result["validation"]["model"]["bits_per_byte"], "parameters": result["parameters"]}
     if "needle" in values:
         row |= _needle(values, out, valid)
@@ -183,13 +183,13 @@ def _retrieval_settings(values: Mapping[str, Any]) -> tuple[Any, Any]:
     from attnorm.training.retrieval.evaluate import Trials
     from attnorm.training.retrieval.recipe import RetrievalRecipe
 
-    known = {each.name for each in fields(RetrievalRecipe)}
+    known = {field.name for field in fields(RetrievalRecipe)}
     recipe = RetrievalRecipe(**{name: value for name, value in values.items() if name in known})
     others = tuple(values.get("test_with", ()))
-    given: dict[str, Any] = {"sets": values["sets"]} if "sets" in values else {}
+    options: dict[str, Any] = {"sets": values["sets"]} if "sets" in values else {}
     if "sizes" in values:
-        given["sizes"] = tuple(sorted(values["sizes"]))
-    return recipe, Trials(**given, others=others)
+        options["sizes"] = tuple(sorted(values["sizes"]))
+    return recipe, Trials(**options, others=others)
 
 
 def _check_retrieval(values: Mapping[str, Any]) -> None:
@@ -216,8 +216,8 @@ def _train_retrieval(values: Mapping[str, Any], out: Path, shared: Path) -> Rows
     )  # fmt: skip
     names = ("accuracy", "logits_wrong", "dispersed", "winner_weight", "leak")
     return [
-        {"tested_with": each["tested_with"], "size": each["size"], **{name: each.get(name) for name in names}}
-        for each in results.records
+        {"tested_with": record["tested_with"], "size": record["size"], **{name: record.get(name) for name in names}}
+        for record in results.records
     ]
 
 
