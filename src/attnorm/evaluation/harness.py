@@ -74,8 +74,8 @@ class Harness:
 
         with _quietly():
             task = self._documents(item)
-            found = evaluate(lm=self._language_model(item), task_dict=task, limit=limit, bootstrap_iters=0)
-        samples = next(iter(found["samples"].values()))
+            results = evaluate(lm=self._language_model(item), task_dict=task, limit=limit, bootstrap_iters=0)
+        samples = next(iter(results["samples"].values()))
         metric, values = _metric_and_values(item, samples)
         task_object = next(iter(task["tasks"].values()))
         higher = bool(task_object.higher_is_better().get(metric, True))

@@ -179,12 +179,12 @@ class Evaluation:
         if record is None:
             raise ValueError(f"expected the folder of an evaluation, got {folder} without {RECORD}; {remedy}")
         record["sides"] = [*map(read_spec, record["sides"])]
-        found = []
+        parts = []
         for path in sorted((folder / PARTS).glob("*.json")):
             saved = read_record(path, ("side", "task", "length", "scores", "seconds"), f"remove it and {remedy}")
             if saved is not None:
-                found.append(EvaluationPart.of(saved))
-        return cls(record, tuple(found))
+                parts.append(EvaluationPart.of(saved))
+        return cls(record, tuple(parts))
 
     @property
     def sides(self) -> list[str]:
@@ -201,10 +201,10 @@ class Evaluation:
         order = [tuple(item) for item in self.record["items"]]
         rows = []
         for task, length in sorted(by_item, key=lambda item: order.index(item) if item in order else len(order)):
-            found = by_item[task, length]
-            first = found.get(self.sides[0])
-            for side in (side for side in self.sides if side in found):
-                scores = found[side]
+            by_side = by_item[task, length]
+            first = by_side.get(self.sides[0])
+            for side in (side for side in self.sides if side in by_side):
+                scores = by_side[side]
                 change = None if first is None or side == self.sides[0] else paired(first, scores)
                 rows.append(
                     EvaluationRow(
@@ -225,11 +225,11 @@ class Evaluation:
     def score_table(self) -> ScoreTable:
         """The scores as the report shows them: one line per task and length, the sides next to each other."""
         rows = self.rows
-        found: dict[tuple[str, int | None], dict[str, EvaluationRow]] = {}
+        by_item: dict[tuple[str, int | None], dict[str, EvaluationRow]] = {}
         for row in rows:
-            found.setdefault((row.task, row.length), {})[row.side] = row
+            by_item.setdefault((row.task, row.length), {})[row.side] = row
         lines = []
-        for (task, length), by_side in found.items():
+        for (task, length), by_side in by_item.items():
             cells = tuple(_cell(by_side[side], rows) if side in by_side else None for side in self.sides)
             most, any_row = max(row.documents for row in by_side.values()), next(iter(by_side.values()))
             lines.append(ScoreRow(task, length, most, any_row.better, cells))

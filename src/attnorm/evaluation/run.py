@@ -77,8 +77,8 @@ def evaluate(
     """
     if limit < 1:
         raise ValueError(f"expected a limit of at least 1 document, got {limit}")
-    given = [normalizers] if isinstance(normalizers, str | Path) else normalizers
-    sides = [AS_LOADED, *dict.fromkeys(state_spec(str(each)) for each in given)]
+    specs = [normalizers] if isinstance(normalizers, str | Path) else normalizers
+    sides = [AS_LOADED, *dict.fromkeys(state_spec(str(spec)) for spec in specs)]
     for side in sides[1:]:
         check_side(side)
     items = items_of(
@@ -237,20 +237,20 @@ def _record(identity: dict[str, Any], sides: Sequence[str], items: Sequence[Item
 
 def _continued(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
     """The record with the sides and items of earlier calls; raises ValueError for a folder of another run."""
-    there = read_record(folder / RECORD, ("run", "sides", "items"), "choose a new folder with --out")
-    if there is None:
+    recorded = read_record(folder / RECORD, ("run", "sides", "items"), "choose a new folder with --out")
+    if recorded is None:
         require_only(folder, (), "files, but no evaluation")
     else:
         require_same_run(
             record["run"],
-            there["run"],
+            recorded["run"],
             f"{folder} holds another evaluation",
             "Choose a new folder with --out.",
             _format_setting,
         )
-        there["sides"] = [*map(read_spec, there["sides"])]
+        recorded["sides"] = [*map(read_spec, recorded["sides"])]
         for name in ("sides", "items"):
-            record[name] = there[name] + [each for each in record[name] if each not in there[name]]
+            record[name] = recorded[name] + [entry for entry in record[name] if entry not in recorded[name]]
     write_json(folder / RECORD, record)
     return record
 
@@ -261,8 +261,8 @@ def _format_setting(setting: Any) -> str:
 
 def _digest(model: nn.Module) -> str:
     """Identifies the weights by the first values of every parameter."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        found.update(name.encode())
-        found.update(parameter.detach().flatten()[:64].float().cpu().numpy().tobytes())
-    return found.hexdigest()[:16]
+        digest.update(name.encode())
+        digest.update(parameter.detach().flatten()[:64].float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]

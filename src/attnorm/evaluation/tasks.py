@@ -64,7 +64,7 @@ def items_of(tasks: Sequence[str], lengths: Sequence[int], all_of_lm_eval: Calla
     Raises:
         ValueError: No or unknown tasks, or a length at which a task does not exist.
     """
-    names = list(dict.fromkeys(name for given in tasks for name in ALIASES.get(given, (given,))))
+    names = list(dict.fromkeys(name for task in tasks for name in ALIASES.get(task, (task,))))
     if not names:
         raise ValueError(f"expected at least one task, got none. Choose from {', '.join((*OWN, *OFFLINE))}.")
     unknown = [name for name in names if name not in OWN and name not in RULER]
@@ -96,8 +96,8 @@ def _close(name: str, known: Collection[str]) -> list[str]:
     """Names to suggest: all where one is close, else those that need no download (lm-eval has thousands)."""
     import difflib
 
-    ours = [*OWN, *RULER, *ALIASES]
-    return difflib.get_close_matches(name, [*ours, *known], n=1) or [*OWN, *OFFLINE]
+    own_names = [*OWN, *RULER, *ALIASES]
+    return difflib.get_close_matches(name, [*own_names, *known], n=1) or [*OWN, *OFFLINE]
 
 
 def check_model(loaded: LoadedModel) -> None:
@@ -167,8 +167,8 @@ def score_pass_keys(loaded: LoadedModel, tokens: TokenIds, length: int, limit: i
             depth=depth,
         )  # fmt: skip
         for start in range(count):
-            one = puzzles.some(start, 1)
-            right = answer_logits(loaded.model, one.to(loaded.model.device)).argmax(-1).cpu() == one.targets
+            puzzle = puzzles.some(start, 1)
+            right = answer_logits(loaded.model, puzzle.to(loaded.model.device)).argmax(-1).cpu() == puzzle.targets
             scores.append(float(right.all()))
-            names.append(hashlib.sha256(one.windows.numpy().tobytes()).hexdigest()[:16])
+            names.append(hashlib.sha256(puzzle.windows.numpy().tobytes()).hexdigest()[:16])
     return Scores("keys found", "higher", scores, names)
