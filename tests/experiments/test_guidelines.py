@@ -19,7 +19,7 @@ from attnorm.experiments.guidelines.measure import (
     EarlySign,
     GuidelineNumbers,
     Selected,
-    _covered,
+    _measure_coverage,
     _triples,
 )
 from attnorm.experiments.subject import ExperimentSubject
@@ -108,7 +108,7 @@ def test_three_copies_of_a_head_cover_no_more_than_one() -> None:
     weights = torch.softmax(torch.randn(1, 5, 64, generator=generator), -1).repeat(3, 1, 1)
     vectors = torch.randn(1, 64, 4, generator=generator)
     chosen = select(weights.reshape(1, 15, 64), vectors, 20)
-    alone, own, together = _covered(chosen, 3)
+    alone, own, together = _measure_coverage(chosen, 3)
     assert 0 < alone < 1
     assert own == pytest.approx(alone)
     assert together == pytest.approx(alone)

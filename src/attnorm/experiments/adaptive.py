@@ -162,8 +162,8 @@ def judge_claims(adaptive: Adaptive) -> tuple[ExperimentFinding, ...]:
         ),
         ExperimentFinding(
             claim="The polynomial was fitted on one toy task and may not carry over (limitations of [V])",
-            ours=f"fitted to this model's rows it acts {_where(adaptive.rules[REFIT])}; its beta at H = 3 is "
-            f"{beta_at_3[REFIT]:.2f}, the printed one's {beta_at_3[PRINTED]:.2f}",
+            ours=f"fitted to this model's rows it acts {_describe_intervals(adaptive.rules[REFIT])}; its beta at H = "
+            f"3 is {beta_at_3[REFIT]:.2f}, the printed one's {beta_at_3[PRINTED]:.2f}",
             verdict="reproduces",
             why="how much a row must be sharpened depends on its gap, which the entropy determines only in part",
         ),
@@ -179,7 +179,7 @@ def judge_claims(adaptive: Adaptive) -> tuple[ExperimentFinding, ...]:
     )  # fmt: skip
 
 
-def _where(rule: EntropyRule) -> str:
+def _describe_intervals(rule: EntropyRule) -> str:
     phrases = [f"from {a:.2f} nats on" if math.isinf(b) else f"for {a:.2f} to {b:.2f} nats" for a, b in acting(rule)]
     return " and ".join(phrases) or "nowhere"
 
@@ -246,7 +246,7 @@ def figure(adaptive: Adaptive, about: str) -> Figure:
     _draw_factors(upper, adaptive)
     _draw_entropies(lower, adaptive)
     middle = drawing.add_subplot(grid[:, 1])
-    _draw_after(middle, adaptive)
+    _draw_largest_weights(middle, adaptive)
     handles, labels = ([*lines, *shade] for lines, shade in zip(_legend(middle), _legend(upper), strict=True))
     drawing.legend(handles, labels, loc="upper left", bbox_to_anchor=(0.05, 0.985), ncols=5, fontsize=8)
     _draw_losses(drawing.add_subplot(grid[:, 2]), adaptive)
@@ -262,7 +262,7 @@ def _legend(axes: Axes) -> tuple[list[Any], list[Any]]:
 
 def _draw_factors(axes: Axes, adaptive: Adaptive) -> None:
     top = 0.0
-    for name in _apart(adaptive):
+    for name in _versions_to_draw(adaptive):
         beta = adaptive.rules[name].beta(FACTORS).numpy()
         axes.plot(FACTORS.numpy(), beta, **{**LOOKS[name], "markevery": 50})
         top = max(top, float(np.quantile(beta, 0.95)))
@@ -275,7 +275,7 @@ def _draw_factors(axes: Axes, adaptive: Adaptive) -> None:
     tidy(axes)
 
 
-def _apart(adaptive: Adaptive) -> dict[str, str]:
+def _versions_to_draw(adaptive: Adaptive) -> dict[str, str]:
     """Return the versions to draw with their labels; a monotone form that is identical is not drawn twice."""
     labels: dict[str, str] = {}
     for name, monotone in MONOTONE.items():
@@ -300,12 +300,12 @@ def _draw_entropies(axes: Axes, adaptive: Adaptive) -> None:
     tidy(axes)
 
 
-def _draw_after(axes: Axes, adaptive: Adaptive) -> None:
+def _draw_largest_weights(axes: Axes, adaptive: Adaptive) -> None:
     """Draw the cumulative distribution of the largest weight of rows, before and after."""
     lines: dict[str, tuple[Floats, dict[str, Any]]] = {
         AS_IT_RUNS: (adaptive.largest, {"color": INK, "linewidth": 2.4, "linestyle": "-", "marker": None})
     }
-    lines |= {label: (adaptive.after[name][1], LOOKS[name]) for name, label in _apart(adaptive).items()}
+    lines |= {label: (adaptive.after[name][1], LOOKS[name]) for name, label in _versions_to_draw(adaptive).items()}
     for name, (values, look) in lines.items():
         ordered = np.sort(values)
         shares = np.linspace(0, 1, len(ordered))

@@ -55,12 +55,12 @@ def run_forward_pass(
         progress(what, min(seen, layers), layers)
 
     with observe(loaded.model, count_call, inputs=inputs):
-        run(loaded, _from(start, subject.model_inputs(start + length)))
+        run(loaded, _inputs_from(start, subject.model_inputs(start + length)))
     if not seen:
         raise ValueError(f"{loaded.name} has no causal attention, which this experiment needs")
 
 
-def _from(start: int, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+def _inputs_from(start: int, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     tokens = inputs["input_ids"].shape[1]
     return {
         name: value[:, start:] if value.dim() == 2 and value.shape[1] == tokens else value

@@ -149,13 +149,13 @@ def judge_claims(heads: Sequence[NamedHead], total: int) -> tuple[ExperimentFind
             else "does not",
             why="" if by["retrieval"] else "no head of this model copies from a needle",
         ),
-        _lost(heads),
-        _slopes(heads),
-        *(_what_if(heads, name) for name in WHAT_IFS if name != "model" and heads),
+        _judge_lost_heads(heads),
+        _judge_slopes(heads),
+        *(_judge_what_if(heads, name) for name in WHAT_IFS if name != "model" and heads),
     )  # fmt: skip
 
 
-def _lost(heads: Sequence[NamedHead]) -> ExperimentFinding:
+def _judge_lost_heads(heads: Sequence[NamedHead]) -> ExperimentFinding:
     at_first = [head for head in heads if head.sharp()[0]]
     lost = [head for head in at_first if not head.sharp()[-1]]
     verdict: Verdict = "not tested"
@@ -178,7 +178,7 @@ def _lost(heads: Sequence[NamedHead]) -> ExperimentFinding:
     )
 
 
-def _slopes(heads: Sequence[NamedHead]) -> ExperimentFinding:
+def _judge_slopes(heads: Sequence[NamedHead]) -> ExperimentFinding:
     slopes = np.array([head.slope for head in heads if np.isfinite(head.slope)])
     if not len(slopes):
         return ExperimentFinding("The gap of the right key does not grow with the length (Lemma 2.1)", "", "not tested")
@@ -192,7 +192,7 @@ def _slopes(heads: Sequence[NamedHead]) -> ExperimentFinding:
     )
 
 
-def _what_if(heads: Sequence[NamedHead], name: str) -> ExperimentFinding:
+def _judge_what_if(heads: Sequence[NamedHead], name: str) -> ExperimentFinding:
     model, other = (sum(bool(head.sharp(normalizer)[-1]) for head in heads) for normalizer in ("model", name))
     middle = [float(np.median([head.weights[normalizer][-1] for head in heads])) for normalizer in ("model", name)]
     return ExperimentFinding(
@@ -248,10 +248,10 @@ def summary(heads: Sequence[NamedHead], total: int, lengths: Sequence[int]) -> s
 def figure(heads: Sequence[NamedHead], about: str) -> Figure:
     drawing = Figure(figsize=(8.8, 6.6), facecolor="white")
     panels = drawing.subplots(2, 2, gridspec_kw=ROOM)
-    _weights(panels[0, 0], heads)
-    _gaps(panels[0, 1], heads)
-    _sharp(panels[1, 0], heads)
-    _kept(panels[1, 1], heads)
+    _draw_weights(panels[0, 0], heads)
+    _draw_gaps(panels[0, 1], heads)
+    _draw_sharp_shares(panels[1, 0], heads)
+    _draw_kept_weights(panels[1, 1], heads)
     note(drawing, f"{about}; every line is a head with at least 0.3 of the weight on its key at some length")
     return drawing
 
@@ -261,7 +261,7 @@ def _by_circuit(heads: Sequence[NamedHead]) -> dict[str, list[NamedHead]]:
     return {name: members for name, members in heads_by_circuit.items() if members}
 
 
-def _weights(axes: Axes, heads: Sequence[NamedHead]) -> None:
+def _draw_weights(axes: Axes, heads: Sequence[NamedHead]) -> None:
     for name, members in _by_circuit(heads).items():
         for head in members:
             axes.plot(head.n, head.weights["model"], color=LOOKS[name]["color"], linewidth=0.7, alpha=0.35)
@@ -271,12 +271,12 @@ def _weights(axes: Axes, heads: Sequence[NamedHead]) -> None:
     axes.set_ylim(0, 1.25)
     axes.set_yticks(np.linspace(0, 1, 6))
     axes.set_ylabel("weight on the right key")
-    _against_keys(axes)
+    _format_key_axis(axes)
     letter(axes, "a", "As the model runs; dashed: sharp")
     axes.legend(loc="upper left", fontsize=7, ncols=2) if heads else None
 
 
-def _gaps(axes: Axes, heads: Sequence[NamedHead]) -> None:
+def _draw_gaps(axes: Axes, heads: Sequence[NamedHead]) -> None:
     for name, members in _by_circuit(heads).items():
         gaps = np.array([head.gap for head in members])
         axes.plot(members[0].n, np.median(gaps, axis=0), **LOOKS[name], label=WORDS[name])
@@ -288,11 +288,11 @@ def _gaps(axes: Axes, heads: Sequence[NamedHead]) -> None:
         axes.legend(loc="upper left", fontsize=7, ncols=2)
         axes.set_ylim(top=axes.get_ylim()[1] + 2)
     axes.set_ylabel("gap of the right key, nats")
-    _against_keys(axes)
+    _format_key_axis(axes)
     letter(axes, "b", "A constant gap falls below the dashed line")
 
 
-def _sharp(axes: Axes, heads: Sequence[NamedHead]) -> None:
+def _draw_sharp_shares(axes: Axes, heads: Sequence[NamedHead]) -> None:
     names = list(heads[0].weights) if heads else []
     for name in names:
         sharp = np.mean([head.weights[name] >= 0.5 for head in heads], axis=0)
@@ -300,12 +300,12 @@ def _sharp(axes: Axes, heads: Sequence[NamedHead]) -> None:
     axes.set_ylim(0, 1.25)
     axes.set_yticks(np.linspace(0, 1, 6))
     axes.set_ylabel("share of these heads that are sharp")
-    _against_keys(axes)
+    _format_key_axis(axes)
     letter(axes, "c", "Other normalizers on the same logits")
     axes.legend(loc="upper left", fontsize=7, ncols=3) if names else None
 
 
-def _kept(axes: Axes, heads: Sequence[NamedHead]) -> None:
+def _draw_kept_weights(axes: Axes, heads: Sequence[NamedHead]) -> None:
     for name, members in _by_circuit(heads).items():
         look = {key: value for key, value in LOOKS[name].items() if key not in ("linestyle", "linewidth")}
         first, last = ([head.weights["model"][index] for head in members] for index in (0, -1))
@@ -325,7 +325,7 @@ def _label(name: str) -> str:
     return "as the model runs" if name == "model" else name
 
 
-def _against_keys(axes: Axes) -> None:
+def _format_key_axis(axes: Axes) -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel("visible keys n")

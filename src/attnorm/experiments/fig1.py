@@ -95,10 +95,10 @@ def toy(seed: int, tokens: int = TOY_TOKENS) -> SelectedRows:
     generator = torch.Generator().manual_seed(seed)
     angles = 2 * math.pi * torch.rand(tokens, generator=generator, dtype=torch.float64)
     logits = torch.randn(tokens, generator=generator, dtype=torch.float64)
-    return _alone(logits.softmax(0), torch.stack([angles.cos(), angles.sin()], -1))
+    return _single_row(logits.softmax(0), torch.stack([angles.cos(), angles.sin()], -1))
 
 
-def _alone(weights: Tensor, vectors: Tensor) -> SelectedRows:
+def _single_row(weights: Tensor, vectors: Tensor) -> SelectedRows:
     return select(weights[None, None], vectors[None], TOP_N)
 
 
@@ -117,7 +117,7 @@ def typical(layers: list[LastRows]) -> tuple[int, int, SelectedRows]:
     _, _, index, head = min(likely, key=lambda candidate: abs(candidate[1] - 0.6))
     layer = layers[index]
     group, row = divmod(head, layer.weights.shape[1])
-    return layer.layer, head, _alone(layer.weights[group, row], layer.vectors[group])
+    return layer.layer, head, _single_row(layer.weights[group, row], layer.vectors[group])
 
 
 def _run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
@@ -131,7 +131,7 @@ def _run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) ->
         scene(rows, f"{subject.loaded().name}, layer {layer}, head {head}"),
     )
     shares = torch.cat([separability(layer.selected(TOP_N)).flatten() for layer in layers]).numpy()
-    chance = _by_dimension(layers, subject, progress)
+    chance = _mean_by_dimension(layers, subject, progress)
     finding = _finding(scenes, shares, chance)
     setting = f"{subject.passages()[0].name}; last of {length} tokens, vectors: values on the sphere"
     return Outcome(
@@ -151,7 +151,9 @@ def _run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) ->
     )
 
 
-def _by_dimension(layers: list[LastRows], subject: ExperimentSubject, progress: ProgressCallback) -> dict[int, float]:
+def _mean_by_dimension(
+    layers: list[LastRows], subject: ExperimentSubject, progress: ProgressCallback
+) -> dict[int, float]:
     """Return the mean N_s / N of the heads' weights on uniform directions, in two dimensions and in the model's."""
     generator = torch.Generator().manual_seed(subject.seed)
     mean_by_dimension = {}
@@ -209,9 +211,9 @@ def figure(scenes: tuple[Scene, ...], top_n: int, setting: str) -> Figure:
         gridspec_kw={"left": 0.09, "right": 0.99, "top": 0.9, "bottom": 0.1, "wspace": 0.24, "hspace": 0.36},
     )  # fmt: skip
     for axes, scene in zip(rows, scenes, strict=True):
-        _circle(axes[0], scene)
-        _scaled(axes[1], scene)
-        _ball(axes[2], scene)
+        _draw_circle(axes[0], scene)
+        _draw_scaled(axes[1], scene)
+        _draw_ball(axes[2], scene)
         title = axes[0].annotate(
             scene.title, (-0.26, 0.5), xycoords="axes fraction", rotation=90, fontsize=9, ha="center", va="center",
         )  # fmt: skip
@@ -227,31 +229,31 @@ def figure(scenes: tuple[Scene, ...], top_n: int, setting: str) -> Figure:
     return drawn
 
 
-def _circle(axes: Axes, scene: Scene) -> None:
+def _draw_circle(axes: Axes, scene: Scene) -> None:
     axes.add_patch(Circle((0, 0), 1, fill=False, color=PALE, linewidth=0.8))
-    _points(axes, scene, np.ones_like(scene.lengths), scene.directions, (0.0, 0.0))
-    _frame(axes, 1.15, (0.0, 0.0))
+    _draw_points(axes, scene, np.ones_like(scene.lengths), scene.directions, (0.0, 0.0))
+    _set_frame(axes, 1.15, (0.0, 0.0))
     axes.set_title(r"tokens $x_i$ on the sphere", fontsize=9)
 
 
-def _scaled(axes: Axes, scene: Scene) -> None:
-    _points(axes, scene, scene.lengths, scene.directions, (0.0, 0.0))
+def _draw_scaled(axes: Axes, scene: Scene) -> None:
+    _draw_points(axes, scene, scene.lengths, scene.directions, (0.0, 0.0))
     axes.plot(0, 0, "+", color=PALE, markersize=8)
-    _frame(axes, 1.15 * float(scene.lengths.max()), (0.0, 0.0))
+    _set_frame(axes, 1.15 * float(scene.lengths.max()), (0.0, 0.0))
     axes.set_title(r"scaled by attention: $\alpha_i x_i$", fontsize=9)
 
 
-def _ball(axes: Axes, scene: Scene) -> None:
+def _draw_ball(axes: Axes, scene: Scene) -> None:
     s = scene.context
     axes.add_patch(Circle(s, scene.radius, facecolor="#e6e9ee", edgecolor=PALE, linewidth=0.9, label=r"ball $B_r(s)$"))
-    _points(axes, scene, scene.distances, scene.from_context, s)
+    _draw_points(axes, scene, scene.distances, scene.from_context, s)
     axes.plot(*s, "X", color="white", markeredgecolor=INK, markersize=8, label="context vector $s$")
     farthest = float(scene.distances[scene.chosen > 0].max())
-    _frame(axes, 1.25 * max(farthest, scene.radius), s)
+    _set_frame(axes, 1.25 * max(farthest, scene.radius), s)
     axes.set_title(rf"inside the ball: {int(scene.inside.sum())} of {int(scene.chosen.sum())}", fontsize=9)
 
 
-def _points(axes: Axes, scene: Scene, radii: Floats, angles: Floats, centre: tuple[float, float]) -> None:
+def _draw_points(axes: Axes, scene: Scene, radii: Floats, angles: Floats, centre: tuple[float, float]) -> None:
     x, y = centre[0] + radii * np.cos(angles), centre[1] + radii * np.sin(angles)
     outside, lost, kept = scene.chosen == 0, (scene.chosen > 0) & (scene.inside == 0), scene.inside > 0
     axes.plot(x[outside], y[outside], label="not selected", **OTHER)
@@ -259,7 +261,7 @@ def _points(axes: Axes, scene: Scene, radii: Floats, angles: Floats, centre: tup
     axes.plot(x[kept], y[kept], label="selected, distinguishable", markerfacecolor=MAGENTA, **SELECTED)
 
 
-def _frame(axes: Axes, half: float, centre: tuple[float, float]) -> None:
+def _set_frame(axes: Axes, half: float, centre: tuple[float, float]) -> None:
     axes.set_aspect("equal")
     axes.set_xlim(centre[0] - half, centre[0] + half)
     axes.set_ylim(centre[1] - half, centre[1] + half)

@@ -94,9 +94,9 @@ def measure(
     columns: dict[str, list[Floats]] = {}
     for index, layer in enumerate(layers):
         selection = layer.selected(max(top_n))
-        radii = _at_each(selection, top_n, nearest_outsider)
+        radii = _measure_each_n(selection, top_n, nearest_outsider)
         numbers = {
-            "measured": _at_each(selection, top_n, separability),
+            "measured": _measure_each_n(selection, top_n, separability),
             **_theorem2(layer, selection, top_n),
             **_nulls(layer, top_n, radii, draws, generator),
         }
@@ -127,7 +127,7 @@ def _theorem2(layer: LastRows, selection: SelectedRows, top_n: tuple[int, ...]) 
     )
 
 
-def _at_each(selection: SelectedRows, top_n: Sequence[int], number: Callable[[SelectedRows], Tensor]) -> Tensor:
+def _measure_each_n(selection: SelectedRows, top_n: Sequence[int], number: Callable[[SelectedRows], Tensor]) -> Tensor:
     """Return a number of every row for each N, in the last dimension."""
     return torch.stack([number(selection.with_indices(selection.indices[..., :N])) for N in top_n], -1)
 
@@ -140,7 +140,7 @@ def _nulls(
     permuted, isotropic, fixed = [], [], []
     for _ in range(draws):
         shuffled = layer.permuted(generator).selected(max(top_n))
-        permuted.append(_at_each(shuffled, top_n, separability))
+        permuted.append(_measure_each_n(shuffled, top_n, separability))
         normal = torch.randn(layer.vectors.shape, generator=generator, dtype=torch.float64)
         drawn = replace(layer, vectors=on_sphere(normal) * lengths).selected(max(top_n))
         selections = [drawn.with_indices(drawn.indices[..., :N]) for N in top_n]
@@ -197,42 +197,42 @@ EXPERIMENT = Experiment(
 
 def findings(sphere: Separabilities, raw: Separabilities) -> tuple[ExperimentFinding, ...]:
     return (
-        _decline(sphere, raw),
-        _level(sphere, raw),
-        _hard_limit(sphere, raw),
-        _printed_upper(sphere),
-        _printed_lower(sphere),
-        _ideal(sphere),
-        _chance(sphere, raw),
+        _judge_decline(sphere, raw),
+        _judge_level(sphere, raw),
+        _judge_hard_limit(sphere, raw),
+        _judge_printed_upper(sphere),
+        _judge_printed_lower(sphere),
+        _judge_assumption(sphere),
+        _judge_chance(sphere, raw),
     )
 
 
 def summary(sphere: Separabilities, raw: Separabilities) -> str:
     medians = _medians(sphere)
     last, null = sphere.top_n[-1], float(np.median(sphere.permuted[:, -1]))
-    above = _above_null(sphere)
+    above = _share_above_null(sphere)
     return (
         f"On the sphere the median share of distinguishable keys goes from {medians[0]:.2f} at N = {sphere.top_n[0]} "
-        f"to {_at(sphere, TURN):.2f} at N = {TURN} and {medians[-1]:.2f} at N = {last}; with the values as they are it "
-        f"ends at {_medians(raw)[-1]:.2f}. The same weights on permuted keys give {null:.2f} at "
+        f"to {_median_at(sphere, TURN):.2f} at N = {TURN} and {medians[-1]:.2f} at N = {last}; with the values as "
+        f"they are it ends at {_medians(raw)[-1]:.2f}. The same weights on permuted keys give {null:.2f} at "
         f"N = {last}, uniform directions {np.median(sphere.isotropic[:, -1]):.2f}; at N = {TURN} {above:.0%} of the "
         f"heads separate clearly more keys than their own permutation. The level is no limit of attention: theory "
         "allows every value from 0 to 1. Compare each head with its own null."
     )
 
 
-def _decline(sphere: Separabilities, raw: Separabilities) -> ExperimentFinding:
-    drop = _medians(sphere)[0] - _at(sphere, TURN)
-    after = abs(_medians(sphere)[-1] - _at(sphere, TURN))
+def _judge_decline(sphere: Separabilities, raw: Separabilities) -> ExperimentFinding:
+    drop = _medians(sphere)[0] - _median_at(sphere, TURN)
+    after = abs(_medians(sphere)[-1] - _median_at(sphere, TURN))
     verdict: Verdict = "reproduces" if drop > CLOSE and after < 0.1 else "partly" if drop > CLOSE else "does not"
     return ExperimentFinding(
         "N_s / N declines up to N of about 16, then saturates (Fig. 3)",
-        f"median over heads, on the sphere: {_curve(sphere)}; as they are: {_curve(raw)}",
+        f"median over heads, on the sphere: {_describe_curve(sphere)}; as they are: {_describe_curve(raw)}",
         verdict,
     )
 
 
-def _level(sphere: Separabilities, raw: Separabilities) -> ExperimentFinding:
+def _judge_level(sphere: Separabilities, raw: Separabilities) -> ExperimentFinding:
     low, high = SATURATED
     phrases = []
     verdicts: list[Verdict] = []
@@ -254,7 +254,7 @@ def _level(sphere: Separabilities, raw: Separabilities) -> ExperimentFinding:
     )
 
 
-def _hard_limit(sphere: Separabilities, raw: Separabilities) -> ExperimentFinding:
+def _judge_hard_limit(sphere: Separabilities, raw: Separabilities) -> ExperimentFinding:
     phrases = []
     for name, separabilities in (("on the sphere", sphere), ("as they are", raw)):
         at_turn = separabilities.measured[:, separabilities.top_n.index(TURN)]
@@ -270,7 +270,7 @@ def _hard_limit(sphere: Separabilities, raw: Separabilities) -> ExperimentFindin
     )
 
 
-def _printed_upper(sphere: Separabilities) -> ExperimentFinding:
+def _judge_printed_upper(sphere: Separabilities) -> ExperimentFinding:
     broken = (sphere.certain > 0) & (sphere.printed_upper < 1 - 1e-9)
     lowest = float(sphere.printed_upper.min())
     vacuous = float((sphere.printed_upper > 0.99).mean())
@@ -284,7 +284,7 @@ def _printed_upper(sphere: Separabilities) -> ExperimentFinding:
     )
 
 
-def _printed_lower(sphere: Separabilities) -> ExperimentFinding:
+def _judge_printed_lower(sphere: Separabilities) -> ExperimentFinding:
     negative = float((sphere.printed_lower <= 0).mean())
     above = float((sphere.printed_lower > sphere.isotropic_fixed + sphere.slack).mean())
     return ExperimentFinding(
@@ -296,7 +296,7 @@ def _printed_lower(sphere: Separabilities) -> ExperimentFinding:
     )
 
 
-def _ideal(sphere: Separabilities) -> ExperimentFinding:
+def _judge_assumption(sphere: Separabilities) -> ExperimentFinding:
     """Judge the claim about Assumption 1 itself."""
     values = np.median(sphere.isotropic, axis=0)
     late = values[[N >= TURN for N in sphere.top_n]]
@@ -312,7 +312,7 @@ def _ideal(sphere: Separabilities) -> ExperimentFinding:
     )
 
 
-def _chance(sphere: Separabilities, raw: Separabilities) -> ExperimentFinding:
+def _judge_chance(sphere: Separabilities, raw: Separabilities) -> ExperimentFinding:
     phrases = []
     for name, separabilities in (("on the sphere", sphere), ("as they are", raw)):
         turn = separabilities.top_n.index(TURN)
@@ -337,16 +337,16 @@ def _medians(separabilities: Separabilities) -> list[float]:
     return [float(value) for value in np.median(separabilities.measured, axis=0)]
 
 
-def _at(separabilities: Separabilities, top_n: int) -> float:
+def _median_at(separabilities: Separabilities, top_n: int) -> float:
     return _medians(separabilities)[separabilities.top_n.index(top_n)]
 
 
-def _above_null(separabilities: Separabilities) -> float:
+def _share_above_null(separabilities: Separabilities) -> float:
     turn = separabilities.top_n.index(TURN)
     return float((separabilities.measured[:, turn] - separabilities.permuted[:, turn] > CLOSE).mean())
 
 
-def _curve(separabilities: Separabilities) -> str:
+def _describe_curve(separabilities: Separabilities) -> str:
     return ", ".join(
         f"{value:.2f} at N = {N}" for N, value in zip(separabilities.top_n, _medians(separabilities), strict=True)
     )
@@ -357,9 +357,9 @@ def figure(sphere: Separabilities, raw: Separabilities, setting: str) -> Figure:
     left, right = drawn.subplots(
         1, 2, sharey=True, gridspec_kw={"wspace": 0.06, "left": 0.055, "right": 0.99, "top": 0.79, "bottom": 0.14}
     )
-    _panel(left, sphere)
+    _draw_panel(left, sphere)
     letter(left, "a", "vectors on the sphere, as in the paper")
-    _panel(right, raw)
+    _draw_panel(right, raw)
     letter(right, "b", "vectors as they are")
     left.set_ylabel("distinguishable share $N_s / N$")
     handles, labels = left.get_legend_handles_labels()
@@ -368,7 +368,7 @@ def figure(sphere: Separabilities, raw: Separabilities, setting: str) -> Figure:
     return drawn
 
 
-def _panel(axes: Axes, separabilities: Separabilities) -> None:
+def _draw_panel(axes: Axes, separabilities: Separabilities) -> None:
     positions = np.arange(len(separabilities.top_n), dtype=float)
     axes.axhspan(0.7, 0.85, color="#eceef1", linewidth=0, label="0.7 to 0.85 (the paper)")
     box: dict[str, Any] = {"color": INK, "linewidth": 0.9}

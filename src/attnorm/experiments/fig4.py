@@ -111,7 +111,7 @@ def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> 
 def judge_claims(sensitivity: Sensitivity) -> tuple[ExperimentFinding, ...]:
     T = sensitivity.temperatures
     largest, norm = sensitivity.gain.max(1), sensitivity.norm.max(0)
-    printed, corrected = (bound(T) for bound in (_printed, _corrected))
+    printed, corrected = (bound(T) for bound in (_printed_bound, _corrected_bound))
     slopes = [_slope(T, curve, T <= 0.1) for curve in (*largest, norm)]
     follows = [abs(slope + 1) < 0.25 for slope in slopes[:-1]]
     at_bound = (norm >= AT_THE_BOUND * corrected)[T <= 0.1]
@@ -148,7 +148,7 @@ def judge_claims(sensitivity: Sensitivity) -> tuple[ExperimentFinding, ...]:
             ours="largest g over all T: "
             + ", ".join(f"{curve.max():.3g} (eps = {eps:g})" for curve, eps in zip(largest, EPSILONS, strict=True)),
             verdict="reproduces" if bool(np.all(np.diff(largest.max(1)) <= 0)) else "partly",
-            why=_capped(largest.max(1)),
+            why=_describe_cap(largest.max(1)),
         ),
         ExperimentFinding(
             claim="Once T >= 1 all curves collapse and drop by two orders of magnitude (section 3.3)",
@@ -161,7 +161,7 @@ def judge_claims(sensitivity: Sensitivity) -> tuple[ExperimentFinding, ...]:
     )
 
 
-def _capped(largest: Floats) -> str:
+def _describe_cap(largest: Floats) -> str:
     """Return in words for which eps the cap sqrt(2)/eps decides."""
     shares = [float(value * eps / 2**0.5) for value, eps in zip(largest, EPSILONS, strict=True)]
     capped = [f"{eps:g}" for eps, share in zip(EPSILONS, shares, strict=True) if share >= AT_THE_BOUND]
@@ -187,17 +187,17 @@ def table(sensitivity: Sensitivity) -> pa.Table:
         "temperature": T,
         "jacobian_norm": sensitivity.norm.ravel(),
         **{f"gain_{eps:g}": gain.ravel() for eps, gain in zip(EPSILONS, sensitivity.gain, strict=True)},
-        "printed_bound": _printed(T),
-        "corrected_bound": _corrected(T),
+        "printed_bound": _printed_bound(T),
+        "corrected_bound": _corrected_bound(T),
     }
     return pa.table(columns)
 
 
-def _printed(T: Floats) -> Floats:
+def _printed_bound(T: Floats) -> Floats:
     return corollary3_printed(torch.from_numpy(T)).numpy()
 
 
-def _corrected(T: Floats) -> Floats:
+def _corrected_bound(T: Floats) -> Floats:
     return corollary3_corrected(torch.from_numpy(T)).numpy()
 
 
@@ -232,8 +232,8 @@ def figure(sensitivity: Sensitivity, about: str) -> Figure:
     axes = drawing.add_axes((0.105, 0.14, 0.865, 0.725))
     T = sensitivity.temperatures
     bare = {"marker": None}
-    axes.plot(T, _corrected(T), **{**CORRECTED, **bare}, label="correct bound 1/(2T)")
-    axes.plot(T, _printed(T), **{**PRINTED, **bare}, label="printed bound min{1/(4T), √2}")
+    axes.plot(T, _corrected_bound(T), **{**CORRECTED, **bare}, label="correct bound 1/(2T)")
+    axes.plot(T, _printed_bound(T), **{**PRINTED, **bare}, label="printed bound min{1/(4T), √2}")
     axes.plot(T, sensitivity.norm.max(0), **{**MEASURED, "markersize": 3.5}, label="exact norm, largest over heads")
     for eps, curve, colour, marker in zip(EPSILONS, sensitivity.gain.max(1), SHADES, MARKERS, strict=True):
         label = f"g(T, ε), ε = {eps:g}, largest over heads"

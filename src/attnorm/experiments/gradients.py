@@ -235,15 +235,15 @@ EXPERIMENT = Experiment(
 def figure(gradients: Gradients, example: pa.Table, about: str) -> Figure:
     drawing = Figure(figsize=(8.8, 6.6), facecolor="white")
     panels = drawing.subplots(2, 2, gridspec_kw=ROOM)
-    _toy(panels[0, 0], example)
-    _moves(panels[0, 1], gradients)
-    _norms(panels[1, 0], gradients)
-    _cooling(panels[1, 1], gradients)
+    _draw_toy(panels[0, 0], example)
+    _draw_moves(panels[0, 1], gradients)
+    _draw_norms_by_keys(panels[1, 0], gradients)
+    _draw_cooling(panels[1, 1], gradients)
     note(drawing, about)
     return drawing
 
 
-def _toy(axes: Axes, example: pa.Table) -> None:
+def _draw_toy(axes: Axes, example: pa.Table) -> None:
     rows = example.to_pylist()
     for index, a in enumerate(HEIGHTS):
         height_rows = [row for row in rows if row["a_over_T"] == a]
@@ -264,7 +264,7 @@ def _toy(axes: Axes, example: pa.Table) -> None:
     tidy(axes)
 
 
-def _moves(axes: Axes, gradients: Gradients) -> None:
+def _draw_moves(axes: Axes, gradients: Gradients) -> None:
     """Draw the effect of the toy's move on real rows, at three temperatures."""
     for T, look in ((0.1, PRINTED), (1.0, MEASURED), (3.0, CORRECTED)):
         values = np.sort(gradients.move[:, TEMPERATURES.index(T)])
@@ -281,7 +281,7 @@ def _moves(axes: Axes, gradients: Gradients) -> None:
     tidy(axes)
 
 
-def _norms(axes: Axes, gradients: Gradients) -> None:
+def _draw_norms_by_keys(axes: Axes, gradients: Gradients) -> None:
     axes.scatter(gradients.n, gradients.norm, s=4, color=INK, alpha=0.25, linewidth=0, rasterized=True)
     edges = np.geomspace(8, gradients.n.max() * 1.001, 9)
     index = np.digitize(gradients.n, edges)
@@ -302,7 +302,7 @@ def _norms(axes: Axes, gradients: Gradients) -> None:
     tidy(axes)
 
 
-def _cooling(axes: Axes, gradients: Gradients) -> None:
+def _draw_cooling(axes: Axes, gradients: Gradients) -> None:
     draw_norms(axes, gradients.norms.T, "row")
     axes.set_ylabel("exact norm of the Jacobian")
     letter(axes, "d", "Cooling freezes most rows")

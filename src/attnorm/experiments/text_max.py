@@ -197,13 +197,13 @@ def judge_claims(measured: TextMax, lists: int) -> tuple[ExperimentFinding, ...]
             f"log n at {measured.sizes[0]} numbers, {last:.2f} at {measured.sizes[-1]}, up {grows:.2f} nats per e-fold"
             if count
             else "no head puts half of its weight on the list",
-            verdict=_dispersing(float(grows)),
+            verdict=_judge_growth(float(grows)),
             why="growth 1 is uniform attention over the list, 0 a selection that does not change" if count else "",
         ),
     )  # fmt: skip
 
 
-def _dispersing(growth: float) -> Verdict:
+def _judge_growth(growth: float) -> Verdict:
     if math.isnan(growth):
         return "not tested"
     return "reproduces" if growth > 0.5 else "partly" if growth > 0 else "does not"
@@ -269,7 +269,7 @@ def figure(measured: TextMax, about: str) -> Figure:
     left.set_ylabel("share of lists")
     letter(left, "a", "Accuracy")
     left.legend(loc="upper right", fontsize=7)
-    _entropies(right, measured)
+    _draw_entropies(right, measured)
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -279,7 +279,7 @@ def figure(measured: TextMax, about: str) -> Figure:
     return drawing
 
 
-def _entropies(axes: Axes, measured: TextMax) -> None:
+def _draw_entropies(axes: Axes, measured: TextMax) -> None:
     reading = measured.reading
     for curve in measured.entropy[:, reading].T:
         axes.plot(measured.sizes, curve, color=INK, linewidth=0.6, alpha=0.25)

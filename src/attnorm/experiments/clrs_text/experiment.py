@@ -101,9 +101,9 @@ def comparisons_of(results: ClrsResults) -> Comparisons:
     }
 
 
-def _by_range(comparisons: Comparisons, variant: ClrsVariant) -> str:
+def _describe_ranges(comparisons: Comparisons, variant: ClrsVariant) -> str:
     return "; ".join(
-        f"{words}: {_in_words(comparisons[variant.name, where])}"
+        f"{words}: {_describe_comparisons(comparisons[variant.name, where])}"
         for where, words in RANGES.items()
         if (variant.name, where) in comparisons
     )
@@ -113,7 +113,7 @@ def _count(comparisons: Sequence[ClrsComparison], outcome: str) -> int:
     return sum(comparison.outcome == outcome for comparison in comparisons)
 
 
-def _in_words(comparisons: Sequence[ClrsComparison]) -> str:
+def _describe_comparisons(comparisons: Sequence[ClrsComparison]) -> str:
     mean = 100 * sum(comparison.difference for comparison in comparisons) / max(1, len(comparisons))
     higher = sum(comparison.difference > 0 for comparison in comparisons)
     return (
@@ -123,7 +123,7 @@ def _in_words(comparisons: Sequence[ClrsComparison]) -> str:
     )
 
 
-def _can_judge(results: ClrsResults, *variants: ClrsVariant | None) -> str:
+def _why_no_verdict(results: ClrsResults, *variants: ClrsVariant | None) -> str:
     """Return why there is no verdict; empty if there is one."""
     if len(results.algorithms) < ALGORITHMS:
         return f"{len(results.algorithms)} of {ALGORITHMS} algorithms: too few for a verdict on the claim."
@@ -138,12 +138,12 @@ def findings_of(results: ClrsResults, comparisons: Comparisons) -> tuple[Experim
     findings = []
     if adaptive is not None and (adaptive.name, "out") in comparisons:
         outside = comparisons[adaptive.name, "out"]
-        unjudged = _can_judge(results, softmax, adaptive)
+        unjudged = _why_no_verdict(results, softmax, adaptive)
         findings.append(
             ExperimentFinding(
                 f"With adaptive temperature in all heads, in training and inference, most of the 30 tasks improve, "
                 f"especially at larger sizes ({PAPER}).",
-                _by_range(comparisons, adaptive),
+                _describe_ranges(comparisons, adaptive),
                 "not tested" if unjudged else _mostly_better(outside),
                 unjudged or "Exact sign tests on the same questions, Holm's correction over algorithms.",
             )
@@ -166,14 +166,14 @@ def findings_of(results: ClrsResults, comparisons: Comparisons) -> tuple[Experim
                 )
             )
     if at_test is not None and (at_test.name, "out") in comparisons:
-        unjudged = _can_judge(results, softmax)
+        unjudged = _why_no_verdict(results, softmax)
         outside = comparisons[at_test.name, "out"]
         helps = _count(outside, "better") > _count(outside, "worse")
         findings.append(
             ExperimentFinding(
                 f"On CLRS-Text adaptive temperature must be introduced in training; inference alone is not enough "
                 f"({PAPER}).",
-                f"softmax models tested with it: {_by_range(comparisons, at_test)}",
+                f"softmax models tested with it: {_describe_ranges(comparisons, at_test)}",
                 "not tested" if unjudged else "does not" if helps else "reproduces",
                 unjudged,
             )
@@ -200,14 +200,14 @@ def summary_of(results: ClrsResults, comparisons: Comparisons) -> str:
             if total:
                 shares.append(f"{100 * right / total:.1f} % at {words}")
         outside = comparisons.get((variant.name, "out"))
-        against = f"; against softmax at larger sizes {_in_words(outside)}" if outside else ""
-        parts.append(f"{variant.name} ({_seeds(variant)}): right in {', '.join(shares)}{against}.")
+        against = f"; against softmax at larger sizes {_describe_comparisons(outside)}" if outside else ""
+        parts.append(f"{variant.name} ({_format_seeds(variant)}): right in {', '.join(shares)}{against}.")
     if results.missing:
         parts.append(f"Not finished: {', '.join(results.missing)}.")
     return " ".join(parts)
 
 
-def _seeds(variant: ClrsVariant) -> str:
+def _format_seeds(variant: ClrsVariant) -> str:
     return f"{len(variant.by_seed)} seed{'s' if len(variant.by_seed) > 1 else ''}"
 
 

@@ -35,20 +35,20 @@ def figures_of(results: ClrsResults) -> dict[str, Figure]:
     has_others = any(results.variant(*key) is not None for key in OTHER_LOOKS if key != (SOFTMAX, OWN))
     groups = {"clrs-text": ADAPTIVE_LOOKS} | ({"normalizers": OTHER_LOOKS} if has_others else {})
     return {
-        **{name: _panels(results, _drawn(results, looks), about) for name, looks in groups.items()},
-        "entropy": _entropies(results, [_drawn(results, looks) for looks in groups.values()], about),
+        **{name: _draw_accuracy(results, _variants_to_draw(results, looks), about) for name, looks in groups.items()},
+        "entropy": _draw_entropies(results, [_variants_to_draw(results, looks) for looks in groups.values()], about),
     }
 
 
 Drawn = list[tuple[ClrsVariant, dict[str, Any]]]
 
 
-def _drawn(results: ClrsResults, looks: Looks) -> Drawn:
+def _variants_to_draw(results: ClrsResults, looks: Looks) -> Drawn:
     candidates = ((results.variant(*key), look) for key, look in looks.items())
     return [(variant, look) for variant, look in candidates if variant is not None]
 
 
-def _panels(results: ClrsResults, drawn: Drawn, about: str) -> Figure:
+def _draw_accuracy(results: ClrsResults, drawn: Drawn, about: str) -> Figure:
     """Draw right answers in % against size, a panel per algorithm; the first two variants have intervals."""
     count = len(results.algorithms)
     columns = min(COLUMNS, max(2, count))
@@ -95,7 +95,7 @@ def _mark_training(axes: Axes, results: ClrsResults) -> None:
         axes.axvspan(size - 0.3, size + 0.3, color=PALE, alpha=0.25, linewidth=0)
 
 
-def _entropies(results: ClrsResults, groups: list[Drawn], about: str) -> Figure:
+def _draw_entropies(results: ClrsResults, groups: list[Drawn], about: str) -> Figure:
     """Draw the mean entropy of answer rows against size, in nats and as a share of the uniform row's."""
     height = 0.7 + 2.9 * len(groups)  # inches
     figure = Figure(figsize=(8.6, height), facecolor="white")

@@ -106,15 +106,15 @@ def items(plan: ClrsPlan) -> list[ClrsItem]:
     others = [name for name in plan.normalizers if name not in plan.repeated]
     ordered: list[ClrsItem] = []
     for label in claimed:
-        ordered += _of(plan, label)
+        ordered += _items_of(plan, label)
     for seed in range(FIRST_SEED + 1, FIRST_SEED + plan.seeds):
         ordered += [ClrsItem("main", label, seed) for label in claimed]
     for label in others:
-        ordered += _of(plan, label)
+        ordered += _items_of(plan, label)
     return ordered
 
 
-def _of(plan: ClrsPlan, label: str) -> list[ClrsItem]:
+def _items_of(plan: ClrsPlan, label: str) -> list[ClrsItem]:
     rates = [ClrsItem("rate", label, FIRST_SEED, rate) for rate in plan.rates]
     return [*rates, ClrsItem("main", label, FIRST_SEED)]
 

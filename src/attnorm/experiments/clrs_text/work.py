@@ -36,11 +36,11 @@ def read_lines(folder: Path) -> list[Line]:
     lines: dict[tuple[Any, ...], Line] = {}
     for path in sorted((*folder.glob("clrs-text*.jsonl"), *folder.glob("clrs-text*.jsonl.xz"))):
         for line in read_jsonl(path):
-            lines.setdefault((line["run"], *_key(line)), line)
+            lines.setdefault((line["run"], *_line_key(line)), line)
     return list(lines.values())
 
 
-def _key(line: Line) -> tuple[Any, ...]:
+def _line_key(line: Line) -> tuple[Any, ...]:
     return line["stage"], line["label"], line["seed"], line["learning_rate"] if line["stage"] == "rate" else None
 
 
@@ -88,7 +88,7 @@ class ClrsWorkspace:
 
 def best_rate(lines: Iterable[Line], plan: ClrsPlan, label: str) -> float | None:
     """Return the learning rate with the lowest held-out loss; None if a short run is missing or all diverged."""
-    tried = {line["learning_rate"]: line["held_out_loss"] for line in lines if _key(line)[:2] == ("rate", label)}
+    tried = {line["learning_rate"]: line["held_out_loss"] for line in lines if _line_key(line)[:2] == ("rate", label)}
     if any(rate not in tried for rate in plan.rates):
         return None
     ended = {rate: tried[rate] for rate in plan.rates if tried[rate] is not None}
@@ -98,7 +98,7 @@ def best_rate(lines: Iterable[Line], plan: ClrsPlan, label: str) -> float | None
 def coefficients_of(lines: Iterable[Line]) -> list[float] | None:
     """Return the polynomial fitted to the softmax model of the first seed."""
     for line in lines:
-        if _key(line)[:3] == ("main", SOFTMAX, FIRST_SEED) and line.get("coefficients"):
+        if _line_key(line)[:3] == ("main", SOFTMAX, FIRST_SEED) and line.get("coefficients"):
             return list(line["coefficients"])
     return None
 
@@ -122,7 +122,7 @@ def run_items(
     for number, item in enumerate(planned):
         with try_lock(workspace.folder / LOCKS / f"{item.name}.lock") as acquired:
             lines = workspace.lines()
-            if any(_key(line) == _item_key(item) for line in lines):
+            if any(_line_key(line) == _item_key(item) for line in lines):
                 continue
             progress(item.name, number, len(planned))
             rate = item.learning_rate or best_rate(lines, plan, item.label)

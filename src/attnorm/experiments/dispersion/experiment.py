@@ -78,7 +78,7 @@ def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> 
             "entropy-by-layer": by_layer(curve, heads[main, RUNS], "entropy", about),
             "gap-by-layer": by_layer(curve, heads[main, RUNS], "gap", about),
         },
-        tables={"heads": _joined(heads), "by-length": _joined(curves), "ceiling": ceilings},
+        tables={"heads": _join_tables(heads), "by-length": _join_tables(curves), "ceiling": ceilings},
         parameters={
             "lengths": [measured.length for measured in passes],
             "rows": rows,
@@ -92,7 +92,7 @@ def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> 
     )
 
 
-def _joined(tables: Mapping[tuple[int, str], pa.Table]) -> pa.Table:
+def _join_tables(tables: Mapping[tuple[int, str], pa.Table]) -> pa.Table:
     named: list[Any] = []
     for (_, variant), table in tables.items():
         column = pa.array([variant] * table.num_rows)
@@ -122,14 +122,14 @@ def judge_claims(
     main = reach.main
     table = heads[main, RUNS]
     return (
-        _entropy(table, curves[main, RUNS]),
-        _rate(table),
-        _vanishing(table),
-        _ceiling(ceilings, main),
-        _sink(table),
-        _rotation(heads, main),
-        _groups(groups),
-        _beyond(heads, main, reach.why_not_beyond),
+        _judge_entropy(table, curves[main, RUNS]),
+        _judge_rate(table),
+        _judge_vanishing(table),
+        _judge_ceiling(ceilings, main),
+        _judge_sink(table),
+        _judge_rotation(heads, main),
+        _judge_groups(groups),
+        _judge_beyond(heads, main, reach.why_not_beyond),
     )
 
 
@@ -148,7 +148,7 @@ def summary(heads: Mapping[Key, pa.Table], ceilings: pa.Table, reach: Reach) -> 
     )
 
 
-def _entropy(table: pa.Table, curves: pa.Table) -> ExperimentFinding:
+def _judge_entropy(table: pa.Table, curves: pa.Table) -> ExperimentFinding:
     cut = [(n, part) for n, part in bins(curves) if n >= SHORTEST_IN_SLOPE]
     (n0, first), (n1, last) = cut[0], cut[-1]
     ratios = [median(column(part, "entropy_ratio_q50")) for part in (first, last)]
@@ -170,7 +170,7 @@ def _entropy(table: pa.Table, curves: pa.Table) -> ExperimentFinding:
     )
 
 
-def _rate(table: pa.Table) -> ExperimentFinding:
+def _judge_rate(table: pa.Table) -> ExperimentFinding:
     slopes, errors = column(table, "gap_slope"), column(table, "gap_slope_error")
     low, middle, high = np.nanquantile(slopes, (0.25, 0.5, 0.75))
     predicted = float(np.nanmean(np.abs(slopes) <= 2 * errors))
@@ -185,7 +185,7 @@ def _rate(table: pa.Table) -> ExperimentFinding:
     )
 
 
-def _vanishing(table: pa.Table) -> ExperimentFinding:
+def _judge_vanishing(table: pa.Table) -> ExperimentFinding:
     slopes = column(table, "weight_slope")
     middle = median(slopes)
     verdict: Verdict = "reproduces" if middle < AS_1_OVER_N else "partly" if middle < NOT_AT_ALL else "does not"
@@ -200,7 +200,7 @@ def _vanishing(table: pa.Table) -> ExperimentFinding:
     )
 
 
-def _ceiling(ceilings: pa.Table, main: int) -> ExperimentFinding:
+def _judge_ceiling(ceilings: pa.Table, main: int) -> ExperimentFinding:
     def shares_at(reading: str, keys: str) -> str:
         shares = _shares(ceilings, main, RUNS, keys, reading)
         known = [f"{value:.0%} at {label}" for label, value in shares.items() if not math.isnan(value)]
@@ -219,7 +219,7 @@ def _ceiling(ceilings: pa.Table, main: int) -> ExperimentFinding:
     )
 
 
-def _sink(table: pa.Table) -> ExperimentFinding:
+def _judge_sink(table: pa.Table) -> ExperimentFinding:
     with_sink, without_sink = (median(column(table, name)) for name in ("gap_slope", "gap_slope_without_sink"))
     parked = share(column(table, "sink_mass"), 0.5)
     return ExperimentFinding(
@@ -231,7 +231,7 @@ def _sink(table: pa.Table) -> ExperimentFinding:
     )
 
 
-def _rotation(heads: Mapping[Key, pa.Table], main: int) -> ExperimentFinding:
+def _judge_rotation(heads: Mapping[Key, pa.Table], main: int) -> ExperimentFinding:
     claim = "Positional encodings could alter how the constraint manifests (comments on [M]; untouched in [V])"
     if (main, CONTENT) not in heads:
         return ExperimentFinding(claim, "not applicable: this model does not rotate queries and keys", "not tested")
@@ -252,7 +252,7 @@ def _rotation(heads: Mapping[Key, pa.Table], main: int) -> ExperimentFinding:
     )
 
 
-def _groups(groups: Mapping[str, Any]) -> ExperimentFinding:
+def _judge_groups(groups: Mapping[str, Any]) -> ExperimentFinding:
     claim = "Head sharing (grouped queries) could alter it (comments on [M])"
     if not groups["applies"]:
         return ExperimentFinding(claim, "not applicable: every query head has keys of its own", "not tested")
@@ -266,7 +266,7 @@ def _groups(groups: Mapping[str, Any]) -> ExperimentFinding:
     )
 
 
-def _beyond(heads: Mapping[Key, pa.Table], main: int, not_further: str) -> ExperimentFinding:
+def _judge_beyond(heads: Mapping[Key, pa.Table], main: int, not_further: str) -> ExperimentFinding:
     claim = "Beyond the length a model was made for (streaming, sampled rows)"
     longer = [length for length, variant in heads if length > main and variant == RUNS]
     if not longer:

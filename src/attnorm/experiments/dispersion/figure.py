@@ -25,12 +25,12 @@ def overview(
     drawing = Figure(figsize=(11.4, 6.6), facecolor="white")
     panels = drawing.subplots(2, 3, gridspec_kw=ROOM)
     table = heads[main, RUNS]
-    _entropy(panels[0, 0], curves[main, RUNS])
-    _gap(panels[0, 1], curves[main, RUNS])
-    _slopes(panels[0, 2], heads, main)
-    _bound(panels[1, 0], table, ceilings, main)
-    _layers(panels[1, 1], table)
-    _groups(panels[1, 2], table)
+    _draw_entropy(panels[0, 0], curves[main, RUNS])
+    _draw_gap(panels[0, 1], curves[main, RUNS])
+    _draw_slopes(panels[0, 2], heads, main)
+    _draw_bound_shares(panels[1, 0], table, ceilings, main)
+    _draw_slopes_by_layer(panels[1, 1], table)
+    _draw_groups(panels[1, 2], table)
     note(drawing, about)
     return drawing
 
@@ -54,9 +54,9 @@ def by_layer(curves: pa.Table, heads: pa.Table, quantity: str, about: str) -> Fi
     name = "entropy_nats_q50" if quantity == "entropy" else "effective_gap_q50"
     for axes, layer in zip(panels.flat, layers, strict=False):
         layer_curves = curves.filter(pa.array(column(curves, "layer") == layer))
-        _one_layer(axes, layer_curves, name, quantity)
+        _draw_layer(axes, layer_curves, name, quantity)
         spread = column(heads.filter(pa.array(column(heads, "layer") == layer)), "logit_spread")
-        _mark(axes, float(horizon(float(np.nanmedian(spread)))), layer_curves)
+        _mark_position(axes, float(horizon(float(np.nanmedian(spread)))), layer_curves)
         axes.text(0.04, 0.93, f"layer {layer}", transform=axes.transAxes, fontsize=7.5, va="top")
         tidy(axes)
     for axes in panels.flat[len(layers) :]:
@@ -76,7 +76,7 @@ def by_layer(curves: pa.Table, heads: pa.Table, quantity: str, about: str) -> Fi
     return drawing
 
 
-def _one_layer(axes: Axes, curves: pa.Table, name: str, quantity: str) -> None:
+def _draw_layer(axes: Axes, curves: pa.Table, name: str, quantity: str) -> None:
     n = np.unique(column(curves, "n"))
     ends = np.array([n.min(), n.max()])
     if quantity == "entropy":
@@ -103,10 +103,10 @@ def _one_layer(axes: Axes, curves: pa.Table, name: str, quantity: str) -> None:
             ends, start + np.log(ends / ends[0]), **{**CORRECTED, **BARE, "linewidth": 1.1}, label="slope 1: keeps up"
         )
         axes.plot(ends, [start, start], **{**PRINTED, **BARE, "linewidth": 1.2}, label="slope 0: disperses")
-    _lengths(axes)
+    _set_log_axis(axes)
 
 
-def _entropy(axes: Axes, curves: pa.Table) -> None:
+def _draw_entropy(axes: Axes, curves: pa.Table) -> None:
     n, middle, low, high = _band(curves, "entropy_nats_q50")
     floor = _band(curves, "entropy_floor_q50")[1]
     axes.plot(n, np.log(n), color=PALE, linewidth=1.4, label="log n: uniform")
@@ -115,11 +115,11 @@ def _entropy(axes: Axes, curves: pa.Table) -> None:
     axes.plot(n, floor, **{**CORRECTED, **BARE}, label="floor that the spread allows (median)")
     axes.set_ylabel("entropy (nats)")
     letter(axes, "a", "Entropy, its floor and log n")
-    _length_panel(axes, n)
+    _finish_length_panel(axes, n)
     axes.set_ylim(top=1.3 * math.log(n[-1]))
 
 
-def _gap(axes: Axes, curves: pa.Table) -> None:
+def _draw_gap(axes: Axes, curves: pa.Table) -> None:
     n, middle, low, high = _band(curves, "effective_gap_q50")
     axes.fill_between(n, low, high, color=INK, alpha=0.15, linewidth=0)
     axes.plot(n, middle, **MEASURED, label="heads: median, 10 to 90 %")
@@ -130,11 +130,11 @@ def _gap(axes: Axes, curves: pa.Table) -> None:
     axes.plot(n[start:], np.full(len(n) - start, middle[start]), **{**PRINTED, **BARE}, label="slope 0: disperses")
     axes.set_ylabel("effective gap (nats)")
     letter(axes, "b", "The rate test: effective gap")
-    _length_panel(axes, n)
+    _finish_length_panel(axes, n)
     axes.set_ylim(top=float(np.max(high)) * 1.25)
 
 
-def _slopes(axes: Axes, heads: Mapping[Key, pa.Table], main: int) -> None:
+def _draw_slopes(axes: Axes, heads: Mapping[Key, pa.Table], main: int) -> None:
     """Draw cumulative distributions of the slopes over heads."""
     table = heads[main, RUNS]
     lines = [("all keys", column(table, "gap_slope"), MEASURED)]
@@ -163,7 +163,7 @@ def _slopes(axes: Axes, heads: Mapping[Key, pa.Table], main: int) -> None:
     tidy(axes)
 
 
-def _bound(axes: Axes, table: pa.Table, ceilings: pa.Table, main: int) -> None:
+def _draw_bound_shares(axes: Axes, table: pa.Table, ceilings: pa.Table, main: int) -> None:
     n = np.logspace(1.5, 6.5, 200)
     most = 0.0
     for keys, suffix in KEYS.items():
@@ -197,7 +197,7 @@ def _bound(axes: Axes, table: pa.Table, ceilings: pa.Table, main: int) -> None:
     tidy(axes)
 
 
-def _layers(axes: Axes, table: pa.Table) -> None:
+def _draw_slopes_by_layer(axes: Axes, table: pa.Table) -> None:
     layer, slope = column(table, "layer"), column(table, "gap_slope")
     axes.scatter(layer, slope, s=11, facecolor="white", edgecolor=INK, linewidth=0.7, label="head", zorder=3)
     middles = [(index, float(np.nanmedian(slope[layer == index]))) for index in np.unique(layer)]
@@ -212,7 +212,7 @@ def _layers(axes: Axes, table: pa.Table) -> None:
     tidy(axes)
 
 
-def _groups(axes: Axes, table: pa.Table) -> None:
+def _draw_groups(axes: Axes, table: pa.Table) -> None:
     """Draw each head against the mean of the others of its group; without groups, slope against entropy."""
     layer, group, slope = (column(table, name) for name in ("layer", "kv_head", "gap_slope"))
     pairs = [
@@ -257,19 +257,19 @@ def _finite(values: Floats) -> Floats:
     return np.where(np.isfinite(values), values, np.nan)
 
 
-def _mark(axes: Axes, position: float, curves: pa.Table) -> None:
+def _mark_position(axes: Axes, position: float, curves: pa.Table) -> None:
     if position < float(column(curves, "n").max()):
         axes.axvline(position, color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
 
 
-def _lengths(axes: Axes) -> None:
+def _set_log_axis(axes: Axes) -> None:
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(10))
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 
-def _length_panel(axes: Axes, n: Floats) -> None:
-    _lengths(axes)
+def _finish_length_panel(axes: Axes, n: Floats) -> None:
+    _set_log_axis(axes)
     axes.set_xlim(n[0] * 0.9, n[-1] * 1.1)
     axes.set_xlabel("visible keys n")
     axes.legend(loc="upper left", fontsize=7)

@@ -137,7 +137,7 @@ def bound_shares(heads: Mapping[Key, pa.Table], curves: Mapping[Key, pa.Table]) 
                 rows.append(
                     {
                         "length": key[0], "logits": key[1], "keys": keys, "at": name, "n": n,
-                        "measured": _measured(curves[key], suffix, n),
+                        "measured": _measured_share(curves[key], suffix, n),
                         "as_measured": _share(as_measured < n, as_measured), "growing": _share(later < n, later),
                     }
                 )  # fmt: skip
@@ -155,13 +155,13 @@ def kv_effect(heads: pa.Table, generator: np.random.Generator, draws: int = 999)
     sizes = {len(set(group[layer == index])) for index in set(layer)}
     if not len(slope) or len(slope) == len({*zip(layer, group, strict=True)}):
         return {"applies": False, "groups_per_layer": max(sizes, default=0)}
-    ratio = _within(layer, group, slope)
+    ratio = _variance_ratio(layer, group, slope)
     null = []
     for _ in range(draws):
         shuffled = group.copy()
         for index in set(layer):
             shuffled[layer == index] = generator.permutation(shuffled[layer == index])
-        null.append(_within(layer, shuffled, slope))
+        null.append(_variance_ratio(layer, shuffled, slope))
     return {
         "applies": True,
         "groups_per_layer": max(sizes),
@@ -196,7 +196,7 @@ def bins(curves: pa.Table) -> list[tuple[float, pa.Table]]:
     ]
 
 
-def _measured(curves: pa.Table, suffix: str, n: int) -> float:
+def _measured_share(curves: pa.Table, suffix: str, n: int) -> float:
     low, high = column(curves, "n_low"), column(curves, "n_high")
     rows_at_n = curves.filter(pa.array((low <= n) & (n <= high)))
     if not rows_at_n.num_rows:
@@ -220,7 +220,7 @@ def _slope(curve: Sequence[Mapping[str, Any]], name: str, *, logarithm: bool = F
     return float(least_squares_line(n.log(), y.clamp(min=1e-300).log() if logarithm else y).slope)
 
 
-def _within(layer: Floats, group: Floats, slope: Floats) -> float:
+def _variance_ratio(layer: Floats, group: Floats, slope: Floats) -> float:
     """Return the variance within groups over the variance within layers, with degrees of freedom."""
 
     def spread(labels: Floats) -> float:

@@ -23,12 +23,12 @@ def paper_figure(result: Result, setting: str) -> Figure:
         1, 3, gridspec_kw={"wspace": 0.3, "left": 0.06, "right": 0.99, "top": 0.73, "bottom": 0.17}
     )
     N = result.by_length[0].top_n
-    _distances(a, result.by_length, [point.length for point in result.by_length])
+    _draw_distances(a, result.by_length, [point.length for point in result.by_length])
     a.set_xlabel("context length $L$ (tokens)")
     _log2_ticks(a, [point.length for point in result.by_length])
     a.set_ylabel(r"distance $\tilde{d}$ (median over heads)")
     letter(a, "a", f"$N$ = {N}")
-    _distances(b, result.by_n, [point.top_n for point in result.by_n])
+    _draw_distances(b, result.by_n, [point.top_n for point in result.by_n])
     ends = (*a.get_ylim(), *b.get_ylim())
     for axes in (a, b):  # the same distances: one scale
         axes.set_ylim(min(ends), max(ends))
@@ -37,7 +37,7 @@ def paper_figure(result: Result, setting: str) -> Figure:
     b.set_xticks([point.top_n for point in result.by_n], [str(point.top_n) for point in result.by_n])
     b.set_xticks([], minor=True)
     letter(b, "b", f"$L$ = {result.length}")
-    _critical(c, result)
+    _draw_critical(c, result)
     letter(c, "c", "critical $N$")
     handles, labels = a.get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper left", bbox_to_anchor=(0.05, 0.995), ncols=3)
@@ -48,7 +48,7 @@ def paper_figure(result: Result, setting: str) -> Figure:
     return figure
 
 
-def _distances(axes: Axes, points: tuple[Point, ...], x: list[int]) -> None:
+def _draw_distances(axes: Axes, points: tuple[Point, ...], x: list[int]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     medians: Callable[[str], list[float]] = lambda name: [float(np.median(getattr(p, name))) for p in points]  # noqa: E731
@@ -62,7 +62,7 @@ def _distances(axes: Axes, points: tuple[Point, ...], x: list[int]) -> None:
     tidy(axes)
 
 
-def _critical(axes: Axes, result: Result) -> None:
+def _draw_critical(axes: Axes, result: Result) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     lengths = np.array([point.length for point in result.by_length], dtype=float)
@@ -98,14 +98,14 @@ def why_figure(result: Result, setting: str) -> Figure:
         1, 3, gridspec_kw={"wspace": 0.3, "left": 0.06, "right": 0.99, "top": 0.9, "bottom": 0.17}
     )
     distances = result.at_panel
-    _same_ratio(a, distances, result.critical(pairs.PRINTED).top_n)
-    _statistics(b, result)
-    _fewer_heads(c, result)
+    _draw_ratios(a, distances, result.critical(pairs.PRINTED).top_n)
+    _draw_statistics(b, result)
+    _draw_fewer_heads(c, result)
     note(figure, f"{setting}; L = {distances.length}, {distances.heads} heads")
     return figure
 
 
-def _same_ratio(axes: Axes, distances: Distances, critical: float) -> None:
+def _draw_ratios(axes: Axes, distances: Distances, critical: float) -> None:
     top_n = int(critical) if np.isfinite(critical) else 5
     column = distances.column(top_n)
     x = distances.output[:, column] / distances.context[:, column]
@@ -126,7 +126,7 @@ def _same_ratio(axes: Axes, distances: Distances, critical: float) -> None:
     tidy(axes)
 
 
-def _statistics(axes: Axes, result: Result) -> None:
+def _draw_statistics(axes: Axes, result: Result) -> None:
     distances, permuted = result.at_panel, result.permuted
     axes.set_xscale("log", base=2)
     compared: list[tuple[Floats, Floats, dict[str, Any], str]] = [
@@ -154,7 +154,7 @@ def _statistics(axes: Axes, result: Result) -> None:
     tidy(axes)
 
 
-def _fewer_heads(axes: Axes, result: Result) -> None:
+def _draw_fewer_heads(axes: Axes, result: Result) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     sizes: list[int] = []

@@ -25,16 +25,16 @@ PAPER_SHARE = 0.06
 
 def findings(result: Result) -> tuple[ExperimentFinding, ...]:
     return (
-        _linear_growth(result),
-        _corollary(result),
-        _upper_bound(result),
-        _plateau(result),
-        _tightens(result),
-        _converge(result),
-        _critical_share(result),
-        _sub_linear(result),
-        _meaning(result),
-        _number_of_heads(result),
+        _judge_linear_growth(result),
+        _judge_corollary(result),
+        _judge_upper_bound(result),
+        _judge_plateau(result),
+        _judge_tightening(result),
+        _judge_convergence(result),
+        _judge_critical_share(result),
+        _judge_sub_linear_growth(result),
+        _judge_meaning(result),
+        _judge_number_of_heads(result),
     )
 
 
@@ -51,8 +51,8 @@ def summary(result: Result) -> str:
         f"distance or below there, and reaches it only at N = {upper.top_n:g} to {lower.top_n:g} "
         f"({upper.share:.2f} to {lower.share:.2f} L). What the printed one measures is how much of the output the "
         f"top N make up: testing ||s|| against ||x_bar||, in which no random set occurs, gives the critical N = "
-        f"{result.critical(NORMS).top_n:g}, and the ratio ||x_bar|| / ||s|| explains {_share(reason)} of the variance "
-        f"of log(printed / measured) over heads. Heads whose values are permuted have the critical N = "
+        f"{result.critical(NORMS).top_n:g}, and the ratio ||x_bar|| / ||s|| explains {_format_share(reason)} of the "
+        "variance of log(printed / measured) over heads. Heads whose values are permuted have the critical N = "
         f"{result.permuted_critical[PRINTED]:g}."
     )
 
@@ -67,7 +67,7 @@ def explained(distances: Distances, top_n: float) -> float:
     return float(1 - residual.var() / ratio.var())
 
 
-def _linear_growth(result: Result) -> ExperimentFinding:
+def _judge_linear_growth(result: Result) -> ExperimentFinding:
     measured, printed, corrected = (
         _law(result.by_length, [getattr(point, name) for point in result.by_length])
         for name in ("measured", "printed", "upper")
@@ -84,7 +84,7 @@ def _linear_growth(result: Result) -> ExperimentFinding:
     )
 
 
-def _corollary(result: Result) -> ExperimentFinding:
+def _judge_corollary(result: Result) -> ExperimentFinding:
     last = result.by_length[-1]
     low, high, printed = (float(np.median(value / last.corollary)) for value in (last.lower, last.upper, last.printed))
     verdict: Verdict = "does not" if low > 1.25 or high < 0.8 else "partly"
@@ -97,7 +97,7 @@ def _corollary(result: Result) -> ExperimentFinding:
     )
 
 
-def _upper_bound(result: Result) -> ExperimentFinding:
+def _judge_upper_bound(result: Result) -> ExperimentFinding:
     points = (*result.by_length, *result.by_n)
     broken = sum(int((point.measured > point.fixed_printed * (1 + 1e-9)).sum()) for point in points)
     last = result.by_length[-1]
@@ -111,7 +111,7 @@ def _upper_bound(result: Result) -> ExperimentFinding:
     )
 
 
-def _plateau(result: Result) -> ExperimentFinding:
+def _judge_plateau(result: Result) -> ExperimentFinding:
     medians = {point.top_n: float(np.median(point.measured)) for point in result.by_n}
     start = 20 if 20 in medians else min(medians)
     last = max(medians)
@@ -126,7 +126,7 @@ def _plateau(result: Result) -> ExperimentFinding:
     )
 
 
-def _tightens(result: Result) -> ExperimentFinding:
+def _judge_tightening(result: Result) -> ExperimentFinding:
     ratios = {point.top_n: float(np.median(point.fixed_printed / point.measured)) for point in result.by_n}
     first, last = ratios[min(ratios)], ratios[max(ratios)]
     return ExperimentFinding(
@@ -137,7 +137,7 @@ def _tightens(result: Result) -> ExperimentFinding:
     )
 
 
-def _converge(result: Result) -> ExperimentFinding:
+def _judge_convergence(result: Result) -> ExperimentFinding:
     last = result.by_n[-1]
     printed, low, high = (float(np.median(value / last.measured)) for value in (last.printed, last.lower, last.upper))
     meets = abs(printed - 1) <= 0.15
@@ -150,7 +150,7 @@ def _converge(result: Result) -> ExperimentFinding:
     )
 
 
-def _critical_share(result: Result) -> ExperimentFinding:
+def _judge_critical_share(result: Result) -> ExperimentFinding:
     printed = result.critical(PRINTED)
     low, high = printed.interval
     if math.isnan(printed.top_n):
@@ -160,19 +160,20 @@ def _critical_share(result: Result) -> ExperimentFinding:
         "The critical N is about 0.06 L (Fig. 2c)",
         f"printed expectation: N = {printed.top_n:g} at L = {result.length} ({printed.share:.3f} L; resampled heads: "
         f"{low:.0f} to {high:.0f}); corrected: {result.critical(UPPER).top_n:g} to {result.critical(LOWER).top_n:g} "
-        f"({result.critical(UPPER).share:.2f} to {result.critical(LOWER).share:.2f} L){_other_choices(result)}",
+        f"({result.critical(UPPER).share:.2f} to {result.critical(LOWER).share:.2f} "
+        f"L){_describe_other_choices(result)}",
         "reproduces" if close else "does not",
         "The text says about 0.06 L, the caption fewer than 6 %. The number depends on the misprint, on the model and "
         "on how many heads are tested.",
     )
 
 
-def _other_choices(result: Result) -> str:
+def _describe_other_choices(result: Result) -> str:
     phrases = ", ".join(f"{choice[PRINTED]:g} for {choice['what']}" for choice in result.choices)
     return f"; printed for other rows and vectors: {phrases}" if phrases else ""
 
 
-def _sub_linear(result: Result) -> ExperimentFinding:
+def _judge_sub_linear_growth(result: Result) -> ExperimentFinding:
     printed, corrected = result.comparisons[PRINTED].law, result.comparisons[UPPER].law
     if printed is None:
         return ExperimentFinding(
@@ -187,23 +188,23 @@ def _sub_linear(result: Result) -> ExperimentFinding:
     )  # fmt: skip
     return ExperimentFinding(
         "The critical N grows sub-linearly, about 0.06 L (Fig. 2c)",
-        f"printed: {_law_words(printed)}; corrected: {_law_words(corrected)} (L = {_format_range(result)}; 95 % "
-        f"intervals from resampled heads){_never(result)}",
+        f"printed: {_describe_law(printed)}; corrected: {_describe_law(corrected)} (L = {_format_range(result)}; 95 % "
+        f"intervals from resampled heads){_describe_missing_critical_n(result)}",
         verdict,
         ("" if low > 0 else "The exponent's interval holds 0: that it grows at all is not shown. ")
         + "0.06 L itself is linear."
-        + (" The corrected critical N is a fixed share of L." if _linear(corrected) else ""),
+        + (" The corrected critical N is a fixed share of L." if _is_linear(corrected) else ""),
     )
 
 
-def _never(result: Result) -> str:
+def _describe_missing_critical_n(result: Result) -> str:
     points = result.comparisons[PRINTED].critical
     never = [str(point.length) for point in points if math.isnan(point.top_n)]
     rests = f"so the fit rests on {len(points) - len(never)} of {len(points)} lengths"
     return f"; at L = {', '.join(never)} the test rejects the printed one at every N, {rests}" if never else ""
 
 
-def _meaning(result: Result) -> ExperimentFinding:
+def _judge_meaning(result: Result) -> ExperimentFinding:
     printed, norms = result.critical(PRINTED), result.critical(NORMS)
     claim = "At the critical N attention behaves as if its weights were uniform: selection is no better than chance"
     if math.isnan(printed.top_n):
@@ -218,8 +219,8 @@ def _meaning(result: Result) -> ExperimentFinding:
         f"{expected:.0%} of the distance (KS statistic {_ks(distances.measured, distances.upper, column):.2f}, "
         "threshold "
         f"{ks_threshold(distances.heads):.2f}); ||s|| against ||x_bar|| alone gives N = {norms.top_n:g} and explains "
-        f"{_share(explained(distances, printed.top_n))} of the variance of log(printed / measured); permuted values "
-        "give "
+        f"{_format_share(explained(distances, printed.top_n))} of the variance of log(printed / measured); permuted "
+        "values give "
         f"N = {result.permuted_critical[PRINTED]:g}; random sets are distinguished from the printed expectation at "
         f"{sum(rejected)} of {len(rejected)} N",
         "does not" if expected < 0.8 else "partly",
@@ -227,7 +228,7 @@ def _meaning(result: Result) -> ExperimentFinding:
     )
 
 
-def _number_of_heads(result: Result) -> ExperimentFinding:
+def _judge_number_of_heads(result: Result) -> ExperimentFinding:
     printed = [row for row in result.fewer_heads if row["compared"] == PRINTED]
     phrases = "; ".join(
         f"{row['heads']} heads: N = {row['critical_n']:g}"
@@ -256,14 +257,14 @@ def _law(points: Sequence[Point], values: Sequence[Floats]) -> PowerLaw:
     return fit_power_law(torch.tensor([point.length for point in points], dtype=torch.float64), medians)
 
 
-def _law_words(law: PowerLaw | None) -> str:
+def _describe_law(law: PowerLaw | None) -> str:
     if law is None:
         return "no fit"
     low, high = law.exponent_interval
     return f"{law.coefficient:.3g} L^{law.exponent:.2f} (exponent {low:.2f} to {high:.2f})"
 
 
-def _linear(law: PowerLaw | None) -> bool:
+def _is_linear(law: PowerLaw | None) -> bool:
     return law is not None and abs(law.exponent - 1) < 0.15
 
 
@@ -284,7 +285,7 @@ def _ks(first: Floats, second: Floats, column: int) -> float:
     return float(ks_statistic(first[:, [column]], second[:, [column]])[0])
 
 
-def _share(value: float) -> str:
+def _format_share(value: float) -> str:
     return "more than 99.99 %" if value > 0.9999 else f"{100 * value:.2f} %"
 
 

@@ -53,7 +53,7 @@ def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> 
         tables={
             "active-set": active_set(numbers.selected),
             "temperature": temperature(numbers.cooled),
-            "heads": _early(numbers.early),
+            "heads": _early_table(numbers.early),
         },
         parameters={
             "length": length, "rows": rows, "windows": windows, "shares": SHARES, "top_n": TOP_N,
@@ -64,10 +64,10 @@ def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> 
 
 def judge_claims(numbers: GuidelineNumbers) -> tuple[ExperimentFinding, ...]:
     return (
-        _active_set(numbers.selected),
-        _entropy(numbers.early),
-        _temperature(numbers.cooled),
-        _coverage(numbers.covered),
+        _judge_active_set(numbers.selected),
+        _judge_entropy(numbers.early),
+        _judge_temperature(numbers.cooled),
+        _judge_coverage(numbers.covered),
     )
 
 
@@ -75,7 +75,7 @@ def _finding(claim: str, answer: Answer, ours: str, why: str) -> ExperimentFindi
     return ExperimentFinding(claim=claim, ours=f"{answer}: {ours}", verdict=AS_VERDICT[answer], why=why)
 
 
-def _active_set(selected: Selected) -> ExperimentFinding:
+def _judge_active_set(selected: Selected) -> ExperimentFinding:
     index = SHARES.index(PAPERS_SHARE)
     lost, most = (selected.change(share) for share in (PAPERS_SHARE, SHARES[-1]))
     fading = [selected.separability[position] - selected.null[position] for position in (0, index, -1)]
@@ -93,7 +93,7 @@ def _active_set(selected: Selected) -> ExperimentFinding:
     )
 
 
-def _entropy(early: EarlySign) -> ExperimentFinding:
+def _judge_entropy(early: EarlySign) -> ExperimentFinding:
     claim = "Monitor entropy: its rise is an early sign of saturation (guideline 2)"
     readings = {"at most 80 % distinguishable": early.by_level, "no better than with permuted values": early.by_null}
     areas = {name: early.area_under_curve(saturated) for name, saturated in readings.items()}
@@ -117,7 +117,7 @@ def _entropy(early: EarlySign) -> ExperimentFinding:
     )
 
 
-def _temperature(cooled: Cooled) -> ExperimentFinding:
+def _judge_temperature(cooled: Cooled) -> ExperimentFinding:
     cold, trained = (TEMPERATURES.index(T) for T in (0.1, 1.0))
     colder = 0
     norm = np.median(cooled.norm, 1)
@@ -138,7 +138,7 @@ def _temperature(cooled: Cooled) -> ExperimentFinding:
     )
 
 
-def _coverage(covered: Covered) -> ExperimentFinding:
+def _judge_coverage(covered: Covered) -> ExperimentFinding:
     answer: Answer = "yes" if covered.own >= 0.99 else "partly" if covered.own >= 0.95 else "no"
     return _finding(
         "Three heads cover 99 % of the top-N tokens, 1 - (1 - p)^3 at p = 0.8 (Discussion)",
@@ -175,7 +175,7 @@ def temperature(cooled: Cooled) -> pa.Table:
     )  # fmt: skip
 
 
-def _early(early: EarlySign) -> pa.Table:
+def _early_table(early: EarlySign) -> pa.Table:
     return pa.table(
         {
             "entropy_ratio_quarter": early.entropy_before, "entropy_ratio": early.entropy_after,

@@ -42,17 +42,17 @@ COVERED = 0.99  # by three heads, as printed
 def figure(numbers: GuidelineNumbers, about: str) -> Figure:
     drawing = Figure(figsize=(11.4, 6.6), facecolor="white")
     panels = drawing.subplots(2, 3, gridspec_kw=ROOM)
-    _loss(panels[0, 0], numbers.selected)
-    _active(panels[0, 1], numbers.selected)
-    _early(panels[0, 2], numbers.early)
-    _apart(panels[1, 0], numbers.cooled)
-    _norms(panels[1, 1], numbers.cooled)
-    _coverage(panels[1, 2], numbers.covered)
+    _draw_loss(panels[0, 0], numbers.selected)
+    _draw_heaviest_keys(panels[0, 1], numbers.selected)
+    _draw_early_sign(panels[0, 2], numbers.early)
+    _draw_separability(panels[1, 0], numbers.cooled)
+    _draw_jacobian_norms(panels[1, 1], numbers.cooled)
+    _draw_coverage(panels[1, 2], numbers.covered)
     note(drawing, about)
     return drawing
 
 
-def _loss(axes: Axes, selected: Selected) -> None:
+def _draw_loss(axes: Axes, selected: Selected) -> None:
     changes = [selected.change(share) for share in SHARES]
     values = np.array([change.value for change in changes])
     low, high = np.array([change.interval for change in changes]).T
@@ -66,10 +66,10 @@ def _loss(axes: Axes, selected: Selected) -> None:
     axes.set_ylabel("change of the loss (nats per token)")
     letter(axes, "a", "Guideline 1: loss with a smaller active set")
     axes.legend(loc="upper right", fontsize=7)
-    _shares(axes)
+    _format_share_axis(axes)
 
 
-def _active(axes: Axes, selected: Selected) -> None:
+def _draw_heaviest_keys(axes: Axes, selected: Selected) -> None:
     axes.plot(SHARES, selected.mass, **CORRECTED, label="share of the weight on them")
     axes.plot(SHARES, selected.separability, **MEASURED, label="distinguishable, $N_s/N$")
     axes.plot(SHARES, selected.null, **NULL, label="distinguishable, values permuted")
@@ -78,10 +78,10 @@ def _active(axes: Axes, selected: Selected) -> None:
     axes.set_ylabel("share, median over heads")
     letter(axes, "b", "Guideline 1: the heaviest keys")
     axes.legend(loc="upper left", fontsize=7)
-    _shares(axes, top=1.03 / 1.4)
+    _format_share_axis(axes, top=1.03 / 1.4)
 
 
-def _shares(axes: Axes, top: float = 0.84) -> None:
+def _format_share_axis(axes: Axes, top: float = 0.84) -> None:
     """Draw the axis of shares. top: height at which the paper's line ends, below the legend."""
     axes.axvline(PAPERS_SHARE, ymax=top, color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
     axes.text(PAPERS_SHARE, 0.02, " 0.06 L", transform=axes.get_xaxis_transform(), fontsize=7.5, va="bottom")
@@ -92,7 +92,7 @@ def _shares(axes: Axes, top: float = 0.84) -> None:
     tidy(axes)
 
 
-def _early(axes: Axes, early: EarlySign) -> None:
+def _draw_early_sign(axes: Axes, early: EarlySign) -> None:
     like_chance = early.by_null
     looks: list[tuple[NDArray[np.bool_], dict[str, Any], str]] = [
         (~like_chance, {"marker": "o", "facecolor": "white", "edgecolor": INK}, "better than its null"),
@@ -110,7 +110,7 @@ def _early(axes: Axes, early: EarlySign) -> None:
     tidy(axes)
 
 
-def _apart(axes: Axes, cooled: Cooled) -> None:
+def _draw_separability(axes: Axes, cooled: Cooled) -> None:
     low, centre, high = np.nanquantile(cooled.separability, (0.25, 0.5, 0.75), axis=1)
     axes.fill_between(TEMPERATURES, low, high, color=INK, alpha=0.15, linewidth=0)
     axes.plot(TEMPERATURES, centre, **MEASURED, label="median head, quartiles")
@@ -122,17 +122,17 @@ def _apart(axes: Axes, cooled: Cooled) -> None:
     axes.legend(loc="upper left", fontsize=7)
     axes.set_ylabel(f"distinguishable, $N_s/N$, N = {TOP_N}")
     letter(axes, "d", "Guideline 3: separability")
-    _temperatures(axes, cooled)
+    _mark_temperatures(axes, cooled)
 
 
-def _norms(axes: Axes, cooled: Cooled) -> None:
+def _draw_jacobian_norms(axes: Axes, cooled: Cooled) -> None:
     draw_norms(axes, cooled.norm, "head")
     axes.set_ylabel("Jacobian norm, mean over rows")
     letter(axes, "e", "Guideline 3: gradients")
-    _temperatures(axes, cooled)
+    _mark_temperatures(axes, cooled)
 
 
-def _temperatures(axes: Axes, cooled: Cooled) -> None:
+def _mark_temperatures(axes: Axes, cooled: Cooled) -> None:
     """Mark the paper's T = 0.1, relative to the trained temperature and on raw logits."""
     for temperature, text in ((0.1, "T = 0.1"), (0.1 / cooled.trained_temperature, "0.1 on raw q·k")):
         if temperature > TEMPERATURES[0]:
@@ -145,7 +145,7 @@ def _temperatures(axes: Axes, cooled: Cooled) -> None:
     tidy(axes)
 
 
-def _coverage(axes: Axes, covered: Covered) -> None:
+def _draw_coverage(axes: Axes, covered: Covered) -> None:
     bars = {
         "one head,\nits own": (covered.alone, ""),
         "three, as\npredicted": (covered.predicted, "////"),

@@ -135,17 +135,17 @@ def measure_separability(
             selected_rows = _select_rows(call, block, 1.0)
             n = selected_rows.visible.sum(-1)
             parts["entropy"].append((entropy_nats(selected_rows.weights) / n.log()).reshape(heads, -1))
-            sets = [_heaviest(selected_rows, N) for N in counts]
+            sets = [_keep_heaviest(selected_rows, N) for N in counts]
             parts["mass"].append(torch.stack([selection.mass.reshape(heads, -1) for selection in sets]))
             parts["separability"].append(
                 torch.stack([separability(selection).reshape(heads, -1) for selection in sets])
             )
-            draws = [_permuted(selected_rows, generator) for _ in range(DRAWS)]
+            draws = [_permute_weights(selected_rows, generator) for _ in range(DRAWS)]
             null = [
-                torch.stack([separability(_heaviest(draw, N)).reshape(heads, -1) for draw in draws[:FEW_DRAWS]])
+                torch.stack([separability(_keep_heaviest(draw, N)).reshape(heads, -1) for draw in draws[:FEW_DRAWS]])
                 for N in counts[:-1]
             ]
-            last = torch.stack([separability(_heaviest(draw, TOP_N)).reshape(heads, -1) for draw in draws])
+            last = torch.stack([separability(_keep_heaviest(draw, TOP_N)).reshape(heads, -1) for draw in draws])
             parts["null"].append(torch.cat([*(by_draw.mean(0, keepdim=True) for by_draw in null), last]))
         means = {name: torch.cat(values, -1).nanmean(-1).double().cpu().numpy() for name, values in parts.items()}
         drawn = means.pop("null")
@@ -203,7 +203,7 @@ def cooled_and_covered(
                 )
                 by_temperature.append((separability(selected_rows).reshape(heads, -1), norm))
                 if T == 1.0:
-                    shares.append(_covered(selected_rows, heads))
+                    shares.append(_measure_coverage(selected_rows, heads))
             by_block.append(
                 (
                     torch.stack([separable for separable, _ in by_temperature]),
@@ -234,19 +234,19 @@ def _select_rows(call: AttentionCall, block: LogitBlock, temperature: float) -> 
     return select(weights.reshape(groups), x, TOP_N, visible.reshape(groups), logits.reshape(groups))
 
 
-def _heaviest(rows: SelectedRows, top_n: int) -> SelectedRows:
+def _keep_heaviest(rows: SelectedRows, top_n: int) -> SelectedRows:
     order = rows.weights if rows.log_weights is None else rows.log_weights
     return rows.with_indices(top_n_indices(order, top_n, rows.visible))
 
 
-def _permuted(rows: SelectedRows, generator: torch.Generator) -> SelectedRows:
+def _permute_weights(rows: SelectedRows, generator: torch.Generator) -> SelectedRows:
     """Permute the weights of each row over its visible keys."""
     scores = torch.rand(rows.visible.shape, generator=generator).to(rows.weights.device)
     logs = None if rows.log_weights is None else permute_weights(rows.log_weights, rows.visible, scores)
     return replace(rows, weights=permute_weights(rows.weights, rows.visible, scores), log_weights=logs)
 
 
-def _covered(selected_rows: SelectedRows, heads: int) -> tuple[float, float, float]:
+def _measure_coverage(selected_rows: SelectedRows, heads: int) -> tuple[float, float, float]:
     """Return the coverage alone, of the first head's keys, and of all keys that three heads select; over triples."""
     shape = (heads, -1, selected_rows.weights.shape[-1])
     distinct, picked = distinguishable(selected_rows).reshape(shape), selected_rows.chosen.reshape(shape)  # (h, r, w)

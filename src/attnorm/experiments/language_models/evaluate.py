@@ -36,7 +36,7 @@ KEPT = (
 
 def measure(worker: Worker, normalizer: str, seed: int = 0) -> None:
     """Measure losses by length on every held-out text and attention statistics, also with replacements at inference."""
-    variants = _variants(worker, "measure", normalizer, seed)
+    variants = _unfinished_variants(worker, "measure", normalizer, seed)
     if not variants:
         return
     worker.check_time()
@@ -68,7 +68,7 @@ def measure(worker: Worker, normalizer: str, seed: int = 0) -> None:
 
 def needle(worker: Worker, normalizer: str, seed: int = 0) -> None:
     """Fine-tune the trained model on pass keys and test it at increasing lengths."""
-    variants = _variants(worker, "needle", normalizer, seed)
+    variants = _unfinished_variants(worker, "needle", normalizer, seed)
     if not variants:
         return
     worker.check_time()
@@ -135,7 +135,7 @@ def observed_windows(tokens: Tokens, count: int, context: int) -> torch.Tensor:
     return torch.stack([chunk[:context] for chunk in spread_chunks(tokens, context, count)])
 
 
-def _variants(worker: Worker, stage: str, normalizer: str, seed: int) -> list[str | None]:
+def _unfinished_variants(worker: Worker, stage: str, normalizer: str, seed: int) -> list[str | None]:
     """Return the unfinished variants: the model as trained and, for softmax, its replacements at inference."""
     done = [line["at_inference"] for line in worker.workspace.results(stage=stage, normalizer=normalizer, seed=seed)]
     swaps = worker.workspace.plan.at_inference if normalizer == SOFTMAX else ()
@@ -181,11 +181,13 @@ def attention_statistics(model: Any, windows: Tensor, device: torch.device) -> d
         "windows": len(windows),
         "length": length,
         "rows": len(rows),
-        "mean": {name: _rounded(torch.stack(layers).nanmean().item()) for name, layers in heads.items()},
-        "heads": {name: [[_rounded(x) for x in layer.tolist()] for layer in layers] for name, layers in heads.items()},
+        "mean": {name: _round_or_none(torch.stack(layers).nanmean().item()) for name, layers in heads.items()},
+        "heads": {
+            name: [[_round_or_none(x) for x in layer.tolist()] for layer in layers] for name, layers in heads.items()
+        },
     }
 
 
-def _rounded(number: float) -> float | None:
+def _round_or_none(number: float) -> float | None:
     """Round to five digits; None for NaN, which JSON does not have."""
     return None if number != number else float(f"{number:.5g}")

@@ -37,14 +37,14 @@ def comparison_figure(models: Sequence[LMContender]) -> Figure:
     figure = Figure(figsize=(3.2 * columns + 1.4, height * (1 + has_keys) + 0.8 * has_keys + 0.2), layout="constrained")
     axes = figure.subplots(1 + has_keys, columns, squeeze=False)
     for column, length in enumerate(lengths):
-        _losses(axes[0, column], models, length, named=column == 0)
+        _draw_losses(axes[0, column], models, length, named=column == 0)
         letter(axes[0, column], ascii_lowercase[column], f"Loss, windows of {length:,} tokens")
     for empty in axes[0, len(lengths) :]:
         empty.set_visible(False)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper right", ncols=4, handletextpad=0.1)
     if has_keys:
         any_found = any(spread.mean for model in models for spread in model.keys_found.values())
-        panels = (_keys, _depths, _entropy) if any_found else (_keys,)
+        panels = (_draw_keys, _draw_depths, _draw_entropy) if any_found else (_draw_keys,)
         for column, draw in enumerate(panels):
             letter(axes[1, column], ascii_lowercase[len(lengths) + column], draw(axes[1, column], models))
         for empty in axes[1, len(panels) :]:
@@ -52,7 +52,7 @@ def comparison_figure(models: Sequence[LMContender]) -> Figure:
     return figure
 
 
-def _losses(axes: Axes, models: Sequence[LMContender], length: int, *, named: bool) -> None:
+def _draw_losses(axes: Axes, models: Sequence[LMContender], length: int, *, named: bool) -> None:
     texts = list(models[0].losses)
     far = FAR_OFF * median(model.losses[text][length].mean for model in models for text in texts)
     for row, model in enumerate(models):
@@ -73,20 +73,20 @@ def _losses(axes: Axes, models: Sequence[LMContender], length: int, *, named: bo
             axes.axvline(model.losses[text][length].mean, color=look["color"], linewidth=0.7, linestyle=":", zorder=0)
     axes.set_xlabel("nats per token")
     axes.margins(x=0.08)
-    _rows(axes, models, named=named)
+    _format_rows(axes, models, named=named)
 
 
-def _rows(axes: Axes, models: Sequence[LMContender], *, named: bool) -> None:
+def _format_rows(axes: Axes, models: Sequence[LMContender], *, named: bool) -> None:
     axes.set_ylim(len(models) - 0.5, -0.5)
-    axes.set_yticks(range(len(models)), _names_in_order(models) if named else [""] * len(models))
+    axes.set_yticks(range(len(models)), _numbered_names(models) if named else [""] * len(models))
     tidy(axes)
 
 
-def _names_in_order(models: Sequence[LMContender]) -> list[str]:
+def _numbered_names(models: Sequence[LMContender]) -> list[str]:
     return [f"{model.name}  {row}" for row, model in enumerate(models, 1)]
 
 
-def _keys(axes: Axes, models: Sequence[LMContender]) -> str:
+def _draw_keys(axes: Axes, models: Sequence[LMContender]) -> str:
     lengths = sorted({length for model in models for length in model.keys_found})
     for row, model in enumerate(models):
         for length, look in zip(lengths, LOOKS, strict=False):
@@ -105,12 +105,12 @@ def _keys(axes: Axes, models: Sequence[LMContender]) -> str:
     )
     axes.set_xlabel("% of keys, every character right")
     axes.set_xlim(-4, 104)
-    _rows(axes, models, named=True)
+    _format_rows(axes, models, named=True)
     axes.set_ylim(len(models) + 0.4, -0.5)
     return "Pass keys found, by length"
 
 
-def _depths(axes: Axes, models: Sequence[LMContender]) -> str:
+def _draw_depths(axes: Axes, models: Sequence[LMContender]) -> str:
     """Draw keys found, one row per model and one column per position of the key."""
     length = most_different_length(models)
     assert length is not None
@@ -126,13 +126,13 @@ def _depths(axes: Axes, models: Sequence[LMContender]) -> str:
     axes.axvline(learned - 0.5, color=INK, linewidth=1)
     axes.set_xticks(range(len(depths)), [f"{depth * length:,.0f}" for depth in depths])
     axes.set_xlabel("token of the key; line: training length")
-    _rows(axes, models, named=False)
+    _format_rows(axes, models, named=False)
     axes.set_ylim(len(models) + 0.4, -0.5)
     axes.grid(visible=False)
     return f"% of keys in {length:,} tokens, by position"
 
 
-def _entropy(axes: Axes, models: Sequence[LMContender]) -> str:
+def _draw_entropy(axes: Axes, models: Sequence[LMContender]) -> str:
     length = most_different_length(models)
     assert length is not None
     points: dict[tuple[float, float], list[int]] = {}
@@ -166,7 +166,7 @@ def course_figure(lines: Sequence[Mapping[str, Any]]) -> Figure:
         panels[0].plot([count / 1e6 for count in losses], list(losses.values()), label=run["normalizer"], **look)
         if softmax and run["normalizer"] != SOFTMAX:
             above = {n: loss - softmax[n] for n, loss in losses.items() if n in softmax}
-            tokens, differences = _smoothed(above)
+            tokens, differences = _smooth(above)
             panels[1].plot([count / 1e6 for count in tokens], differences, **look)
     panels[0].set_ylabel("training loss, nats per token")
     if softmax and max(softmax) > 100 * min(softmax):
@@ -193,7 +193,7 @@ def _losses_by_tokens(run: Mapping[str, Any]) -> dict[int, float]:
     return {tokens: loss for tokens, loss, _ in run["course"]}
 
 
-def _smoothed(values: Mapping[int, float]) -> tuple[list[int], list[float]]:
+def _smooth(values: Mapping[int, float]) -> tuple[list[int], list[float]]:
     """Return running means without the first entries; all entries if there are few."""
     if len(values) <= FEW:
         return list(values), list(values.values())

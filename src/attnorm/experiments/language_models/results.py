@@ -87,9 +87,9 @@ def _contender(lines: Sequence[Line], normalizer: str, at_inference: str | None)
         normalizer,
         at_inference,
         seeds=len(measured),
-        losses={text: _losses_by_length([line["losses"][text] for line in measured]) for text in measured[0]["losses"]},
-        keys_found=_losses_by_length([_part(line, "exact") for line in needles]),
-        characters=_losses_by_length([_part(line, "characters") for line in needles]),
+        losses={text: _spread_by_length([line["losses"][text] for line in measured]) for text in measured[0]["losses"]},
+        keys_found=_spread_by_length([_numbers_by_length(line, "exact") for line in needles]),
+        characters=_spread_by_length([_numbers_by_length(line, "characters") for line in needles]),
         among_many=_among_many(needles),
         attention=_means(statistics),
         by_depth=_found_by_depth(needles),
@@ -103,13 +103,13 @@ def _contender(lines: Sequence[Line], normalizer: str, at_inference: str | None)
     )
 
 
-def _losses_by_length(runs: Sequence[Mapping[str, float]]) -> dict[int, Spread]:
+def _spread_by_length(runs: Sequence[Mapping[str, float]]) -> dict[int, Spread]:
     if not runs:
         return {}
     return {int(length): Spread.of([run[length] for run in runs]) for length in runs[0]}
 
 
-def _part(line: Line, name: str) -> dict[str, float]:
+def _numbers_by_length(line: Line, name: str) -> dict[str, float]:
     return {length: figures[name] for length, figures in line["by_length"].items()}
 
 

@@ -153,11 +153,11 @@ def run_works(
                 finished = False
                 continue
             with workspace.claimed(f"{normalizer}-seed-{seed}") as acquired:
-                finished &= acquired and _done(worker, WORKS[stage], normalizer, seed)
+                finished &= acquired and _try_works(worker, WORKS[stage], normalizer, seed)
     return finished
 
 
-def _done(worker: Worker, works: Sequence[Work], normalizer: str, seed: int) -> bool:
+def _try_works(worker: Worker, works: Sequence[Work], normalizer: str, seed: int) -> bool:
     try:
         for work in works:
             work(worker, normalizer, seed)

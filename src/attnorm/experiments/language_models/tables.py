@@ -212,11 +212,11 @@ def summary(models: Sequence[LMContender]) -> str:
             best_ones = [model.name for model in tested if model.keys_found[length].mean == most]
             finds = f"{', '.join(best_ones)} {'finds' if len(best_ones) == 1 else 'find'} most keys, {100 * most:.1f} %"
             sentences.append(f"At {length:,} tokens {finds if most else 'no model finds a key'}.")
-        sentences.append(_sharper(tested))
+        sentences.append(_describe_correlation(tested))
     return " ".join(sentence for sentence in sentences if sentence)
 
 
-def _sharper(models: Sequence[LMContender]) -> str:
+def _describe_correlation(models: Sequence[LMContender]) -> str:
     length = most_different_length(models)
     assert length is not None
     pairs = [

@@ -104,11 +104,11 @@ def findings(records: Sequence[Record], *, small: bool) -> tuple[ExperimentFindi
     """Judge two claims for each map: training diverges at low temperatures, and low temperatures increase the loss."""
     results = []
     for map_ in dict.fromkeys(record["map"] for record in records):
-        results += [_unstable(records, map_, small=small), _worse(records, map_, small=small)]
+        results += [_judge_stability(records, map_, small=small), _judge_loss(records, map_, small=small)]
     return tuple(results)
 
 
-def _unstable(records: Sequence[Record], map_: str, *, small: bool) -> ExperimentFinding:
+def _judge_stability(records: Sequence[Record], map_: str, *, small: bool) -> ExperimentFinding:
     temperatures = fixed_temperatures(records, map_)
     low = [r for T in temperatures if T <= GUIDELINE for r in select_records(records, map=map_, temperature=str(T))]
     high = [r for T in temperatures if T > GUIDELINE for r in select_records(records, map=map_, temperature=str(T))]
@@ -131,7 +131,7 @@ def _unstable(records: Sequence[Record], map_: str, *, small: bool) -> Experimen
     )
 
 
-def _worse(records: Sequence[Record], map_: str, *, small: bool) -> ExperimentFinding:
+def _judge_loss(records: Sequence[Record], map_: str, *, small: bool) -> ExperimentFinding:
     temperatures = fixed_temperatures(records, map_)
     bad = [T for T in temperatures if is_costly(records, map_, str(T))]
     ended = {T: mean(select_records(records, map=map_, temperature=str(T)), loss) for T in temperatures}
@@ -145,11 +145,13 @@ def _worse(records: Sequence[Record], map_: str, *, small: bool) -> ExperimentFi
         claim=f"temperatures of {GUIDELINE:g} and less, and only those, cost {map_} loss",
         ours="nats per token: " + ", ".join(f"{value:.3f} at {T:g}" for T, value in ended.items()),
         verdict="not tested" if small else verdict,
-        why="too small to judge" if small else f"worse than the best by {WORSE} nats, or diverged: {_listed(bad)}",
+        why="too small to judge"
+        if small
+        else f"worse than the best by {WORSE} nats, or diverged: {_list_temperatures(bad)}",
     )
 
 
-def _listed(temperatures: Sequence[float]) -> str:
+def _list_temperatures(temperatures: Sequence[float]) -> str:
     return ", ".join(f"T = {T:g}" for T in temperatures) or "none"
 
 
@@ -220,9 +222,7 @@ def course_figure(records: Sequence[Record]) -> Figure:
         shades = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(temperatures)))
         for T, shade in zip(temperatures, shades, strict=True):
             group = select_records(records, map=map_, temperature=str(T))
-            for axes, line in zip(
-                panels[:, column], (_losses_on_the_way(group), _norms_on_the_way(group)), strict=True
-            ):
+            for axes, line in zip(panels[:, column], (_mean_course(group), _mean_norms(group)), strict=True):
                 axes.plot(*line, color=shade, label=f"T = {T:g}", linewidth=1.3)
         letter(panels[0, column], "abcdefgh"[column], f"{map_}: training loss")
         letter(panels[1, column], "abcdefgh"[len(maps) + column], f"{map_}: Jacobian norm")
@@ -238,14 +238,14 @@ def course_figure(records: Sequence[Record]) -> Figure:
     return drawn
 
 
-def _losses_on_the_way(records: Sequence[Record]) -> tuple[list[float], list[float]]:
+def _mean_course(records: Sequence[Record]) -> tuple[list[float], list[float]]:
     """Steps after the warmup and mean losses, as far as all runs got."""
     rows = zip(*(record["course"] for record in records), strict=False)
     after = [[entry[:2] for entry in row] for row in rows if row[0][0] > records[0]["settings"]["warmup"]]
     return [row[0][0] for row in after], [float(np.mean([value for _, value in row])) for row in after]
 
 
-def _norms_on_the_way(records: Sequence[Record]) -> tuple[list[float], list[float]]:
+def _mean_norms(records: Sequence[Record]) -> tuple[list[float], list[float]]:
     looks = list(zip(*(record.get("looks", ()) for record in records), strict=False))
     return [look[0]["step"] for look in looks], [float(np.mean([o["jacobian_norm"] for o in look])) for look in looks]
 

@@ -139,7 +139,9 @@ class RetrievalNumbers:
 def findings(numbers: RetrievalNumbers, *, quick: bool) -> tuple[ExperimentFinding, ...]:
     """Return the findings for which there are numbers; a quick run has no verdicts."""
     results = [
-        finding for finding in (_fall(numbers), _adaptive(numbers), _cause(numbers), _must_fail(numbers)) if finding
+        finding
+        for finding in (_judge_fall(numbers), _judge_adaptive(numbers), _judge_cause(numbers), _judge_softmax(numbers))
+        if finding
     ]
     if not quick:
         return tuple(results)
@@ -155,7 +157,7 @@ def summary(numbers: RetrievalNumbers, missing: Sequence[str], *, quick: bool) -
         parts.append(f"Softmax, trained on at most 16 items, is right in {_series(paper)}.")
     if long:
         parts.append(f"After {LONG:,} steps, as in the paper, it is right in {_series(long)}.")
-    split = _split(numbers)
+    split = _split_errors(numbers)
     if split:
         size, wrong, dispersed, hard = split
         parts.append(
@@ -170,16 +172,18 @@ def summary(numbers: RetrievalNumbers, missing: Sequence[str], *, quick: bool) -
     return " ".join(part for part in parts if part)
 
 
-def _fall(numbers: RetrievalNumbers) -> ExperimentFinding | None:
+def _judge_fall(numbers: RetrievalNumbers) -> ExperimentFinding | None:
     percents = numbers.percents(*numbers.as_in_the_paper)
     if not percents.keys() & PRINTED_SOFTMAX.keys():
         return None
-    off = _apart(percents)
+    off = _largest_difference(percents)
     verdict: Verdict = "reproduces" if off <= CLOSE else "partly" if off <= NEAR else "does not"
     why = []
     steps = f"{RetrievalRecipe.steps:,}"
     if numbers.as_in_the_paper[0] == "steps" and (short := numbers.percents("paper", BASELINE)):
-        why.append(f"After {steps} of the {LONG:,} steps: {_series(short)}; {_apart(short):.1f} points apart.")
+        why.append(
+            f"After {steps} of the {LONG:,} steps: {_series(short)}; {_largest_difference(short):.1f} points apart."
+        )
     if falling := numbers.percents("parts", "+ cosine"):
         why.append(
             f"After {steps} with a rate that falls to 0, and nothing else: {_series(falling)}. The table measures the "
@@ -193,12 +197,12 @@ def _fall(numbers: RetrievalNumbers) -> ExperimentFinding | None:
     )
 
 
-def _apart(percents: dict[int, float]) -> float:
+def _largest_difference(percents: dict[int, float]) -> float:
     """Return the largest difference to the printed table, in points."""
     return max(abs(percents[size] - percent) for size, percent in PRINTED_SOFTMAX.items() if size in percents)
 
 
-def _adaptive(numbers: RetrievalNumbers) -> ExperimentFinding | None:
+def _judge_adaptive(numbers: RetrievalNumbers) -> ExperimentFinding | None:
     softmax, sizes = numbers.as_in_the_paper, PRINTED_SIZES[1:]
     lines = [line for size in sizes if (line := numbers.line(*softmax, ADAPTIVE, size)) and line.difference]
     if not lines:
@@ -218,8 +222,8 @@ def _adaptive(numbers: RetrievalNumbers) -> ExperimentFinding | None:
     )
 
 
-def _cause(numbers: RetrievalNumbers) -> ExperimentFinding | None:
-    split = _split(numbers)
+def _judge_cause(numbers: RetrievalNumbers) -> ExperimentFinding | None:
+    split = _split_errors(numbers)
     if split is None:
         return None
     size, wrong, dispersed, hard = split
@@ -240,7 +244,7 @@ def _cause(numbers: RetrievalNumbers) -> ExperimentFinding | None:
     )
 
 
-def _must_fail(numbers: RetrievalNumbers) -> ExperimentFinding | None:
+def _judge_softmax(numbers: RetrievalNumbers) -> ExperimentFinding | None:
     percents = numbers.percents("ours", BASELINE)
     goals = {size: goal for size, goal in GOALS.items() if size in percents}
     if not goals:
@@ -258,7 +262,7 @@ def _must_fail(numbers: RetrievalNumbers) -> ExperimentFinding | None:
     )
 
 
-def _split(numbers: RetrievalNumbers) -> tuple[int, float, float, float] | None:
+def _split_errors(numbers: RetrievalNumbers) -> tuple[int, float, float, float] | None:
     """Return for softmax, at the paper's largest size: size, % logits wrong, % dispersed, % right by hard attention."""
     softmax = numbers.as_in_the_paper
     sizes = [size for size in numbers.percents(*softmax) if size <= PRINTED_SIZES[-1]]

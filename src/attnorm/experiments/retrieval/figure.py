@@ -97,7 +97,7 @@ def parts(lines: Sequence[RetrievalLine], about: str) -> Figure:
 def errors(lines: Sequence[RetrievalLine], about: str) -> Figure:
     """Draw the errors by size, stacked: logits wrong and dispersed."""
     split = [line for line in lines if line.row.tested_with == OWN and line.row.dispersed is not None]
-    ranked = [(section, label) for section in ("paper", "ours") for label in _ranked(split, section)]
+    ranked = [(section, label) for section in ("paper", "ours") for label in _rank_labels(split, section)]
     panels = [(section, label) for section, label in ranked if section == "paper" or label == BASELINE]
     across = min(6, max(1, len(panels)))
     down = math.ceil(len(panels) / across)
@@ -167,7 +167,9 @@ def scale(scales: Sequence[Scale], about: str) -> Figure:
 
 def tasks(lines: Sequence[RetrievalLine], about: str) -> Figure:
     """Draw accuracy at the largest size of each task, one row per normalizer with more than one task."""
-    by_section = {section: _at_largest([line for line in lines if line.section == section]) for section in TASKS}
+    by_section = {
+        section: _lines_at_largest_size([line for line in lines if line.section == section]) for section in TASKS
+    }
     several = [name for name in by_section["ours"] if sum(name in by_name for by_name in by_section.values()) > 1]
     names = sorted(several, key=lambda name: (name != BASELINE, -by_section["ours"][name].accuracy))
     figure = Figure(figsize=(6.6, 0.3 * len(names) + 1.7), facecolor="white", layout="constrained")
@@ -195,12 +197,12 @@ def tasks(lines: Sequence[RetrievalLine], about: str) -> Figure:
     return figure
 
 
-def _at_largest(lines: Sequence[RetrievalLine]) -> dict[str, RetrievalLine]:
+def _lines_at_largest_size(lines: Sequence[RetrievalLine]) -> dict[str, RetrievalLine]:
     largest = max((line.row.size for line in lines), default=0)
     return {line.label: line for line in lines if line.row.size == largest and line.row.tested_with == OWN}
 
 
-def _ranked(lines: Sequence[RetrievalLine], section: Section) -> list[str]:
+def _rank_labels(lines: Sequence[RetrievalLine], section: Section) -> list[str]:
     """Return softmax first, then the others from best to worst by mean accuracy."""
     section_lines = [line for line in lines if line.section == section]
     labels = list(dict.fromkeys(line.label for line in section_lines))

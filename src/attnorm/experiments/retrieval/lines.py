@@ -120,7 +120,7 @@ def against(
             common = sorted(base.keys() & own.keys())
             if len(common) >= 2:
                 pairs[key] = np.array([own[seed] - base[seed] for seed in common])
-        raw = {key: _p(differences) for key, differences in pairs.items()}
+        raw = {key: _p_value(differences) for key, differences in pairs.items()}
         corrected = dict(zip(raw, holm(list(raw.values())), strict=True))
         for key, differences in pairs.items():
             by_row_and_size[key, size] = Difference(_mean_difference(differences), raw[key], corrected[key])
@@ -142,7 +142,7 @@ def _by_seed(records: Sequence[Record], size: int) -> dict[int, float]:
     return {record["seed"]: record["accuracy"] for record in records if record["size"] == size}
 
 
-def _p(differences: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
+def _p_value(differences: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
     if not differences.any():
         return 1.0
     from scipy.stats import ttest_rel
@@ -233,7 +233,7 @@ def scales_of(entries: Iterable[TrainingRecords]) -> list[Scale]:
         learned = _mean_learned(own)
         for size in sorted({record["size"] for record in own}):
             at_size = [record for record in own if record["size"] == size]
-            tops = [_at_top(record) for record in at_size]
+            tops = [_slope_and_leak_at_top(record) for record in at_size]
             known = _leak_holds_at_top(at_size)
             scales.append(
                 Scale(
@@ -251,7 +251,7 @@ def scales_of(entries: Iterable[TrainingRecords]) -> list[Scale]:
     return scales
 
 
-def _at_top(record: Record) -> tuple[float, float]:
+def _slope_and_leak_at_top(record: Record) -> tuple[float, float]:
     """Return slope and leak among the best items; over [0.9, 1] if the record has no others."""
     slope, leak = record.get("slope_at_top"), record.get("leak_at_top")
     return (slope, leak) if slope is not None and leak is not None else (record["slope"], record["leak"])

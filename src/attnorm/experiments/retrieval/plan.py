@@ -97,7 +97,7 @@ def plan(*, quick: bool = False, only: Sequence[str] = (), seed: int = 0) -> Ret
     """
     names = _select_normalizers(only)
     if quick:
-        return _quick([name for name in names if only or name in ("softmax", "ssmax", "entmax15")], seed)
+        return _quick_plan([name for name in names if only or name in ("softmax", "ssmax", "entmax15")], seed)
     paper, sizes = RetrievalRecipe(), (*SIZES, BEYOND)
     full_trials = Trials(sizes=sizes, others=OTHERS)
     other_tasks = [name for name in names if _name(name) in OTHER_TASKS]
@@ -105,11 +105,14 @@ def plan(*, quick: bool = False, only: Sequence[str] = (), seed: int = 0) -> Ret
     falling = replace(paper, steps=6000, cosine=True)
     long = {PAPERS_RECIPE: paper, "best": replace(ours(paper), **BEST)}
     trainings = [
-        *_of_all("paper", names, "max", paper, sizes),
-        *(Training("parts", label, "max", BASELINE, recipe, full_trials) for label, recipe in _parts(paper).items()),
-        *_of_all("ours", [name for name in names if name != "hard"], "max", ours(paper), sizes),
-        *_of_all("recall", other_tasks, "recall", falling, SIZES),
-        *_of_all("majority", other_tasks, "majority", falling, SIZES),
+        *_plan_trainings("paper", names, "max", paper, sizes),
+        *(
+            Training("parts", label, "max", BASELINE, recipe, full_trials)
+            for label, recipe in _recipes_by_part(paper).items()
+        ),
+        *_plan_trainings("ours", [name for name in names if name != "hard"], "max", ours(paper), sizes),
+        *_plan_trainings("recall", other_tasks, "recall", falling, SIZES),
+        *_plan_trainings("majority", other_tasks, "majority", falling, SIZES),
         *(
             Training("steps", label, "max", BASELINE, replace(recipe, steps=LONG), full_trials)
             for label, recipe in long.items()
@@ -122,7 +125,7 @@ def ours(paper: RetrievalRecipe) -> RetrievalRecipe:
     return replace(paper, **{name: value for part in PARTS.values() for name, value in part.items()})
 
 
-def _quick(names: Sequence[str], seed: int) -> RetrievalPlan:
+def _quick_plan(names: Sequence[str], seed: int) -> RetrievalPlan:
     """Return the quick plan; its learning rates are higher because there are few steps."""
     paper = RetrievalRecipe(steps=400, batch=64, width=32, learning_rate=1e-2)
     better = replace(paper, squeezed=0.5, cosine=True)
@@ -130,16 +133,16 @@ def _quick(names: Sequence[str], seed: int) -> RetrievalPlan:
     small = Trials(sizes=sizes, sets=sets, others=OTHERS)
     parts = {PAPERS_RECIPE: paper, "+ cosine": replace(paper, cosine=True), OUR_RECIPE: better}
     trainings = [
-        *_of_all("paper", names, "max", paper, sizes, sets),
+        *_plan_trainings("paper", names, "max", paper, sizes, sets),
         *(Training("parts", label, "max", BASELINE, recipe, small) for label, recipe in parts.items()),
-        *_of_all("ours", names, "max", better, sizes, sets),
-        *_of_all("recall", names, "recall", paper, sizes, sets),
-        *_of_all("majority", names, "majority", paper, sizes, sets),
+        *_plan_trainings("ours", names, "max", better, sizes, sets),
+        *_plan_trainings("recall", names, "recall", paper, sizes, sets),
+        *_plan_trainings("majority", names, "majority", paper, sizes, sets),
     ]
     return RetrievalPlan(tuple(range(seed, seed + 3)), tuple(trainings))
 
 
-def _of_all(
+def _plan_trainings(
     section: Section,
     names: Sequence[str],
     task: str,
@@ -154,7 +157,7 @@ def _of_all(
         yield Training(section, spelling, task, spelling, recipe, trials)
 
 
-def _parts(paper: RetrievalRecipe) -> dict[str, RetrievalRecipe]:
+def _recipes_by_part(paper: RetrievalRecipe) -> dict[str, RetrievalRecipe]:
     """Return the paper's recipe, each part of ours alone, ours without each part, ours, and its extensions."""
     full_recipe = ours(paper)
     recipes = {PAPERS_RECIPE: paper}
@@ -169,7 +172,7 @@ def _parts(paper: RetrievalRecipe) -> dict[str, RetrievalRecipe]:
 
 
 def _select_normalizers(only: Sequence[str]) -> list[str]:
-    fitting = [name for name in available() if name != FOR_TESTS and _for_sets(name)]
+    fitting = [name for name in available() if name != FOR_TESTS and _works_on_sets(name)]
     unknown = [name for name in only if _name(name) not in fitting]
     if unknown:
         raise ValueError(f"{unknown[0]!r} does not take part; choose among {', '.join(fitting)}")
@@ -183,7 +186,7 @@ def _name(spelling: str) -> str:
     return parse_spec(spelling)[0]
 
 
-def _for_sets(name: str) -> bool:
+def _works_on_sets(name: str) -> bool:
     """Return whether it maps a row of logits to weights independently of the order of the keys."""
     normalizer = get(name)
     return isinstance(normalizer, Normalizer) and normalizer.properties.permutation_equivariant
@@ -216,17 +219,17 @@ def collect(
     """
     known_records = [read_settings(record) for path in (folder / RECORDS, *known) for record in read_jsonl(path)]
     local_type = chosen_device(device).type
-    device_type = local_type if device is not None else _made_on(plan, known_records) or local_type
+    device_type = local_type if device is not None else _common_device(plan, known_records) or local_type
     device_name = device if device_type == local_type else device_type
     entries = []
     for number, training in enumerate(plan.trainings):
         progress(f"{training.section}: {training.label}", number, len(plan.trainings))
-        records = _of(training, plan.seeds, known_records, device_type)
+        records = _records_of(training, plan.seeds, known_records, device_type)
         if len(records) < _expected_records(training, plan.seeds) and device_type in (local_type, "cpu"):
             with one_thread():
                 records = train_retrieval(
                     [training.normalizer], folder, task=training.task, seeds=plan.seeds, recipe=training.recipe,
-                    trials=training.trials, device=device_name, compiled=_compiled(training),
+                    trials=training.trials, device=device_name, compiled=_should_compile(training),
                     report=_training_progress(progress, training, number, len(plan.trainings)),
                 ).records  # fmt: skip
             known_records += records
@@ -235,7 +238,7 @@ def collect(
     return entries
 
 
-def _of(training: Training, seeds: Sequence[int], records: Iterable[Record], device: str) -> list[Record]:
+def _records_of(training: Training, seeds: Sequence[int], records: Iterable[Record], device: str) -> list[Record]:
     """Return the records of these tests without duplicates, sorted by test, size and seed."""
     run = run_key(training.task, training.normalizer, training.recipe, device)
     by_test = {
@@ -250,14 +253,16 @@ def _expected_records(training: Training, seeds: Sequence[int]) -> int:
     return len(seeds) * len(training.trials.sizes) * len(training.trials.names)
 
 
-def _made_on(plan: RetrievalPlan, records: Sequence[Record]) -> str | None:
+def _common_device(plan: RetrievalPlan, records: Sequence[Record]) -> str | None:
     """Return the device of most of the plan's records; data differ between CPU and GPU, so all must come from one."""
-    counts = {device: sum(len(_of(t, plan.seeds, records, device)) for t in plan.trainings) for device in DEVICES}
+    counts = {
+        device: sum(len(_records_of(t, plan.seeds, records, device)) for t in plan.trainings) for device in DEVICES
+    }
     most = max(counts, key=lambda device: counts[device])
     return most if counts[most] else None
 
 
-def _compiled(training: Training) -> bool | None:
+def _should_compile(training: Training) -> bool | None:
     """Return the trainer's default, or False if compiling would take longer than the steps."""
     return None if training.recipe.steps >= WORTH_COMPILING else False
 

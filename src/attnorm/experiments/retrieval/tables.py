@@ -17,7 +17,7 @@ MARKS = (
 
 
 def accuracy_table(lines: Sequence[RetrievalLine]) -> pa.Table:
-    return pa.Table.from_pylist([_accuracy(line) for line in lines])
+    return pa.Table.from_pylist([_accuracy_row(line) for line in lines])
 
 
 def scale_table(scales: Sequence[Scale]) -> pa.Table:
@@ -41,7 +41,7 @@ def scale_table(scales: Sequence[Scale]) -> pa.Table:
     )
 
 
-def _accuracy(line: RetrievalLine) -> dict[str, Any]:
+def _accuracy_row(line: RetrievalLine) -> dict[str, Any]:
     row, difference = line.row, line.difference
     return {
         "section": line.section,
@@ -77,10 +77,10 @@ def fragments(lines: Sequence[RetrievalLine], scales: Sequence[Scale]) -> dict[s
         texts[section] = _section(section, section_lines)
         own_lines = [line for line in section_lines if line.row.tested_with == OWN and line.row.dispersed is not None]
         if own_lines:
-            texts[f"{section}-errors"] = _errors(section, own_lines)
+            texts[f"{section}-errors"] = _errors_section(section, own_lines)
         ranked = [scale for scale in scales if scale.training.section == section]
         if ranked:
-            texts[f"{section}-scale"] = _scales(section, ranked)
+            texts[f"{section}-scale"] = _scales_section(section, ranked)
     return texts
 
 
@@ -105,7 +105,7 @@ def _printed_rows() -> list[tuple[list[str], dict[int, str]]]:
     ]
 
 
-def _errors(section: Section, lines: Sequence[RetrievalLine]) -> str:
+def _errors_section(section: Section, lines: Sequence[RetrievalLine]) -> str:
     def cell(line: RetrievalLine) -> str:
         assert line.row.logits_wrong is not None
         assert line.row.dispersed is not None
@@ -121,15 +121,17 @@ def _errors(section: Section, lines: Sequence[RetrievalLine]) -> str:
     return f"{heading}\n\n{table}\n\n{caption}\n"
 
 
-def _scales(section: Section, scales: Sequence[Scale]) -> str:
+def _scales_section(section: Section, scales: Sequence[Scale]) -> str:
     def rows(cell: Callable[[Scale], str]) -> dict[str, dict[int, str]]:
         by_label: dict[str, dict[int, str]] = {}
         for scale in scales:
             by_label.setdefault(scale.training.label, {})[scale.size] = cell(scale)
         return by_label
 
-    margins = rows(lambda s: f"{_plain(s.delivered)} / {_plain(s.needed)} / {_plain(s.class_noise)}")
-    rights = rows(lambda s: f"{100 * s.logits_right:.0f} / {_percents(s.predicted_right)}")
+    margins = rows(
+        lambda s: f"{_format_number(s.delivered)} / {_format_number(s.needed)} / {_format_number(s.class_noise)}"
+    )
+    rights = rows(lambda s: f"{100 * s.logits_right:.0f} / {_format_percent(s.predicted_right)}")
     first = {scale.training.label: scale for scale in scales}
     sizes = sorted({scale.size for scale in scales})
     about = {label: [label, f"{s.slope:,.0f}", f"{s.leak:.1e}"] for label, s in first.items()}
@@ -152,11 +154,11 @@ def _scales(section: Section, scales: Sequence[Scale]) -> str:
     return f"{_heading('The scale of the logits: ' + SECTIONS[section])}\n\n{parts}\n"
 
 
-def _percents(share: float | None) -> str:
+def _format_percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.0f}"
 
 
-def _plain(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"

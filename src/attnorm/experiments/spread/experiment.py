@@ -79,17 +79,19 @@ def judge_claims(all_spreads: Sequence[Spreads]) -> tuple[ExperimentFinding, ...
     return (
         ExperimentFinding(
             claim=f"The logit spread of real heads is small: {AS_PRINTED} [V]",
-            ours=_join_by_model(all_spreads, [_readings(spreads, len(all_spreads) > 1) for spreads in all_spreads]),
-            verdict=_together([_small(spreads) for spreads in all_spreads]),
+            ours=_join_by_model(
+                all_spreads, [_describe_readings(spreads, len(all_spreads) > 1) for spreads in all_spreads]
+            ),
+            verdict=_combine_verdicts([_judge_size(spreads) for spreads in all_spreads]),
             why=f"it is no constant of a model: it grows by {growths} nats per e-fold of n, so a table without a "
             "length says little",
         ),
-        _proposition(all_spreads),
+        _judge_proposition(all_spreads),
         ExperimentFinding(
             claim="... far below what floating point allows, so dispersion comes sooner than in the worst case (notes "
             "on [V])",
-            ours=_join_by_model(all_spreads, [_horizons(spreads) for spreads in all_spreads]),
-            verdict=_together(
+            ours=_join_by_model(all_spreads, [_describe_horizons(spreads) for spreads in all_spreads]),
+            verdict=_combine_verdicts(
                 ["reproduces" if float(np.median(spreads.last)) < NEAR else "partly" for spreads in all_spreads]
             ),
             why="beyond the horizon 1 + e^spread no key can have half of the weight; below it the spread is no limit",
@@ -100,7 +102,7 @@ def judge_claims(all_spreads: Sequence[Spreads]) -> tuple[ExperimentFinding, ...
 def summary(all_spreads: Sequence[Spreads]) -> str:
     """Return the summary: the table in a sentence, then what decides its numbers."""
     phrases = ", ".join(
-        f"the {len(spreads.last)} heads of {spreads.model} {_spread(spreads.last)} nats at {spreads.keys:,} keys"
+        f"the {len(spreads.last)} heads of {spreads.model} {_format_spread(spreads.last)} nats at {spreads.keys:,} keys"
         for spreads in all_spreads
     )
     growth = "; ".join(
@@ -111,16 +113,17 @@ def summary(all_spreads: Sequence[Spreads]) -> str:
     )
     return (
         f"Logit spreads in the last row, mean ± deviation over heads: {phrases}; the paper has {AS_PRINTED}. The "
-        f"spread grows with the context, as the extremes of more numbers do: from {growth}.{_compared(all_spreads)}"
+        f"spread grows with the context, as the extremes of more numbers do: from "
+        f"{growth}.{_compare_at_common_keys(all_spreads)}"
     )
 
 
-def _compared(all_spreads: Sequence[Spreads]) -> str:
+def _compare_at_common_keys(all_spreads: Sequence[Spreads]) -> str:
     if len(all_spreads) < 2:
         return ""
     same = common_keys(all_spreads)
     phrases = ", ".join(
-        f"{spreads.model} {_spread(spreads.at(same))}"
+        f"{spreads.model} {_format_spread(spreads.at(same))}"
         for spreads in sorted(all_spreads, key=lambda spreads: spreads.at(same).mean())
     )
     return f" At {same:,} keys, the most that all have: {phrases}."
@@ -135,7 +138,7 @@ def _join_by_model(all_spreads: Sequence[Spreads], phrases: Sequence[str]) -> st
     )
 
 
-def _together(verdicts: Sequence[Verdict]) -> Verdict:
+def _combine_verdicts(verdicts: Sequence[Verdict]) -> Verdict:
     """Combine verdicts: untested models do not count; different verdicts give "partly"."""
     tested = {verdict for verdict in verdicts if verdict != "not tested"}
     if not tested:
@@ -143,17 +146,17 @@ def _together(verdicts: Sequence[Verdict]) -> Verdict:
     return next(iter(tested)) if len(tested) == 1 else "partly"
 
 
-def _spread(values: np.ndarray) -> str:
+def _format_spread(values: np.ndarray) -> str:
     return f"{np.nanmean(values):.2f} ± {np.nanstd(values):.2f}"
 
 
-def _readings(spreads: Spreads, with_keys: bool) -> str:
-    phrases = "; ".join(f"{_spread(spreads.readings[name])} ({meaning})" for name, meaning in READINGS.items())
+def _describe_readings(spreads: Spreads, with_keys: bool) -> str:
+    phrases = "; ".join(f"{_format_spread(spreads.readings[name])} ({meaning})" for name, meaning in READINGS.items())
     at_keys = f" at {spreads.keys:,} keys" if with_keys else ""
     return f"{phrases} nats{at_keys}; range {spreads.last.min():.2f} to {spreads.last.max():.2f}"
 
 
-def _small(spreads: Spreads) -> Verdict:
+def _judge_size(spreads: Spreads) -> Verdict:
     mean = float(spreads.last.mean())
     return "reproduces" if LOWEST_PRINTED <= mean <= HIGHEST_PRINTED else "partly" if mean < FAR_MORE else "does not"
 
@@ -162,14 +165,14 @@ def _growth(spreads: Spreads) -> float:
     return float(np.polyfit(np.log(spreads.n), np.nanmean(spreads.against_n, 0), 1)[0])
 
 
-def _horizons(spreads: Spreads) -> str:
+def _describe_horizons(spreads: Spreads) -> str:
     mean, middle = (
         format_keys(float(horizon(float(value)))) for value in (spreads.last.mean(), np.median(spreads.last))
     )
     return f"the mean spread has its horizon at {mean} keys; half of the heads have theirs below {middle}"
 
 
-def _proposition(all_spreads: Sequence[Spreads]) -> ExperimentFinding:
+def _judge_proposition(all_spreads: Sequence[Spreads]) -> ExperimentFinding:
     verdicts: list[Verdict] = []
     phrases = []
     for spreads in all_spreads:
@@ -185,7 +188,7 @@ def _proposition(all_spreads: Sequence[Spreads]) -> ExperimentFinding:
             f"median head (smallest {ratio.min():.1f}, largest {ratio.max():.0f})"
         )
     # One violation refutes a bound.
-    verdict = "does not" if "does not" in verdicts else _together(verdicts)
+    verdict = "does not" if "does not" in verdicts else _combine_verdicts(verdicts)
     why = "norms multiply what never points the same way; RoPE changes no norm, so the bound stays"
     return ExperimentFinding(
         "Spread <= 2 smax(Q) smax(K) ||y|| max ||x|| (Proposition 3.1 [V])",
@@ -244,7 +247,7 @@ def _about(all_spreads: Sequence[Spreads]) -> str:
         return f"{spreads.model}, {spreads.text}, {spreads.keys:,} tokens, {len(spreads.head)} heads"
     models: dict[str, list[str]] = {}
     for spreads in all_spreads:
-        models.setdefault(spreads.text, []).append(_short(spreads.model).replace("\n", ""))
+        models.setdefault(spreads.text, []).append(_short_name(spreads.model).replace("\n", ""))
     if len(models) == 1:
         return f"Last row of every head; text: {all_spreads[0].text}"
     texts = (f"{text} ({who[0] if len(who) == 1 else f'{len(who)} models'})" for text, who in models.items())
@@ -268,7 +271,7 @@ def _draw_table(axes: Axes, all_spreads: Sequence[Spreads], looks: Sequence[dict
             else [("last", f"{spreads.keys:,} keys, {len(spreads.head)} heads")]
         ):
             values = spreads.readings[reading]
-            label = f"{_short(spreads.model)}:\n{meaning}"
+            label = f"{_short_name(spreads.model)}:\n{meaning}"
             low, quarter, half, most, high = (float(value) for value in np.quantile(values, (0, 0.25, 0.5, 0.75, 1)))
             mean, std = float(values.mean()), float(values.std())
             rows.append(SpreadRow(label, (low, high), (quarter, most), half, mean, std, look))
@@ -297,7 +300,7 @@ def _draw_growth(axes: Axes, all_spreads: Sequence[Spreads], looks: Sequence[dic
         low, centre, high = np.nanquantile(spreads.against_n, (0.1, 0.5, 0.9), axis=0)
         if len(all_spreads) <= BANDS:
             axes.fill_between(spreads.n, low, high, color=look["color"], alpha=0.15, linewidth=0)
-        label = "heads: median, 10 to 90 %" if len(all_spreads) == 1 else _short(spreads.model)
+        label = "heads: median, 10 to 90 %" if len(all_spreads) == 1 else _short_name(spreads.model)
         axes.plot(spreads.n, centre, **look, label=label)
         least, most = min(least, float(low.min())), max(most, float(high.max()))
     n = max((spreads.n for spreads in all_spreads), key=len)
@@ -335,7 +338,7 @@ def _draw_bound(axes: Axes, all_spreads: Sequence[Spreads], looks: Sequence[dict
         if len(all_spreads) > 1:
             axes.scatter(
                 last, bound, s=16, marker=look["marker"], facecolor="none", edgecolor=look["color"], linewidth=0.8,
-                alpha=0.8, label=_short(spreads.model) if len(all_spreads) <= BANDS else None,  # more: as in (b)
+                alpha=0.8, label=_short_name(spreads.model) if len(all_spreads) <= BANDS else None,  # more: as in (b)
             )  # fmt: skip
             continue
         dots = axes.scatter(last, bound, c=spreads.layer[mask], cmap="viridis", s=14, edgecolor=INK, linewidth=0.4)
@@ -354,6 +357,6 @@ def _draw_bound(axes: Axes, all_spreads: Sequence[Spreads], looks: Sequence[dict
     tidy(axes)
 
 
-def _short(name: str) -> str:
+def _short_name(name: str) -> str:
     """Return a hub name without its owner, in lines that fit beside an axis."""
     return "\n".join(textwrap.wrap(name.rsplit("/", 1)[-1], 26)[:2]) or name
