@@ -126,14 +126,14 @@ def records_of(plan: VisionPlan, subject: ExperimentSubject, progress: ProgressC
     if device.type != "cuda":
         plan = replace(plan, settings=replace(plan.settings, dtype="float32"))
     source = image_source(subject)
-    wanted = plan.trained(subject.seed, subject.only)
-    known = _known_records(parts)
-    missing = [one for one in wanted if _key(one[1].as_dict(), source) not in known]
+    planned = plan.trained(subject.seed, subject.only)
+    finished = _finished_records(parts)
+    missing = [(model, settings) for model, settings in planned if _key(settings.as_dict(), source) not in finished]
     images = None
     for done, (model, settings) in enumerate(missing):
         label = f"{model.name}, patch {settings.patch}, seed {settings.seed}"
         with try_lock(parts / "locks" / f"{label}.lock") as mine:
-            if not mine or _key(settings.as_dict(), source) in _known_records(parts):  # another process trains it
+            if not mine or _key(settings.as_dict(), source) in _finished_records(parts):  # another process trains it
                 continue
             if images is None:
                 progress("reading images", 0, len(missing))
@@ -145,14 +145,15 @@ def records_of(plan: VisionPlan, subject: ExperimentSubject, progress: ProgressC
                 append_jsonl(parts / RESULTS, [record])
             torch.compiler.reset()  # or torch stops compiling after eight models
             free_memory()
-    known = _known_records(parts)
-    found = [(model, _key(settings.as_dict(), source)) for model, settings in wanted]
-    return [known[key] | {"model": model.name} for model, key in found if key in known]
+    finished = _finished_records(parts)
+    keys = [(model, _key(settings.as_dict(), source)) for model, settings in planned]
+    return [finished[key] | {"model": model.name} for model, key in keys if key in finished]
 
 
-def _known_records(parts: Path) -> dict[str, Record]:
+def _finished_records(parts: Path) -> dict[str, Record]:
     files = [parts.parent.parent / name for name in (RECORDS, f"{RECORDS}.xz")] + [parts / RESULTS]
-    return {_key(one["settings"], one["images"]): one for file in files if file.exists() for one in read_jsonl(file)}
+    records = [record for file in files if file.exists() for record in read_jsonl(file)]
+    return {_key(record["settings"], record["images"]): record for record in records}
 
 
 def image_source(subject: ExperimentSubject) -> str:
@@ -188,7 +189,7 @@ class Accuracy:
 
 def accuracy(records: Sequence[Record]) -> Accuracy:
     """Return the accuracy over the models whose training did not fail."""
-    shares = [one["correct"] / one["tested_on"] for one in records if one["correct"] is not None]
+    shares = [record["correct"] / record["tested_on"] for record in records if record["correct"] is not None]
     if not shares:
         return Accuracy(math.nan, math.nan, math.nan, 0)
     if len(shares) == 1:
@@ -199,10 +200,10 @@ def accuracy(records: Sequence[Record]) -> Accuracy:
 
 def groups_of(records: Sequence[Record]) -> dict[tuple[int, str], list[Record]]:
     """Return the records by tokens per image and model."""
-    found: dict[tuple[int, str], list[Record]] = {}
+    groups: dict[tuple[int, str], list[Record]] = {}
     for record in records:
-        found.setdefault((record["tokens"], record["model"]), []).append(record)
-    return found
+        groups.setdefault((record["tokens"], record["model"]), []).append(record)
+    return groups
 
 
 def outcome(records: Sequence[Record], plan: VisionPlan, *, small: bool) -> Outcome:
@@ -218,15 +219,15 @@ def outcome(records: Sequence[Record], plan: VisionPlan, *, small: bool) -> Outc
 def table(records: Sequence[Record]) -> pa.Table:
     """One row per tokens and model, over seeds."""
     rows = []
-    for (tokens, model), some in groups_of(records).items():
-        found = accuracy(some)
+    for (tokens, model), group in groups_of(records).items():
+        over_seeds = accuracy(group)
         rows.append(
             {
-                "tokens": tokens, "model": model, "seeds": len(some), "failed": len(some) - found.seeds,
-                "accuracy": found.mean, "low": found.low, "high": found.high,
-                "images_per_second": fmean(one["images_per_second"] for one in some),
-                "peak_mb": max(one["peak_bytes"] or math.nan for one in some) / 1e6,
-                "parameters": some[0]["parameters"],
+                "tokens": tokens, "model": model, "seeds": len(group), "failed": len(group) - over_seeds.seeds,
+                "accuracy": over_seeds.mean, "low": over_seeds.low, "high": over_seeds.high,
+                "images_per_second": fmean(record["images_per_second"] for record in group),
+                "peak_mb": max(record["peak_bytes"] or math.nan for record in group) / 1e6,
+                "parameters": group[0]["parameters"],
             }
         )  # fmt: skip
     return pa.Table.from_pylist(rows)
@@ -235,7 +236,7 @@ def table(records: Sequence[Record]) -> pa.Table:
 def findings(records: Sequence[Record], *, small: bool) -> tuple[ExperimentFinding, ...]:
     """Compare each SOFT model with softmax, and the landmarks with the full kernel, at every number of tokens."""
     groups = groups_of(records)
-    found = []
+    comparisons = []
     for tokens in dict.fromkeys(tokens for tokens, _ in groups):
         for name, rival, claim in (
             ("soft", "softmax", "SOFT is more accurate than softmax at equal size"),
@@ -249,15 +250,15 @@ def findings(records: Sequence[Record], *, small: bool) -> tuple[ExperimentFindi
             if (tokens, name) in groups and (tokens, rival) in groups:
                 ours, theirs = accuracy(groups[tokens, name]), accuracy(groups[tokens, rival])
                 verdict: Verdict = _verdict(ours, theirs)
-                found.append(
+                comparisons.append(
                     ExperimentFinding(
                         claim=f"{claim} ({tokens:,} tokens)",
-                        ours=f"{name} {_words(ours)}, {rival} {_words(theirs)}",
+                        ours=f"{name} {_in_words(ours)}, {rival} {_in_words(theirs)}",
                         verdict="not tested" if small or not (ours.seeds and theirs.seeds) else verdict,
                         why="too small to judge" if small else "",
                     )
                 )
-    return tuple(found)
+    return tuple(comparisons)
 
 
 def _verdict(ours: Accuracy, theirs: Accuracy) -> Verdict:
@@ -269,17 +270,18 @@ def _verdict(ours: Accuracy, theirs: Accuracy) -> Verdict:
     return "partly"
 
 
-def _words(found: Accuracy) -> str:
-    if not found.seeds:
+def _in_words(over_seeds: Accuracy) -> str:
+    if not over_seeds.seeds:
         return "failed"
-    return f"{found.mean:.1%} ({found.low:.1%} to {found.high:.1%}, {found.seeds} seed{'s' * (found.seeds > 1)})"
+    mean, low, high, seeds = over_seeds.mean, over_seeds.low, over_seeds.high, over_seeds.seeds
+    return f"{mean:.1%} ({low:.1%} to {high:.1%}, {seeds} seed{'s' * (seeds > 1)})"
 
 
 def summary(records: Sequence[Record]) -> str:
     groups = groups_of(records)
     sentences = []
     for tokens in dict.fromkeys(tokens for tokens, _ in groups):
-        means = {model: accuracy(some).mean for (count, model), some in groups.items() if count == tokens}
+        means = {model: accuracy(group).mean for (count, model), group in groups.items() if count == tokens}
         listed = ", ".join(
             f"{model} {'failed' if math.isnan(mean) else f'{mean:.1%}'}" for model, mean in means.items()
         )
@@ -310,20 +312,20 @@ def figure(records: Sequence[Record]) -> Figure:
 def _draw(axes: Axes, groups: dict[tuple[int, str], list[Record]], models: Sequence[str], panel: int) -> None:
     sizes = sorted({tokens for tokens, _ in groups})
     for tokens, colour, marker in zip(sizes, (INK, "#0a6ab4", "#d9731a"), "osD", strict=False):
-        rows = [(place, groups[tokens, model]) for place, model in enumerate(models) if (tokens, model) in groups]
+        rows = [(row, groups[tokens, model]) for row, model in enumerate(models) if (tokens, model) in groups]
         offset = 0.22 * (sizes.index(tokens) - (len(sizes) - 1) / 2)
-        y = [place + offset for place, _ in rows]
+        y = [row + offset for row, _ in rows]
         if panel == 0:
-            found = [accuracy(some) for _, some in rows]
-            bars = [[one.mean - one.low for one in found], [one.high - one.mean for one in found]]
-            x = [one.mean for one in found]
+            accuracies = [accuracy(group) for _, group in rows]
+            bars = [[a.mean - a.low for a in accuracies], [a.high - a.mean for a in accuracies]]
+            x = [a.mean for a in accuracies]
             axes.errorbar(x, y, xerr=bars, fmt=marker, color=colour, markersize=4, capsize=2, label=f"{tokens:,}")
         else:
             key, unit = (("images_per_second", 1.0), ("peak_bytes", 1e9))[panel - 1]
-            x = [fmean((one[key] or math.nan) / unit for one in some) for _, some in rows]
+            x = [fmean((record[key] or math.nan) / unit for record in group) for _, group in rows]
             axes.plot(x, y, marker, color=colour, markersize=4)
             axes.set_xlim(left=0)
-    if panel == 2 and not any(one["peak_bytes"] for some in groups.values() for one in some):
+    if panel == 2 and not any(record["peak_bytes"] for group in groups.values() for record in group):
         axes.text(0.5, 0.5, "measured on a GPU only", ha="center", transform=axes.transAxes, color=PALE)
 
 

@@ -45,7 +45,7 @@ def read_archive(path: Path) -> ImageSplits:
     Raises:
         ValueError: Not such an archive, images of different sizes, or a class that only one split has.
     """
-    found: dict[str, list[tuple[str, np.ndarray]]] = {split: [] for split in SPLITS}
+    pictures: dict[str, list[tuple[str, np.ndarray]]] = {split: [] for split in SPLITS}
     try:
         with tarfile.open(path) as archive:
             for member in archive:
@@ -55,17 +55,17 @@ def read_archive(path: Path) -> ImageSplits:
                 split, label = name.parts[-3:-1]
                 contents = archive.extractfile(member)
                 if split in SPLITS and contents is not None:
-                    found[split].append((label, _picture(contents.read(), member.name)))
+                    pictures[split].append((label, _picture(contents.read(), member.name)))
     except (tarfile.TarError, OSError, EOFError) as error:
         raise ValueError(f"expected a .tar archive of images, got {path} ({error}).") from None
-    classes = {split: sorted({label for label, _ in found[split]}) for split in SPLITS}
+    classes = {split: sorted({label for label, _ in pictures[split]}) for split in SPLITS}
     if not classes["train"] or classes["train"] != classes["test"]:
         raise ValueError(
             f"expected train/CLASS/*.jpg and test/CLASS/*.jpg in {path}, got the classes "
             f"{classes['train']} in train and {classes['test']} in test."
         )
     names = tuple(classes["train"])
-    train, test = (_labelled(found[split], names, path) for split in SPLITS)
+    train, test = (_labelled(pictures[split], names, path) for split in SPLITS)
     return ImageSplits(train, test)
 
 

@@ -66,12 +66,12 @@ class VisionSettings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "normalizer", state_spec(self.normalizer))
-        for name, value, known in (
+        for name, value, accepted in (
             ("architecture", self.architecture, ARCHITECTURES),
             ("landmarks", self.landmarks, LANDMARKS),
         ):
-            if value not in known:
-                raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}.")
+            if value not in accepted:
+                raise ValueError(f"{name}: expected one of {', '.join(accepted)}, got {value!r}.")
         if self.landmarks != LANDMARKS[0] and parse_spec(self.normalizer)[0] != "soft":
             raise ValueError(f"expected the normalizer soft with landmarks={self.landmarks!r}, got {self.normalizer}.")
         if self.landmarks != LANDMARKS[0] and self.squares:
@@ -240,14 +240,14 @@ def train_vit(
         total = torch.zeros((), device=device)
         order = torch.randperm(len(train), generator=random)
         batches = order.split(settings.batch)[: len(train) // settings.batch]
-        for some in batches:
+        for indices in batches:
             if step == UNTIMED_STEPS:
                 _finish(device)
                 clock, timed = time.perf_counter(), step
-            some = some.to(device)
-            pixels = as_model_input(shifted_and_mirrored(train.pixels[some], random))
+            indices = indices.to(device)
+            pixels = as_model_input(shifted_and_mirrored(train.pixels[indices], random))
             rate = settings.learning_rate * _schedule(step, steps, settings.warmup_share)
-            total += update(pixels, train.labels[some], rate)
+            total += update(pixels, train.labels[indices], rate)
             step += 1
             report(step, steps)
         course.append(float(total) / len(batches))
