@@ -57,7 +57,7 @@ def _reference(row: Row, map: str = "softmax", heads: int | None = None) -> Tens
     return softmax_row(z) if map == "softmax" else get(map)(z[None])[0]
 
 
-def _start(layer: LayerFacts, given: Options) -> dict[str, Any]:
+def _start(layer: LayerFacts, given_options: Options) -> dict[str, Any]:
     return {"heads": layer.heads}
 
 

@@ -89,9 +89,9 @@ def _reference(
 MATCHED_WEIGHT = 0.25
 
 
-def _start(layer: LayerFacts, given: Options) -> dict[str, Any]:
-    factor = MATCHED_WEIGHT ** (given.get("alpha", 1.5) - 1)
-    beta, gamma = given.get("beta", factor / 2), given.get("gamma", 0.0)
+def _start(layer: LayerFacts, given_options: Options) -> dict[str, Any]:
+    factor = MATCHED_WEIGHT ** (given_options.get("alpha", 1.5) - 1)
+    beta, gamma = given_options.get("beta", factor / 2), given_options.get("gamma", 0.0)
     return {"delta": factor - beta * math.log(layer.length + 1) ** gamma, "beta": beta, "heads": layer.heads}
 
 

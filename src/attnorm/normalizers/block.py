@@ -141,7 +141,7 @@ def check_mask(mask: Tensor, logits_shape: torch.Size) -> None:
         )
     # Compares shapes itself: torch.broadcast_shapes takes as long as a small softmax.
     sizes = zip(mask.shape[::-1], logits_shape[::-1], strict=False)
-    if mask.dim() > len(logits_shape) or not all(own == size or own == 1 for own, size in sizes):
+    if mask.dim() > len(logits_shape) or not all(mask_size == size or mask_size == 1 for mask_size, size in sizes):
         hint = ""
         if len(logits_shape) == 4 and mask.shape == (logits_shape[0], logits_shape[-1]):
             hint = "; padding (batch, keys) becomes mask[:, None, None, :]"

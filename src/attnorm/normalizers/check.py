@@ -84,9 +84,9 @@ def check_normalizer(
     reference = declared.reference if isinstance(normalizer, str) else None
     subject = CheckedNormalizer.of(row_normalizer, heads, width, reference)
     excepted = declared.exceptions if exceptions is None else _check_names(exceptions)
-    wanted = {check: function for check, function in CHECKS.items() if compile or check != "compiled"}
+    selected_checks = {check: function for check, function in CHECKS.items() if compile or check != "compiled"}
     checks = []
-    for check, function in wanted.items():
+    for check, function in selected_checks.items():
         checks.append(
             Check(check, True, f"excepted, {excepted[check]}")
             if check in excepted

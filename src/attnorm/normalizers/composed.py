@@ -28,12 +28,12 @@ def _build_part(spec: str | None, option: str, **shared: int | None) -> Normaliz
     name, options = parse_part(spec) if isinstance(spec, str) else (spec, {})
     if not isinstance(name, str) or name == "composed":
         raise ValueError(f"expected {option} as the name of a normalizer, got {spec!r}. Write e.g. {option}='ssmax'.")
-    known = entries()
-    takes = inspect.signature(known[name].factory()).parameters if name in known else {}
-    given = {key: value for key, value in shared.items() if value is not None and key in takes}
+    registered = entries()
+    takes = inspect.signature(registered[name].factory()).parameters if name in registered else {}
+    shared_options = {key: value for key, value in shared.items() if value is not None and key in takes}
     if "learned" in takes and not options.get("learned", takes["learned"].default):
-        given.pop("heads", None)  # what is not learned is the same for all heads
-    built = get(name, **(given | options))
+        shared_options.pop("heads", None)  # what is not learned is the same for all heads
+    built = get(name, **(shared_options | options))
     if not isinstance(built, Normalizer):
         raise ValueError(f"expected {option} as a row normalizer, got the mechanism {name!r}.")
     return built
@@ -56,7 +56,7 @@ def _reference(
     return weights[1:] if sink is not None else weights
 
 
-def _start(layer: LayerFacts, given: Options) -> dict[str, Any]:
+def _start(layer: LayerFacts, given_options: Options) -> dict[str, Any]:
     return {"heads": layer.heads, "train_length": layer.length}
 
 
@@ -83,4 +83,4 @@ def composed(
     built = {option: _build_part(name, option, **shared) for option, name in parts.items()}
     first = _build_part(map, "map", **shared)
     assert first is not None
-    return compose(first, **{key: one for key, one in built.items() if one is not None}, name="composed")
+    return compose(first, **{key: part for key, part in built.items() if part is not None}, name="composed")

@@ -130,7 +130,7 @@ def _rules_of(part: Part | LogitRule | Iterable[Part | LogitRule]) -> list[Logit
     if isinstance(part, LogitRule):
         return [part]
     if not isinstance(part, str | Normalizer):
-        return [rule for one in _as_iterable(part, "scale") for rule in _rules_of(one)]
+        return [rule for item in _as_iterable(part, "scale") for rule in _rules_of(item)]
     normalizer = _as_row_normalizer(part)
     _check_no_other_parts(
         normalizer, "scale rule", normalizer.select, normalizer.sink, not isinstance(normalizer.map, Softmax)
@@ -142,7 +142,7 @@ def _selections_of(part: Part | Selection | Iterable[Part | Selection]) -> list[
     if isinstance(part, Selection):
         return [part]
     if not isinstance(part, str | Normalizer):
-        return [selection for one in _as_iterable(part, "select") for selection in _selections_of(one)]
+        return [selection for item in _as_iterable(part, "select") for selection in _selections_of(item)]
     normalizer = _as_row_normalizer(part)
     _check_no_other_parts(
         normalizer, "selection", normalizer.scale, normalizer.sink, not isinstance(normalizer.map, Softmax)
@@ -168,7 +168,7 @@ def _sink_of(part: Part) -> Sink:
     return normalizer.sink
 
 
-def _check_no_other_parts(normalizer: Normalizer, wanted: str, *others: object) -> None:
+def _check_no_other_parts(normalizer: Normalizer, part_name: str, *others: object) -> None:
     """Raise ValueError if the normalizer has other parts than the wanted one, which would be lost."""
     lost = [other for other in others if (len(other) > 0 if hasattr(other, "__len__") else bool(other))]
     if not lost:
@@ -176,9 +176,9 @@ def _check_no_other_parts(normalizer: Normalizer, wanted: str, *others: object) 
     options = _compose_options(normalizer)
     if len(options) == 1:
         raise ValueError(
-            f"{normalizer.name!r} is more than a {wanted}; write compose({options[0]}={normalizer.name!r})"
+            f"{normalizer.name!r} is more than a {part_name}; write compose({options[0]}={normalizer.name!r})"
         )
-    raise ValueError(f"{normalizer.name!r} is more than a {wanted}; pass the {wanted} object itself")
+    raise ValueError(f"{normalizer.name!r} is more than a {part_name}; pass the {part_name} object itself")
 
 
 def _compose_options(normalizer: Normalizer) -> list[str]:

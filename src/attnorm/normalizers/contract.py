@@ -172,8 +172,8 @@ class Sink(nn.Module):
         logits = torch.cat([column, block.logits], dim=-1)
         mask = block.mask
         if mask is not None:
-            seen = mask.expand(*mask.shape[:-1], block.logits.shape[-1])
-            mask = torch.cat([seen.new_ones(*seen.shape[:-1], 1), seen], dim=-1)
+            visible = mask.expand(*mask.shape[:-1], block.logits.shape[-1])
+            mask = torch.cat([visible.new_ones(*visible.shape[:-1], 1), visible], dim=-1)
         positions = block.given_positions
         if isinstance(positions, Positions):
             positions = Positions(positions.query, torch.cat([positions.key[..., :1], positions.key], dim=-1))
@@ -256,17 +256,18 @@ class Normalizer(nn.Module):
 
     @property
     def properties(self) -> Properties:
-        own = self.map.properties
-        row_sum: RowSum = "at most one" if self.sink is not None and own.row_sum == "one" else own.row_sum
+        base = self.map.properties
+        row_sum: RowSum = "at most one" if self.sink is not None and base.row_sum == "one" else base.row_sum
         parts: list[LogitRule | Selection] = [*self.rules, *self.selections]
         return Properties(
             row_sum=row_sum,
-            signed=own.signed,
-            exact_zeros=own.exact_zeros or bool(self.selections),
-            shift_invariant=own.shift_invariant and self.sink is None and all(r.shift_invariant for r in self.rules),
-            permutation_equivariant=own.permutation_equivariant and all(part.permutation_equivariant for part in parts),
-            length=", ".join(text for text in [*(part.length for part in parts), own.length] if text),
-            swap_untrained=own.swap_untrained and self.sink is None and all(part.swap_untrained for part in parts),
+            signed=base.signed,
+            exact_zeros=base.exact_zeros or bool(self.selections),
+            shift_invariant=base.shift_invariant and self.sink is None and all(r.shift_invariant for r in self.rules),
+            permutation_equivariant=base.permutation_equivariant
+            and all(part.permutation_equivariant for part in parts),
+            length=", ".join(text for text in [*(part.length for part in parts), base.length] if text),
+            swap_untrained=base.swap_untrained and self.sink is None and all(part.swap_untrained for part in parts),
         )
 
     def lipschitz(self, n: int) -> float | None:

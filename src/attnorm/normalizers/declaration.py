@@ -87,8 +87,8 @@ class WarmStart:
 
     close: str
     why: str = "nothing to set"
-    options: Callable[[LayerFacts, Options], dict[str, Any]] = lambda layer, given: {}
-    values: Callable[[LayerFacts, Options, Options], dict[str, float | Tensor]] = lambda layer, given, options: {}
+    options: Callable[[LayerFacts, Options], dict[str, Any]] = lambda *_: {}
+    values: Callable[[LayerFacts, Options, Options], dict[str, float | Tensor]] = lambda *_: {}
     by_length: str | None = None
 
 
@@ -131,4 +131,6 @@ def warm_start_of(factory: Callable[..., Any]) -> WarmStart:
     if declared is not None:
         return declared
     takes_heads = "heads" in inspect.signature(factory).parameters
-    return WarmStart("unknown", "not declared", lambda layer, given: {"heads": layer.heads} if takes_heads else {})
+    return WarmStart(
+        "unknown", "not declared", lambda layer, given_options: {"heads": layer.heads} if takes_heads else {}
+    )

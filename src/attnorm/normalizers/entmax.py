@@ -229,8 +229,8 @@ def _reference(row: Row, alpha: float = 1.5, learned: bool = False, **_: Any) ->
     return entmax_row(row.z, 1 + torch.sigmoid(row.value("map.theta", math.log((alpha - 1) / (2 - alpha)))))
 
 
-def _start(layer: LayerFacts, given: Options) -> dict[str, Any]:
-    return {"alpha": 1.05, "heads": layer.heads} if given.get("learned") else {}
+def _start(layer: LayerFacts, given_options: Options) -> dict[str, Any]:
+    return {"alpha": 1.05, "heads": layer.heads} if given_options.get("learned") else {}
 
 
 @declare(reference=lambda row: entmax_row(row.z, 2.0), warm_start=WarmStart("far"))

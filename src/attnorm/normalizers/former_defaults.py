@@ -63,20 +63,20 @@ def read_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     Read are the entries `normalizer` (a specification, or a name with `normalizer_options`), `recipe`, `others` of
     `tests`, and `settings`.
     """
-    found = dict(settings)
-    if "normalizer_options" in found:
-        found["normalizer_options"] = read_options(found.get("normalizer"), found["normalizer_options"])
-    elif isinstance(found.get("normalizer"), str):
-        found["normalizer"] = read_spec(found["normalizer"])
-    if isinstance(found.get("recipe"), dict):  # of layers; a recipe of train retrieval has numbers
-        found["recipe"] = {
-            key: read_spec(value) if isinstance(value, str) else value for key, value in found["recipe"].items()
+    completed = dict(settings)
+    if "normalizer_options" in completed:
+        completed["normalizer_options"] = read_options(completed.get("normalizer"), completed["normalizer_options"])
+    elif isinstance(completed.get("normalizer"), str):
+        completed["normalizer"] = read_spec(completed["normalizer"])
+    if isinstance(completed.get("recipe"), dict):  # of layers; a recipe of train retrieval has numbers
+        completed["recipe"] = {
+            key: read_spec(value) if isinstance(value, str) else value for key, value in completed["recipe"].items()
         }
-    if isinstance(found.get("tests"), dict) and "others" in found["tests"]:
-        found["tests"] = {**found["tests"], "others": [*map(read_spec, found["tests"]["others"])]}
-    if isinstance(found.get("settings"), dict):
-        found["settings"] = read_settings(found["settings"])
-    return found
+    if isinstance(completed.get("tests"), dict) and "others" in completed["tests"]:
+        completed["tests"] = {**completed["tests"], "others": [*map(read_spec, completed["tests"]["others"])]}
+    if isinstance(completed.get("settings"), dict):
+        completed["settings"] = read_settings(completed["settings"])
+    return completed
 
 
 Defaults = Callable[[ChangedDefault], Mapping[str, Any]]

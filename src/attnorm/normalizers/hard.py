@@ -19,9 +19,9 @@ class Hard(Map):
     def forward(self, block: Block) -> Tensor:
         z = block.filled_low()
         best = (z == z.amax(-1, keepdim=True)).to(z.dtype)
-        chosen = block.hide(best / best.sum(-1, keepdim=True))
+        hard = block.hide(best / best.sum(-1, keepdim=True))
         soft = block.hide(torch.softmax(z, dim=-1))
-        return chosen + (soft - soft.detach())
+        return hard + (soft - soft.detach())
 
 
 def _reference(row: Row) -> Tensor:

@@ -127,13 +127,13 @@ def kernel(
     if isinstance(function, str):
         if function not in FUNCTIONS:
             raise ValueError(f"unknown function {function!r}; expected one of {', '.join(FUNCTIONS)}, or a callable")
-        chosen = polynomial(power, offset) if function == "polynomial" else FUNCTIONS[function]
+        positive_function = polynomial(power, offset) if function == "polynomial" else FUNCTIONS[function]
     elif isinstance(function, PositiveFunction):
-        chosen = function
+        positive_function = function
     elif not callable(function):
         raise TypeError(f"function must be one of {', '.join(FUNCTIONS)}, or a callable, got {function!r}")
     elif derivative is None:
         raise ValueError("a function of your own needs its derivative: kernel(F, derivative=dF), both elementwise")
     else:
-        chosen = PositiveFunction(function, derivative)
-    return Normalizer(Kernel(chosen), name="kernel")
+        positive_function = PositiveFunction(function, derivative)
+    return Normalizer(Kernel(positive_function), name="kernel")

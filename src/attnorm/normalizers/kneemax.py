@@ -63,11 +63,11 @@ def _huber(t: Tensor, bend: Tensor | None, buffer: Tensor | None) -> Tensor:
 def _excess(t: Tensor, bend: Tensor | None, buffer: Tensor | None) -> Newton:
     """sum p - 1 = (sum w^2 + 4k sum (t - w)) / (4k) - 1: convex in the threshold, so Newton never passes it."""
     assert bend is not None
-    every = t.relu_().sum(-1, keepdim=True)
+    sum_of_t = t.relu_().sum(-1, keepdim=True)
     w = torch.minimum(t, bend, out=buffer)
     below = w.sum(-1, keepdim=True)
     squares = w.square_().sum(-1, keepdim=True)
-    total = squares.div_(2 * bend).add_(every - below)
+    total = squares.div_(2 * bend).add_(sum_of_t - below)
     return Newton(total.sub_(1), below / bend)
 
 

@@ -23,7 +23,7 @@ def _reference(row: Row, knee: float = 0.25, heads: int | None = None) -> Tensor
     return kneemax_row(row.z - slope * row.distance.abs().to(row.z.dtype), knee)
 
 
-def _start(layer: LayerFacts, given: Options) -> dict[str, Any]:
+def _start(layer: LayerFacts, given_options: Options) -> dict[str, Any]:
     return {"heads": layer.heads}
 
 

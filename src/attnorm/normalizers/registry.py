@@ -170,31 +170,31 @@ def register(name: str, *, paper: str = "", url: str = "") -> Callable[[F], F]:
             raise ValueError(f"a normalizer's name must be a Python identifier, got {name!r}")
         if name in BUILT_IN:
             raise ValueError(f"{name!r} is a built-in normalizer; choose another name, e.g. 'my_{name}'")
-        entry, known = NormalizerEntry(factory, paper, url), _registered.get(name)
-        if known is not None and known.target is not factory and not _is_same_definition(known, entry):
-            raise ValueError(f"{name!r} is already registered by {known.target!r}; choose another name")
+        entry, existing = NormalizerEntry(factory, paper, url), _registered.get(name)
+        if existing is not None and existing.target is not factory and not _is_same_definition(existing, entry):
+            raise ValueError(f"{name!r} is already registered by {existing.target!r}; choose another name")
         _registered[name] = entry
         return factory
 
     return add
 
 
-def _is_same_definition(known: NormalizerEntry, entry: NormalizerEntry) -> bool:
+def _is_same_definition(existing: NormalizerEntry, entry: NormalizerEntry) -> bool:
     """Whether the same code was run again: a notebook cell, or a reloaded module."""
-    return known.address == entry.address and "<lambda>" not in entry.address
+    return existing.address == entry.address and "<lambda>" not in entry.address
 
 
 def entries() -> dict[str, NormalizerEntry]:
     """Return all known normalizers: built in, registered, and found through entry points."""
-    found = {**BUILT_IN, **_registered}
+    all_entries = {**BUILT_IN, **_registered}
     for point in _entry_points(tuple(sys.path)):
-        if point.name in found and found[point.name].address != point.value:
+        if point.name in all_entries and all_entries[point.name].address != point.value:
             raise ValueError(
                 f"the entry point {point.name!r} = {point.value!r} has the name of another normalizer; "
                 "uninstall that package or have it rename its entry point"
             )
-        found.setdefault(point.name, NormalizerEntry(point.value))
-    return found
+        all_entries.setdefault(point.name, NormalizerEntry(point.value))
+    return all_entries
 
 
 @cache  # a search takes milliseconds, longer than a small attention call; repeated if sys.path changes
@@ -217,12 +217,14 @@ def get(name: str, **options: Any) -> Normalizer | Mechanism:
     """Build a normalizer by name: get("entmax", alpha=1.3), get("entmax:alpha=1.3") or get("ssmax", heads=12)."""
     if isinstance(name, str) and ":" in name:
         name, options = with_options(name, options)
-    known = entries()
-    if not isinstance(name, str) or name not in known:
-        close = difflib.get_close_matches(str(name), known, n=3)
-        hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"known are {', '.join(sorted(known))}"
+    registered = entries()
+    if not isinstance(name, str) or name not in registered:
+        close = difflib.get_close_matches(str(name), registered, n=3)
+        hint = (
+            f"did you mean {' or '.join(map(repr, close))}?" if close else f"known are {', '.join(sorted(registered))}"
+        )
         raise ValueError(f"unknown normalizer {name!r}; {hint}")
-    factory = known[name].factory()
+    factory = registered[name].factory()
     check_options(name, factory, options)
     normalizer = as_normalizer(factory(**options), name)
     reject_nan(name, options)

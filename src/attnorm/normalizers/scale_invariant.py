@@ -50,7 +50,7 @@ def _reference(row: Row, tau: float = 10.0) -> Tensor:
     warm_start=WarmStart(
         "near",
         "tau = the training length: within it no logit is stretched by more than 1.55 or lowered by more than 1.39",
-        options=lambda layer, given: {"tau": float(layer.length)},
+        options=lambda layer, given_options: {"tau": float(layer.length)},
         by_length="tau",
     ),
 )

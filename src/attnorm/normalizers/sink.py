@@ -19,12 +19,12 @@ LOW_SINK = -10.0
 
 
 def _reference(row: Row, logit: float = 0.0, **_: Any) -> Tensor:
-    own = row.value("sink.logit", logit).to(row.z.dtype)
-    return softmax_row(torch.cat([own[None], row.z]))[1:]
+    sink_logit = row.value("sink.logit", logit).to(row.z.dtype)
+    return softmax_row(torch.cat([sink_logit[None], row.z]))[1:]
 
 
-def _model_sinks(layer: LayerFacts, given: Options, options: Options) -> dict[str, float | Tensor]:
-    return {} if layer.sinks_H is None or "logit" in given else {"sink.logit": layer.sinks_H}
+def _model_sinks(layer: LayerFacts, given_options: Options, options: Options) -> dict[str, float | Tensor]:
+    return {} if layer.sinks_H is None or "logit" in given_options else {"sink.logit": layer.sinks_H}
 
 
 @declare(
@@ -43,7 +43,7 @@ def softmax1() -> Normalizer:
         "near",
         f"logit {LOW_SINK:g}: the sink takes next to nothing, and can still learn, unless all logits of a row are as "
         "low; a model with sinks of its own starts from those, exactly",
-        options=lambda layer, given: {"logit": LOW_SINK, "heads": layer.heads},
+        options=lambda layer, given_options: {"logit": LOW_SINK, "heads": layer.heads},
         values=_model_sinks,
     ),
 )

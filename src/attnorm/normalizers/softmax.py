@@ -74,7 +74,7 @@ def _reference(row: Row, temperature: float = 1.0, **_: Any) -> Tensor:
     warm_start=WarmStart(
         "the same",
         "T = 1; learned=True starts there",
-        options=lambda layer, given: {"heads": layer.heads} if given.get("learned") else {},
+        options=lambda layer, given_options: {"heads": layer.heads} if given_options.get("learned") else {},
     ),
 )
 def softmax(temperature: float = 1.0, *, learned: bool = False, heads: int | None = None) -> Normalizer:

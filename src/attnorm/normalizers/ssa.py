@@ -46,7 +46,7 @@ def _reference(row: Row, beta: float = START, **_: Any) -> Tensor:
     warm_start=WarmStart(
         "near",
         "beta = 2: a factor of 1.0043 at 1,024 keys and of 1.0073 at 131,072",
-        options=lambda layer, given: {"heads": layer.heads},
+        options=lambda layer, given_options: {"heads": layer.heads},
     ),
 )
 def ssa(beta: float = START, *, learned: bool = True, heads: int | None = None) -> Normalizer:

@@ -72,14 +72,14 @@ def _reference(
     return softmax_row(row.z * factor)
 
 
-def _start(layer: LayerFacts, given: Options) -> dict[str, Any]:
-    if given.get("rho") is not None:
+def _start(layer: LayerFacts, given_options: Options) -> dict[str, Any]:
+    if given_options.get("rho") is not None:
         return {"heads": layer.heads}
-    return {"s": 0.0 if given.get("bias") else 1 / layer.mean_log_n(), "heads": layer.heads}
+    return {"s": 0.0 if given_options.get("bias") else 1 / layer.mean_log_n(), "heads": layer.heads}
 
 
-def _start_values(layer: LayerFacts, given: Options, options: Options) -> dict[str, float | Tensor]:
-    if not given.get("bias"):
+def _start_values(layer: LayerFacts, given_options: Options, options: Options) -> dict[str, float | Tensor]:
+    if not given_options.get("bias"):
         return {}
     s = critical_s(options["rho"], options.get("size", 1.0)) if options.get("s") is None else options["s"]
     return {"scale.0.bias": 1 - s * layer.mean_log_n()}

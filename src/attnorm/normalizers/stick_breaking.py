@@ -30,9 +30,9 @@ class StickBreaking(Map):
             return block.hide(torch.exp(logsigmoid(block.logits) + _sum_after(log_rest)))
         current = block.positions.distance == 0
         log_rest = torch.where(current, 0.0, log_rest)
-        taken = torch.exp(logsigmoid(block.logits) + _sum_after(log_rest))
+        weights = torch.exp(logsigmoid(block.logits) + _sum_after(log_rest))
         left = torch.exp(log_rest.sum(-1, keepdim=True))
-        return block.hide(torch.where(current, left, taken))
+        return block.hide(torch.where(current, left, weights))
 
 
 def _sum_after(x: Tensor) -> Tensor:
@@ -42,14 +42,14 @@ def _sum_after(x: Tensor) -> Tensor:
 
 
 def _reference(row: Row, attend_current: bool = True) -> Tensor:
-    left, taken = torch.ones((), dtype=row.z.dtype), []
+    left, weight_list = torch.ones((), dtype=row.z.dtype), []
     for z, distance in zip(row.z.flip(0), row.distance.flip(0), strict=True):
         if attend_current or distance != 0:
-            taken.append(left / (1 + torch.exp(-z)))
+            weight_list.append(left / (1 + torch.exp(-z)))
             left = left / (1 + torch.exp(z))
         else:
-            taken.append(torch.zeros_like(left))
-    weights = torch.stack(taken[::-1])
+            weight_list.append(torch.zeros_like(left))
+    weights = torch.stack(weight_list[::-1])
     return weights if attend_current else weights + left * (row.distance == 0)
 
 

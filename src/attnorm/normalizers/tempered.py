@@ -20,8 +20,8 @@ def _reference(row: Row, map: str = "softmax", temperature: float = 1.0, **_: An
     return softmax_row(z) if map == "softmax" else get(map)(z[None])[0]
 
 
-def _start(layer: LayerFacts, given: Options) -> dict[str, Any]:
-    return {"heads": layer.heads} if given.get("learned") else {}
+def _start(layer: LayerFacts, given_options: Options) -> dict[str, Any]:
+    return {"heads": layer.heads} if given_options.get("learned") else {}
 
 
 @declare(

@@ -89,12 +89,12 @@ def _weigh_by_groups(y: Tensor, evaluate: Evaluate, weights: Weights, parameter:
     if MIN_GROUPS_PER_ACTIVE * active > groups:
         _weigh_all_keys(y.sub_(start), evaluate, weights, parameter)
         return
-    where = leader_weights.topk(active, sorted=False).indices[:, None].expand(-1, size, -1)
-    part = torch.cat([grouped.gather(-1, where).flatten(1), rest], -1).sub_(start)
+    active_groups = leader_weights.topk(active, sorted=False).indices[:, None].expand(-1, size, -1)
+    part = torch.cat([grouped.gather(-1, active_groups).flatten(1), rest], -1).sub_(start)
     _weigh_all_keys(part, evaluate, weights, parameter)
     y.copy_(0 * part.sum(-1, keepdim=True))  # 0, but NaN for a row with a NaN
     picked, others = part.split([size * active, rest.shape[-1]], -1)
-    grouped.scatter_(-1, where, picked.unflatten(-1, (size, active)))
+    grouped.scatter_(-1, active_groups, picked.unflatten(-1, (size, active)))
     rest.copy_(others)
 
 
@@ -141,9 +141,9 @@ def _newton_steps(y: Tensor, evaluate: Evaluate, parameter: Tensor | None, toler
                 y.index_copy_(0, rows, part)
             if left == 0:
                 return moved
-            chosen = unfinished.squeeze(-1).nonzero().squeeze(-1)
-            rows, part, unfinished = (t.index_select(0, chosen) for t in (rows, part, unfinished))
-            parameter = None if parameter is None else parameter.index_select(0, chosen)
+            unfinished_rows = unfinished.squeeze(-1).nonzero().squeeze(-1)
+            rows, part, unfinished = (t.index_select(0, unfinished_rows) for t in (rows, part, unfinished))
+            parameter = None if parameter is None else parameter.index_select(0, unfinished_rows)
     if part is not y:
         y.index_copy_(0, rows, part)
     return moved

@@ -33,9 +33,9 @@ def hidden_values(subject: CheckedNormalizer) -> Complaints:
             yield f"{value} in hidden logits changes a weight by {largest(new_weights - weights):.3g}"
         if not torch.equal(new_gradient, gradient):
             yield f"{value} in hidden logits changes a gradient by {largest(new_gradient - gradient):.3g}"
-        for name, found in new_parameters.items():
-            if not torch.equal(found, parameters[name]):
-                yield f"{value} in hidden logits changes the gradient of {name} to {found.tolist()}"
+        for name, new_parameter_gradient in new_parameters.items():
+            if not torch.equal(new_parameter_gradient, parameters[name]):
+                yield f"{value} in hidden logits changes the gradient of {name} to {new_parameter_gradient.tolist()}"
 
 
 def visible_nan(subject: CheckedNormalizer) -> Complaints:
@@ -44,14 +44,15 @@ def visible_nan(subject: CheckedNormalizer) -> Complaints:
     mask = some_mask(logits)
     visible = _by_position(subject, logits, mask).expand(logits.shape)
     queries, keys = logits.shape[-2:]
-    own = torch.arange(keys) == torch.arange(keys - queries, keys)[:, None]  # stick-breaking may skip a query's own key
+    # Stick-breaking may skip a query's own key.
+    is_own_key = torch.arange(keys) == torch.arange(keys - queries, keys)[:, None]
     for key in range(keys):
         broken = logits.clone()
         broken[..., key] = math.nan
-        found = subject(broken, mask).isnan().any(-1)
-        if not found[(visible & ~own)[..., key]].all():
+        broken_rows = subject(broken, mask).isnan().any(-1)
+        if not broken_rows[(visible & ~is_own_key)[..., key]].all():
             yield f"a NaN in the visible logit of key {key} gives a row of weights without NaN"
-        if found[~mask.expand(logits.shape)[..., key]].any():
+        if broken_rows[~mask.expand(logits.shape)[..., key]].any():
             yield f"a NaN in the hidden logit of key {key} gives a NaN weight"
 
 
@@ -73,17 +74,17 @@ def empty_rows(subject: CheckedNormalizer) -> Complaints:
     mask[1] = False
     empty = ~mask.any(-1).expand(logits.shape[:-1])
     weights, gradient, parameters = subject.gradients(logits, mask)
-    for what, found in (("weight", weights), ("gradient", gradient)):
-        if exceeds(largest(found[empty]), 0):
-            yield f"a row without visible keys has a {what} of {largest(found[empty])!r} instead of 0"
+    for quantity, values in (("weight", weights), ("gradient", gradient)):
+        if exceeds(largest(values[empty]), 0):
+            yield f"a row without visible keys has a {quantity} of {largest(values[empty])!r} instead of 0"
     if exceeds(largest((weights - before)[~empty]), ROUNDING):
         yield f"an empty row changes another row's weight by {largest((weights - before)[~empty]):.3g}"
-    for name, found in parameters.items():
-        if not found.isfinite().all():
-            yield f"with an empty row the gradient of {name} is {found.tolist()}"
-    for name, found in subject.gradients(logits, torch.zeros_like(mask))[2].items():
-        if exceeds(largest(found), 0):
-            yield f"with empty rows only the gradient of {name} is {found.tolist()} instead of 0"
+    for name, parameter_gradient in parameters.items():
+        if not parameter_gradient.isfinite().all():
+            yield f"with an empty row the gradient of {name} is {parameter_gradient.tolist()}"
+    for name, parameter_gradient in subject.gradients(logits, torch.zeros_like(mask))[2].items():
+        if exceeds(largest(parameter_gradient), 0):
+            yield f"with empty rows only the gradient of {name} is {parameter_gradient.tolist()} instead of 0"
 
 
 def padding(subject: CheckedNormalizer) -> Complaints:
@@ -95,15 +96,15 @@ def padding(subject: CheckedNormalizer) -> Complaints:
     expected = subject(logits, mask, positions=Positions(query, torch.arange(keys)))
     real = torch.arange(keys)
     columns = {"left": (real + 6, 13), "right": (real, 13), "both": (real + 3, 13), "between": (2 * real + 1, 15)}
-    for where, (at, width) in columns.items():
-        key = torch.full((width,), -1).scatter(0, at, real)
+    for padding_side, (key_columns, width) in columns.items():
+        key = torch.full((width,), -1).scatter(0, key_columns, real)
         wide = torch.full((*logits.shape[:-1], width), 3.0, dtype=logits.dtype)
-        wide[..., at] = logits
-        seen = torch.zeros(*mask.shape[:-1], width, dtype=torch.bool)
-        seen[..., at] = mask
-        weights = subject(wide, seen, positions=Positions(query, key))
-        if exceeds(largest(weights[..., at] - expected), ROUNDING):
-            yield f"padding ({where}) changes a weight by {largest(weights[..., at] - expected):.3g}"
+        wide[..., key_columns] = logits
+        padded_mask = torch.zeros(*mask.shape[:-1], width, dtype=torch.bool)
+        padded_mask[..., key_columns] = mask
+        weights = subject(wide, padded_mask, positions=Positions(query, key))
+        if exceeds(largest(weights[..., key_columns] - expected), ROUNDING):
+            yield f"padding ({padding_side}) changes a weight by {largest(weights[..., key_columns] - expected):.3g}"
     counted = subject(torch.cat([logits, logits], -1), torch.cat([torch.zeros_like(mask), mask], -1))
     change = largest(counted[..., keys:] - subject(logits, mask))
     if exceeds(change, ROUNDING):
@@ -141,9 +142,9 @@ def runs(subject: CheckedNormalizer) -> Complaints:
 def single_key(subject: CheckedNormalizer) -> Complaints:
     """One key, or one visible key among others, is a row like any other: finite, and 1 if rows sum to 1."""
     alone, among, long = subject.logits(1, 1), subject.logits(5, 5), subject.logits(7, 263)
-    own = torch.arange(263) == torch.arange(256, 263)[:, None]
-    others_see_all = own | (torch.arange(7) % 3 > 0)[:, None]
-    cases = ((alone, None), (alone, torch.ones(1, 1)), (among, torch.eye(5)), (long, own), (long, others_see_all))
+    own_key = torch.arange(263) == torch.arange(256, 263)[:, None]
+    others_see_all = own_key | (torch.arange(7) % 3 > 0)[:, None]
+    cases = ((alone, None), (alone, torch.ones(1, 1)), (among, torch.eye(5)), (long, own_key), (long, others_see_all))
     for logits, mask in cases:
         weights, gradient, _ = subject.gradients(logits, None if mask is None else mask.bool())
         sums = weights.sum(-1)
@@ -161,10 +162,10 @@ def rows_alone(subject: CheckedNormalizer) -> Complaints:
         positions = torch.arange(keys - queries, keys), torch.arange(keys)
         together = subject(logits, mask, positions=Positions(*positions))
         for i in range(queries):
-            here = Positions(positions[0][i : i + 1], positions[1])
-            row, seen = logits[:, :, i : i + 1], mask[:, :, i : i + 1]
-            own = None if hidden is None else hidden[:, i : i + 1]
-            alone = subject(row, seen, positions=here, hidden_states=own)
+            row_positions = Positions(positions[0][i : i + 1], positions[1])
+            row, row_mask = logits[:, :, i : i + 1], mask[:, :, i : i + 1]
+            row_states = None if hidden is None else hidden[:, i : i + 1]
+            alone = subject(row, row_mask, positions=row_positions, hidden_states=row_states)
             change = largest(alone - together[:, :, i : i + 1])
             if exceeds(change, ROUNDING):
                 yield f"row {i} of {queries} x {keys} alone differs from the same row among others by {change:.3g}"
@@ -180,8 +181,8 @@ def strided(subject: CheckedNormalizer) -> Complaints:
     }
     for name, view in views.items():
         for mask in (None, some_mask(view.transpose(-1, -2)).transpose(-1, -2)):
-            expected, found = subject.gradients(view.contiguous(), mask), subject.gradients(view, mask)
-            change = max(largest(found[0] - expected[0]), largest(found[1] - expected[1]))
+            expected, actual = subject.gradients(view.contiguous(), mask), subject.gradients(view, mask)
+            change = max(largest(actual[0] - expected[0]), largest(actual[1] - expected[1]))
             if exceeds(change, ROUNDING):
                 yield f"{name} logits differ from their contiguous copy by {change:.3g}"
 

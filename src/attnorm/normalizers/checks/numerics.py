@@ -56,12 +56,12 @@ def single_precision(subject: CheckedNormalizer) -> Complaints:
 
 def large_logits(subject: CheckedNormalizer) -> Complaints:
     """Logits of 1e4, of either sign or both, give finite weights and gradients."""
-    for what, logits in _large(subject).items():
+    for size, logits in _large(subject).items():
         for dtype in (torch.float64, torch.float32, torch.bfloat16):
             weights, gradient, _ = subject.to(dtype).gradients(logits.to(dtype), some_mask(logits))
-            for kind, found in (("weight", weights), ("gradient", gradient)):
-                if not found.isfinite().all():
-                    yield f"{dtype} logits around {what} give a {kind} of {found[~found.isfinite()][0].item()}"
+            for kind, values in (("weight", weights), ("gradient", gradient)):
+                if not values.isfinite().all():
+                    yield f"{dtype} logits around {size} give a {kind} of {values[~values.isfinite()][0].item()}"
 
 
 def large_precision(subject: CheckedNormalizer) -> Complaints:
@@ -112,8 +112,8 @@ def compiled(subject: CheckedNormalizer) -> Complaints:
     fast.normalizer.compile(fullgraph=True)  # or what cannot be compiled would be compared with itself
     logits = subject.logits(5, 131).float()
     mask = some_mask(logits)
-    expected, found = eager.gradients(logits, mask), fast.gradients(logits, mask)
-    for kind, a, b in (("weight", found[0], expected[0]), ("gradient", found[1], expected[1])):
+    expected, actual = eager.gradients(logits, mask), fast.gradients(logits, mask)
+    for kind, a, b in (("weight", actual[0], expected[0]), ("gradient", actual[1], expected[1])):
         allowed = 1e-5 * max(1.0, largest(b))
         if exceeds(largest(a - b), allowed):
             yield f"compiled, a {kind} differs by {largest(a - b):.3g} > {allowed:.3g}"
@@ -128,8 +128,8 @@ def _against_differences(subject: CheckedNormalizer, check: Callable[..., bool])
 
         def weights(logits: Tensor, *parameters: Tensor, mask: Tensor = mask, hidden: Tensor | None = hidden) -> Tensor:
             named = dict(zip(learned, parameters, strict=True))
-            found: Tensor = functional_call(subject.normalizer, named, (logits, mask), {"hidden_states": hidden})
-            return found
+            outputs: Tensor = functional_call(subject.normalizer, named, (logits, mask), {"hidden_states": hidden})
+            return outputs
 
         inputs = [x.detach().clone().requires_grad_() for x in (logits, *learned.values())]
         try:

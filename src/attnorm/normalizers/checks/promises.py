@@ -74,13 +74,13 @@ def shift(subject: CheckedNormalizer) -> Complaints:
         logits = (subject.logits() * 8).round().div(8).to(dtype)
         mask, weights = some_mask(logits), low(logits)
         for offset in (1.0, -37.5, 1e6, -1e6):
-            seen = largest(low.prepared(logits + offset)) if low.normalizer.rules else 0.0
-            allowed = 64 * torch.finfo(dtype).eps * (1 + seen)
+            largest_prepared = largest(low.prepared(logits + offset)) if low.normalizer.rules else 0.0
+            allowed = 64 * torch.finfo(dtype).eps * (1 + largest_prepared)
             change = largest(low(logits + offset) - weights)
             change = max(change, largest(low(logits + offset, mask) - low(logits, mask)))
             if exceeds(change, allowed):
-                found = f"changes a {dtype} weight by {change:.3g} > {allowed:.3g}"
-                yield f"declared shift invariant, but adding {offset:g} {found}"
+                change_text = f"changes a {dtype} weight by {change:.3g} > {allowed:.3g}"
+                yield f"declared shift invariant, but adding {offset:g} {change_text}"
 
 
 def lipschitz(subject: CheckedNormalizer) -> Complaints:
@@ -91,11 +91,11 @@ def lipschitz(subject: CheckedNormalizer) -> Complaints:
             return
         rows = _lifted(torch.cat([_random_rows(n), _two_level_rows(n)]))
         norms = _jacobian_norms(subject, rows, apart=1)
-        found = max(norms.max().item(), _jacobian_norms(subject, rows, apart=3).max().item())
-        if not exceeds(found, _allowed(bound)) and n <= LARGEST_CLIMB:
-            found = max(found, _climb(subject, rows[norms.topk(CLIMBERS).indices], bound))
-        if exceeds(found, _allowed(bound)):
-            yield f"lipschitz({n}) is declared to be {bound:.6g}, but a Jacobian has norm {found:.6g}"
+        largest_norm = max(norms.max().item(), _jacobian_norms(subject, rows, apart=3).max().item())
+        if not exceeds(largest_norm, _allowed(bound)) and n <= LARGEST_CLIMB:
+            largest_norm = max(largest_norm, _climb(subject, rows[norms.topk(CLIMBERS).indices], bound))
+        if exceeds(largest_norm, _allowed(bound)):
+            yield f"lipschitz({n}) is declared to be {bound:.6g}, but a Jacobian has norm {largest_norm:.6g}"
 
 
 def _allowed(bound: float) -> float:
@@ -107,9 +107,9 @@ def _climb(subject: CheckedNormalizer, rows: Tensor, bound: float) -> float:
     best, generator = _jacobian_norms(subject, rows, apart=1), seeded(6)
     for step in torch.logspace(0, -4, CLIMB_ROUNDS).tolist():
         tried = rows[:, None] + step * torch.randn(len(rows), TRIALS, rows.shape[-1], generator=generator).double()
-        norms, chosen = _jacobian_norms(subject, tried.flatten(0, 1), apart=1).unflatten(0, (-1, TRIALS)).max(1)
+        norms, best_trial = _jacobian_norms(subject, tried.flatten(0, 1), apart=1).unflatten(0, (-1, TRIALS)).max(1)
         better = norms > best
-        rows = torch.where(better[:, None], tried[torch.arange(len(rows)), chosen], rows)
+        rows = torch.where(better[:, None], tried[torch.arange(len(rows)), best_trial], rows)
         best = torch.where(better, norms, best)
         if exceeds(best.max().item(), _allowed(bound)):
             break

@@ -84,9 +84,9 @@ def seeded(seed: int) -> torch.Generator:
 def some_mask(logits: Tensor) -> Tensor:
     """A random half of the keys for each batch entry and query, its own key always among them."""
     batch, _, queries, keys = logits.shape
-    chosen = torch.rand(batch, 1, queries, keys, generator=seeded(0)) < 0.5
-    own = torch.arange(keys) == torch.arange(keys - queries, keys)[:, None]
-    return chosen | own
+    random_keys = torch.rand(batch, 1, queries, keys, generator=seeded(0)) < 0.5
+    is_own_key = torch.arange(keys) == torch.arange(keys - queries, keys)[:, None]
+    return random_keys | is_own_key
 
 
 def by_definition(
@@ -95,13 +95,15 @@ def by_definition(
 ) -> Tensor:  # fmt: skip
     """The weights of logits (..., heads, queries, keys) by a declared reference, row by row in the logits' dtype."""
     rows, (heads, queries, keys) = logits.detach().flatten(0, -2), logits.shape[-3:]
-    seen = torch.ones_like(logits, dtype=torch.bool) if mask is None else mask.expand(logits.shape)
+    visible_keys = torch.ones_like(logits, dtype=torch.bool) if mask is None else mask.expand(logits.shape)
     weights = torch.zeros_like(rows)
-    for i, (row, visible) in enumerate(zip(rows, seen.flatten(0, -2), strict=True)):
-        at = visible.nonzero()[:, 0]
-        if len(at):
-            one = Row(row[at], keys - queries + i % queries - at, i // queries % heads, learned=learned or {})
-            weights[i, at] = reference(one, **(options or {}))
+    for i, (row, visible) in enumerate(zip(rows, visible_keys.flatten(0, -2), strict=True)):
+        columns = visible.nonzero()[:, 0]
+        if len(columns):
+            visible_row = Row(
+                row[columns], keys - queries + i % queries - columns, i // queries % heads, learned=learned or {}
+            )
+            weights[i, columns] = reference(visible_row, **(options or {}))
     return weights.reshape(logits.shape)
 
 
