@@ -84,6 +84,6 @@ class DifferentialV2(Mechanism):
             )
         inputs = validate_inputs(q, k, v, mask=mask, causal=causal, scale=scale, positions=positions)
         working = torch.promote_types(q.dtype, torch.float32)  # a difference of rounded maps would keep few digits
-        both = attend(inputs, Normalizer(Softmax(), name=self.name)).to(working)
-        output = both[:, 0::2] - self.share(hidden_states, working) * both[:, 1::2]
+        outputs = attend(inputs, Normalizer(Softmax(), name=self.name)).to(working)
+        output = outputs[:, 0::2] - self.share(hidden_states, working) * outputs[:, 1::2]
         return output.to(q.dtype).reshape(*q.shape[:-3], q.shape[-3] // 2, q.shape[-2], v.shape[-1])

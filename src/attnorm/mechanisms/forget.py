@@ -25,8 +25,11 @@ from attnorm.normalizers.declaration import WarmStart, declare
         "near",
         "b = 10: log f = -0.000045, so that a key 1,000 tokens back keeps 96 % of its weight; with width=, b = 14 and "
         "w = 0: 99.9 %, as w can move many coordinates at once",
-        options=lambda layer, given: {"heads": layer.heads, "bias": 14.0 if given.get("width") else 10.0},
-        values=lambda layer, given, options: {"weight": 0.0} if options.get("width") else {},
+        options=lambda layer, given_options: {
+            "heads": layer.heads,
+            "bias": 14.0 if given_options.get("width") else 10.0,
+        },
+        values=lambda layer, given_options, options: {"weight": 0.0} if options.get("width") else {},
     )
 )
 class Forget(Mechanism):
@@ -55,16 +58,16 @@ class Forget(Mechanism):
             )
         if not isinstance(normalizer, str | Normalizer):
             raise TypeError(f"expected normalizer as a name or a Normalizer, got {normalizer!r}.")
-        chosen = resolve_part(normalizer)
-        if not isinstance(chosen, Normalizer) or not chosen.properties.shift_invariant:
+        resolved = resolve_part(normalizer)
+        if not isinstance(resolved, Normalizer) or not resolved.properties.shift_invariant:
             raise ValueError(
-                f"expected a shift invariant normalizer, got {chosen.name!r}. Take 'softmax' or 'entmax15'."
+                f"expected a shift invariant normalizer, got {resolved.name!r}. Take 'softmax' or 'entmax15'."
             )
-        self.normalizer = chosen
+        self.normalizer = resolved
         self.properties = replace(
-            chosen.properties,
+            resolved.properties,
             permutation_equivariant=False,
-            length=", ".join(filter(None, ["forget gates between key and query", chosen.properties.length])),
+            length=", ".join(filter(None, ["forget gates between key and query", resolved.properties.length])),
             swap_untrained=False,
         )
         self.bias = per_head_parameter(bias, heads)

@@ -35,14 +35,14 @@ class Laser(Mechanism):
         super().__init__()
         if not isinstance(normalizer, str | Normalizer):
             raise TypeError(f"expected normalizer as a name or a Normalizer, got {normalizer!r}.")
-        chosen = resolve_part(normalizer)
-        if not isinstance(chosen, Normalizer) or chosen.properties.row_sum != "one" or chosen.properties.signed:
+        resolved = resolve_part(normalizer)
+        if not isinstance(resolved, Normalizer) or resolved.properties.row_sum != "one" or resolved.properties.signed:
             raise ValueError(
-                f"expected a row normalizer whose rows sum to 1, got {chosen.name!r}: "
+                f"expected a row normalizer whose rows sum to 1, got {resolved.name!r}: "
                 "the logarithm of a row without weight is not finite. Take 'softmax' or 'entmax15'."
             )
-        self.normalizer = chosen
-        self.properties = replace(chosen.properties, swap_untrained=False)
+        self.normalizer = resolved
+        self.properties = replace(resolved.properties, swap_untrained=False)
 
     def forward(
         self,
@@ -59,16 +59,16 @@ class Laser(Mechanism):
         inputs = validate_inputs(
             *(t.to(working) for t in (q, k, v)), mask=mask, causal=causal, scale=scale, positions=positions
         )
-        # exp(v) = 2^(whole + part). Shifted by whole powers of two nothing is rounded: although the largest value may
-        # be that of a later token, no bit of an earlier row depends on it.
+        # exp(v) = 2^(integer part + fraction). Shifted by whole powers of two nothing is rounded: although the largest
+        # value may be that of a later token, no bit of an earlier row depends on it.
         bits = inputs.v_BGKE * LOG2E
-        whole, seen = torch.floor(bits.detach()), _seen(inputs)
-        shown = whole if seen is None else whole.masked_fill(~seen[..., None], -torch.inf)
+        integer_part, seen_keys = torch.floor(bits.detach()), _seen_keys(inputs)
+        shown = integer_part if seen_keys is None else integer_part.masked_fill(~seen_keys[..., None], -torch.inf)
         largest = shown.amax(-2, keepdim=True)
         largest = torch.where(largest.isfinite(), largest, 0.0)
-        exponentials = torch.ldexp(torch.exp2(bits - whole), whole - largest)
-        if seen is not None:
-            exponentials = torch.where(seen[..., None], exponentials, 0.0)
+        exponentials = torch.ldexp(torch.exp2(bits - integer_part), integer_part - largest)
+        if seen_keys is not None:
+            exponentials = torch.where(seen_keys[..., None], exponentials, 0.0)
         mean = attend(replace(inputs, v_BGKE=exponentials), self.normalizer).to(working)
         mantissa, exponent = torch.frexp(mean.clamp(min=torch.finfo(working).tiny))
         power = exponent + largest.repeat_interleave(inputs.groups, dim=1)
@@ -76,9 +76,9 @@ class Laser(Mechanism):
         return output.to(v.dtype).reshape(*q.shape[:-1], v.shape[-1])
 
 
-def _seen(inputs: Inputs) -> Tensor | None:
+def _seen_keys(inputs: Inputs) -> Tensor | None:
     """Return which keys a query of their group sees, (B or 1, G or 1, K); None without a mask."""
     if inputs.mask is None:
         return None
-    seen = inputs.seen()
-    return seen.unflatten(1, (-1, inputs.groups)).any(2) if seen.shape[1] > 1 else seen
+    seen_keys = inputs.seen()
+    return seen_keys.unflatten(1, (-1, inputs.groups)).any(2) if seen_keys.shape[1] > 1 else seen_keys

@@ -102,9 +102,9 @@ class Selective(Mechanism):
         selected = block.hide(block.logits.relu())
         rows, keys = selected.shape[-2:]
         index = torch.arange(keys, device=selected.device)
-        own = index == torch.arange(first_row, first_row + rows, device=selected.device)[:, None]
+        is_own_key = index == torch.arange(first_row, first_row + rows, device=selected.device)[:, None]
         first = index == 0 if block.mask is None else block.mask & (block.mask.cumsum(-1) == 1)
-        return torch.where(own | first, 0.0, selected)
+        return torch.where(is_own_key | first, 0.0, selected)
 
 
 def _check_penalty(penalty: Tensor, expected: torch.Size) -> None:

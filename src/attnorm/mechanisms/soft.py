@@ -140,6 +140,6 @@ def patch_landmarks(k: Tensor, stride: int, sampling: Tensor | None = None) -> T
     if sampling is not None and sampling.shape[0] != k.shape[-1]:
         raise ValueError(f"expected convolution={k.shape[-1]}, the width of a head, got {sampling.shape[0]}.")
     grid = k[..., extra:, :].transpose(-1, -2).unflatten(-1, (side, side)).flatten(0, 1)
-    found = avg_pool2d(grid, stride) if sampling is None else conv2d(grid, sampling.to(k.dtype), stride=stride)
-    squares = found.flatten(-2).transpose(-1, -2).unflatten(0, k.shape[:2])
+    pooled = avg_pool2d(grid, stride) if sampling is None else conv2d(grid, sampling.to(k.dtype), stride=stride)
+    squares = pooled.flatten(-2).transpose(-1, -2).unflatten(0, k.shape[:2])
     return torch.cat([k[..., :extra, :], squares], dim=-2)

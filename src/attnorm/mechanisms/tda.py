@@ -66,10 +66,10 @@ class ThresholdDifferential(Mechanism):
         assert isinstance(map_, ThresholdRelu)
         views: list[Tensor] = []
         for view in (0, 1):
-            own = mask[..., view::2, :, :] if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1 else mask
+            view_mask = mask[..., view::2, :, :] if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1 else mask
             query, key = (t[..., view::2, :, :].to(working) for t in (q, k))
             inputs = validate_inputs(
-                query, key, v.to(working), mask=own, causal=causal, scale=width**0.5, positions=positions
+                query, key, v.to(working), mask=view_mask, causal=causal, scale=width**0.5, positions=positions
             )
             unit = [normalize(t, dim=-1) for t in (inputs.q_BHQD, inputs.k_BGKD)]
             # In logits sqrt(d) cos the threshold is beta sqrt(2 log n), and weights are d^(p/2) times as large.
