@@ -40,8 +40,8 @@ def blocked(
     # _BlockedAttention has no rules for torch.func, and an exported graph has no loop over blocks. Both compute all
     # queries as one block, which torch differentiates itself.
     if under_transform() or is_exporting() or run.rows_per_block >= inputs.queries:
-        whole: Tensor = run(0, inputs.queries, q, k, v, inputs.hidden_states, inputs.bias)
-        return whole.to(dtype)
+        output_of_one_block: Tensor = run(0, inputs.queries, q, k, v, inputs.hidden_states, inputs.bias)
+        return output_of_one_block.to(dtype)
     if inputs.dropout > 0:
         run.seed = int(torch.randint(2**62, ()))
     learned = {name: p for name, p in run.named_parameters() if p.requires_grad}

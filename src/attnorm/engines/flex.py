@@ -136,8 +136,8 @@ def _block_mask(inputs: Inputs) -> BlockMask | None:
     batches, heads, rows, keys = full.shape
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        seen = full[b if batches > 1 else 0, h if heads > 1 else 0, i if rows > 1 else 0, j if keys > 1 else 0]
-        return seen & (j <= i + offset) if inputs.causal else seen
+        is_visible = full[b if batches > 1 else 0, h if heads > 1 else 0, i if rows > 1 else 0, j if keys > 1 else 0]
+        return is_visible & (j <= i + offset) if inputs.causal else is_visible
 
     return create_block_mask(
         visible,
@@ -248,8 +248,8 @@ def _logits_at(call: _FlexCall, index: Tensor) -> Tensor:
     """Return the logit of each query with the key at its index, (B, H, Q, 1), with gradients."""
     inputs = call.inputs
     k = inputs.k_BGKD.repeat_interleave(inputs.groups, dim=1) if inputs.groups > 1 else inputs.k_BGKD
-    chosen = k.gather(2, index[..., None].expand(*index.shape, k.shape[-1]))
-    logit = (call.q.float() * chosen.float()).sum(-1, keepdim=True) * inputs.scale
+    selected_keys = k.gather(2, index[..., None].expand(*index.shape, k.shape[-1]))
+    logit = (call.q.float() * selected_keys.float()).sum(-1, keepdim=True) * inputs.scale
     return logit if call.factor is None else logit * call.factor
 
 

@@ -182,8 +182,8 @@ def _softmax_entropy(inputs: Inputs) -> Tensor:
         for start, stop in _query_spans(inputs):
             mask, reach = _step_mask(inputs, start, stop, 0)
             additive = None if mask is None else torch.zeros_like(mask, dtype=working).masked_fill_(~mask, -math.inf)
-            seen = k[..., :reach, :]
-            pieces.append(attention_and_logsumexp(q[..., start:stop, :], seen, seen, additive, False, inputs.scale))
+            keys = k[..., :reach, :]
+            pieces.append(attention_and_logsumexp(q[..., start:stop, :], keys, keys, additive, False, inputs.scale))
         mean_key, log_sum = (torch.cat(parts, dim=2) for parts in zip(*pieces, strict=True))
     mean_logit = inputs.scale * (q.to(log_sum.dtype) * mean_key.to(log_sum.dtype)).sum(-1, keepdim=True)
     entropy = log_sum[..., None] - mean_logit

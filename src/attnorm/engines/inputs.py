@@ -109,10 +109,10 @@ class Inputs:
 
     def seen(self) -> Tensor:
         """Return which keys at least one query sees, (B or 1, H or 1, K). Needs a mask."""
-        seen = torch.zeros((), dtype=torch.bool, device=self.q_BHQD.device)
+        visible_to_any = torch.zeros((), dtype=torch.bool, device=self.q_BHQD.device)
         for visible in self._masks():
-            seen = seen | visible.any(-2)
-        return seen
+            visible_to_any = visible_to_any | visible.any(-2)
+        return visible_to_any
 
     def _masks(self) -> Iterator[Tensor]:
         """Yield the combined mask for spans of queries; one mask if it is the same for all queries."""
@@ -236,28 +236,28 @@ def _to_four_dimensions(t: Tensor) -> Tensor:
 def _zero_unseen(inputs: Inputs) -> Inputs:
     """Set keys, values and queries that take no part to 0: padding may hold NaN, and 0 times NaN is NaN."""
     q, k, v = inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE
-    seen = inputs.seen()
-    if seen.shape[1] > 1:  # a mask per query head: a key is seen if any head of its group sees it
-        seen = seen.unflatten(1, (-1, inputs.groups)).any(2)
-    k, v = (torch.where(seen[..., None], t, 0.0) for t in (k, v))
+    seen_keys = inputs.seen()
+    if seen_keys.shape[1] > 1:  # a mask per query head: a key is seen if any head of its group sees it
+        seen_keys = seen_keys.unflatten(1, (-1, inputs.groups)).any(2)
+    k, v = (torch.where(seen_keys[..., None], t, 0.0) for t in (k, v))
     return replace(inputs, q_BHQD=torch.where(inputs.n() > 0, q, 0.0), k_BGKD=k, v_BGKE=v)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not all(isinstance(t, Tensor) for t in (q, k, v)):
         raise TypeError(f"q, k, v must be torch tensors, got {', '.join(type(t).__name__ for t in (q, k, v))}")
-    given = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() or q.dim() not in (2, 3, 4):
-        raise ValueError(f"q, k, v must all be (batch, heads, length, width), or lack leading dimensions; got {given}")
+        raise ValueError(f"q, k, v must all be (batch, heads, length, width), or lack leading dimensions; got {shapes}")
     if not all(t.is_floating_point() for t in (q, k, v)) or not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k, v must share one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"q and k must have the same width, got {q.shape[-1]} and {k.shape[-1]} ({given})")
+        raise ValueError(f"q and k must have the same width, got {q.shape[-1]} and {k.shape[-1]} ({shapes})")
     if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(f"k and v must agree in all but the width; got {given}")
+        raise ValueError(f"k and v must agree in all but the width; got {shapes}")
     if k.shape[-2] == 0 or k.shape[-1] == 0:
-        raise ValueError(f"there must be at least one key to attend to, at least one wide; got {given}")
+        raise ValueError(f"there must be at least one key to attend to, at least one wide; got {shapes}")
     if q.dim() == 4 and q.shape[0] != k.shape[0]:
-        raise ValueError(f"q and k must have the same batch size; got {given}")
+        raise ValueError(f"q and k must have the same batch size; got {shapes}")
     if q.dim() > 2 and (k.shape[-3] == 0 or q.shape[-3] % k.shape[-3]):
-        raise ValueError(f"the query heads must be a multiple of the key heads; got {given}")
+        raise ValueError(f"the query heads must be a multiple of the key heads; got {shapes}")

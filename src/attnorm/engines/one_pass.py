@@ -259,8 +259,8 @@ def _row_factor_and_shift(
     shape = inputs.q_BHQD.shape[:3]
     factor = row_factors(inputs, normalizer)
     if form.row_factor is not None:
-        own = form.row_factor(inputs.n())
-        factor = own if factor is None else factor * own
+        map_factor = form.row_factor(inputs.n())
+        factor = map_factor if factor is None else factor * map_factor
     shift = None if form.row_shift is None else form.row_shift(inputs.n())
     return _per_row(factor, shape), _per_row(shift, shape)
 
@@ -278,11 +278,11 @@ def _launch(
     map_ = form.map
     parameters = None
     if form.rule != "none":
-        heads, device, given = inputs.q_BHQD.shape[1], inputs.q_BHQD.device, form.parameter
-        if isinstance(given, Tensor):
-            parameters = head_numbers(given, inputs)
+        heads, device, parameter = inputs.q_BHQD.shape[1], inputs.q_BHQD.device, form.parameter
+        if isinstance(parameter, Tensor):
+            parameters = head_numbers(parameter, inputs)
         else:
-            parameters = torch.full((heads,), given, dtype=torch.float32, device=device)
+            parameters = torch.full((heads,), parameter, dtype=torch.float32, device=device)
     if inputs.queries < MIN_QUERIES:
         decoded: tuple[Tensor, Tensor] = one_pass_operators.decode(
             inputs.q_BHQD, inputs.k_BGKD, values, mask, factor, shift, sink, parameters, map_.map, map_.power,

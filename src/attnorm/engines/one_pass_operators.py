@@ -61,8 +61,8 @@ def _gradients_of_extremes(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...
     q, k, factor, *keys = ctx.saved_tensors
     grad_q, grad_k = (torch.zeros_like(t, dtype=torch.float32) for t in (q, k))
     grad_factor = torch.zeros_like(grads[0])
-    for grad, at in zip(grads, keys, strict=False):  # the outputs that hold key indices have no gradient
-        key = _keys_at(k, at).float()
+    for grad, indices in zip(grads, keys, strict=False):  # the outputs that hold key indices have no gradient
+        key = _keys_at(k, indices).float()
         logit = ctx.scale * (q.float() * key).sum(-1)
         to_dot = grad * ctx.scale if factor is None else grad * ctx.scale * factor
         if ctx.softcap is not None:
@@ -71,7 +71,7 @@ def _gradients_of_extremes(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...
         grad_factor += grad * logit
         grad_q += to_dot[..., None] * key
         rows = (to_dot[..., None] * q.float()).to(k.dtype)
-        grad_k += _sum_by_key(rows, at, k.shape[2], q.shape[1] // k.shape[1])
+        grad_k += _sum_by_key(rows, indices, k.shape[2], q.shape[1] // k.shape[1])
     rest = (None, None, None, None)
     return grad_q.to(q.dtype), grad_k.to(k.dtype), None, None if factor is None else grad_factor, *rest
 
@@ -182,7 +182,7 @@ def _(
     output = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=torch.float32 if precise else q.dtype)
     scaled = MAPS[map].reference != Reference.NONE
     used = (scaled, MAPS[map].normalised and not scaled)
-    return output, *(q.new_empty(q.shape[:3] if one else (0,), dtype=torch.float32) for one in used)  # type: ignore[return-value]
+    return output, *(q.new_empty(q.shape[:3] if needed else (0,), dtype=torch.float32) for needed in used)  # type: ignore[return-value]
 
 
 @kernel_operator("attnorm::one_pass_attention_backward")
@@ -224,7 +224,7 @@ def _(
     causal: bool, window: int | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     used = (grad_of_factor, shift is not None)
-    rows = [q.new_empty(q.shape[:3] if one else (0,), dtype=torch.float32) for one in used]
+    rows = [q.new_empty(q.shape[:3] if needed else (0,), dtype=torch.float32) for needed in used]
     sinks = q.new_empty((q.shape[1],) if sink is not None else (0,), dtype=torch.float32)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), *rows, sinks  # type: ignore[return-value]
 
@@ -240,9 +240,9 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _gradients(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # read once: gradient checkpointing returns each of them only once
     grad_of_factor = saved[4] is not None and ctx.needs_input_grad[4]
-    grad_q, grad_k, grad_v, *found = _backward(grad, *saved, grad_of_factor, *ctx.options)
+    grad_q, grad_k, grad_v, *row_gradients = _backward(grad, *saved, grad_of_factor, *ctx.options)
     used = (grad_of_factor, saved[5] is not None, saved[6] is not None)
-    rows = [one if wanted else None for wanted, one in zip(used, found, strict=True)]
+    rows = [gradient if is_used else None for is_used, gradient in zip(used, row_gradients, strict=True)]
     return grad_q, grad_k, grad_v, None, *rows, *([None] * (len(ctx.options) + 3))  # cutoff, parameters, precise
 
 

@@ -108,7 +108,9 @@ def _(
     parameter: Tensor | None, penalties: Tensor | None, mean_u: Tensor, threshold: Tensor, live: Tensor, causal: bool,
     scale: float, map: str, learned: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    rows = [q.new_empty(q.shape[:3] if one else (0,), dtype=torch.float32) for one in (factor is not None, learned)]
+    rows = [
+        q.new_empty(q.shape[:3] if needed else (0,), dtype=torch.float32) for needed in (factor is not None, learned)
+    ]
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), *rows  # type: ignore[return-value]
 
 
