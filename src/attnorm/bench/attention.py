@@ -57,12 +57,12 @@ FUSED_CASES = [
 
 def compare_attention(*, quick: bool = False, notes: list[str]) -> Iterator[Ratio]:
     """Compare fused normalizers with SDPA, adaptive temperature also with its eager form, the others with dense."""
-    yield from _against_sdpa(quick)
-    yield from _adaptive(quick)
-    yield from _blocked_against_dense(quick, notes)
+    yield from _compare_with_sdpa(quick)
+    yield from _compare_adaptive(quick)
+    yield from _compare_blocked_with_dense(quick, notes)
 
 
-def _against_sdpa(quick: bool) -> Iterator[Ratio]:
+def _compare_with_sdpa(quick: bool) -> Iterator[Ratio]:
     cases = [AttentionCase(256, True, heads=2, key_heads=1)] if quick else FUSED_CASES
     promises = {"softmax": RESCALED, "ssmax": RESCALED, "log_scaled": RESCALED, "softmax1": None, "sink": None}
     for name, target in promises.items():
@@ -76,7 +76,7 @@ def _against_sdpa(quick: bool) -> Iterator[Ratio]:
             )  # fmt: skip
 
 
-def _adaptive(quick: bool) -> Iterator[Ratio]:
+def _compare_adaptive(quick: bool) -> Iterator[Ratio]:
     normalizer = get("adaptive_temperature")
     assert isinstance(normalizer, Normalizer)
     for case in (
@@ -135,7 +135,7 @@ def blocked_normalizers() -> list[str]:
     ]  # fmt: skip
 
 
-def _blocked_against_dense(quick: bool, notes: list[str]) -> Iterator[Ratio]:
+def _compare_blocked_with_dense(quick: bool, notes: list[str]) -> Iterator[Ratio]:
     case = AttentionCase(192, True, 2, 2) if quick else AttentionCase(2048, True, 4, 4)
     q, k, v = case.tensors()
     for name in blocked_normalizers():
@@ -177,7 +177,7 @@ def attention_call(
                 if backward:
                     torch.autograd.grad(output, leaves, upstream)
 
-    run = _recorded(work) if from_graph else work
+    run = _record_graph(work) if from_graph else work
 
     def call() -> None:
         run()
@@ -187,7 +187,7 @@ def attention_call(
     return call
 
 
-def _recorded(work: Call) -> Call:
+def _record_graph(work: Call) -> Call:
     work()  # compiles the kernels, which cannot be done while the graph is recorded
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

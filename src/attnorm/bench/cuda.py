@@ -103,7 +103,7 @@ def _compare_decoding(quick: bool) -> Iterator[Ratio]:
             for way, from_graph in DECODED_WAYS.items():
                 calls = [
                     attention_call(attend, (q, k, v), backward=False, queued=QUEUED, from_graph=from_graph)
-                    for attend in (ours, _decoded)
+                    for attend in (ours, _decode_with_sdpa)
                 ]
                 timed = time_alternating(*calls, rounds=1 if quick else 5)
                 timed = Timed(timed.ours_ms / QUEUED, timed.theirs_ms / QUEUED, timed.speedup)
@@ -111,7 +111,7 @@ def _compare_decoding(quick: bool) -> Iterator[Ratio]:
                 yield Ratio(topic=topic, what=what, against="torch SDPA", target=1 / 1.5, **asdict(timed))
 
 
-def _decoded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _decode_with_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scaled_dot_product_attention(q, k, v)
 
 
@@ -195,7 +195,7 @@ def measure_cuda_analysis(*, quick: bool = False, notes: list[str]) -> Iterator[
     if not torch.cuda.is_available():
         notes.append("measuring on CUDA was not timed: this machine has no CUDA device")
         return
-    yield from _statistics((1, 2, 256, 32) if quick else (1, 16, 32_768, 128), quick)
+    yield from _compare_statistics((1, 2, 256, 32) if quick else (1, 16, 32_768, 128), quick)
     plans: list[tuple[LlamaShape, list[tuple[int, tuple[Way, ...]]]]] = [
         (
             SMOLLM2,
@@ -250,10 +250,10 @@ def _against_plain(
     from attnorm.models.load import LoadedModel
 
     ids = tokens(length)
-    plain = _finished(partial(run, LoadedModel(model, None, "plain"), {"input_ids": ids[None].cuda()}))
+    plain = _synchronized(partial(run, LoadedModel(model, None, "plain"), {"input_ids": ids[None].cuda()}))
     setting = f"{shape.name}, bfloat16, {torch.cuda.get_device_name()}"
     for way in ways:
-        ours = _finished(
+        ours = _synchronized(
             partial(analyze, model, ids, lengths=length, windows=1, budget=length, top_n=TOP_N, **way.options)
         )
         timed = time_alternating(ours, plain, rounds=1 if quick or length > 32_768 else 3)
@@ -270,7 +270,7 @@ def _against_plain(
         )  # fmt: skip
 
 
-def _statistics(size: tuple[int, int, int, int], quick: bool) -> Iterator[Ratio]:
+def _compare_statistics(size: tuple[int, int, int, int], quick: bool) -> Iterator[Ratio]:
     q, k, v = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     _, heads, length, width = size
     topic = f"Statistics of every row on {torch.cuda.get_device_name()}, bfloat16, causal"
@@ -284,7 +284,7 @@ def _statistics(size: tuple[int, int, int, int], quick: bool) -> Iterator[Ratio]
         for name in OTHER_MAPS
     ]
     for what, ours, most in calls:
-        timed = time_alternating(_finished(ours), _finished(partial(_cudnn, q, k, v)), rounds=1 if quick else 5)
+        timed = time_alternating(_synchronized(ours), _synchronized(partial(_cudnn, q, k, v)), rounds=1 if quick else 5)
         yield Ratio(
             topic=topic, what=f"{what}, {shape}", against="cuDNN attention",
             target=None if quick or most is None else 1 / most,
@@ -297,7 +297,7 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def _finished(call: Callable[[], object]) -> Callable[[], None]:
+def _synchronized(call: Callable[[], object]) -> Callable[[], None]:
     def finished() -> None:
         call()
         torch.cuda.synchronize()

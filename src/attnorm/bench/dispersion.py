@@ -172,7 +172,7 @@ def dispersion(
         try:
             for label, options in SETTINGS.get(name, ((name, {}),)):
                 normalizer = get(name, **options)
-                kept = tuple(_kept(normalizer, rows[n], n // 2) for n in lengths)
+                kept = tuple(_kept_weight(normalizer, rows[n], n // 2) for n in lengths)
                 curves.append(Curve(name=name, label=label, lengths=tuple(lengths), kept=kept))
         # A registered normalizer may need more than scores.
         except (TypeError, ValueError, NotImplementedError) as error:
@@ -199,7 +199,7 @@ def _scores(n: int, gap: float, noise: float, draws: int, seed: int) -> Tensor:
     return scores
 
 
-def _kept(normalizer: Normalizer | Mechanism, scores: Tensor, winner: int) -> float:
+def _kept_weight(normalizer: Normalizer | Mechanism, scores: Tensor, winner: int) -> float:
     weights = _weights(normalizer, scores, winner)
     share = weights[..., winner].abs() / weights.abs().sum(-1).clamp(min=1)
     return share.median().item()

@@ -85,7 +85,9 @@ def measure_errors(*, quick: bool = False) -> Iterator[ApproximationError]:
     for kind, tokens in (("smooth image", smooth_tokens(side)), ("independent tokens", independent_tokens(side))):
         v = torch.randn(tokens.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         exact = torch.exp(gaussian_logits(tokens, tokens, SCALE)) @ v
-        measured = partial(_error, tokens, v, exact, f"{kind}, {side**2:,} tokens, width {WIDTH}, float64")
+        measured = partial(
+            _approximation_error, tokens, v, exact, f"{kind}, {side**2:,} tokens, width {WIDTH}, float64"
+        )
         for pooling in POOLINGS:
             for square in sides:
                 yield measured(pooling, square**2, NEWTON_STEPS)
@@ -93,7 +95,7 @@ def measure_errors(*, quick: bool = False) -> Iterator[ApproximationError]:
             yield measured("squares", sides[1] ** 2, steps)
 
 
-def _error(
+def _approximation_error(
     tokens: Tensor, v: Tensor, exact: Tensor, setting: str, pooling: str, landmarks: int, steps: int
 ) -> ApproximationError:
     centres = POOLINGS[pooling](tokens, landmarks)
@@ -107,8 +109,8 @@ def _error(
         pooling=pooling,
         landmarks=landmarks,
         newton_steps=steps,
-        error=_relative(output, exact),
-        inverse_error=_relative(inverse, exact_inverse),
+        error=_relative_error(output, exact),
+        inverse_error=_relative_error(inverse, exact_inverse),
     )
 
 
@@ -127,7 +129,7 @@ def means_of_squares(tokens: Tensor, count: int) -> Tensor:
 POOLINGS = {"segments": means_of_segments, "squares": means_of_squares}
 
 
-def _relative(approximation: Tensor, exact: Tensor) -> float:
+def _relative_error(approximation: Tensor, exact: Tensor) -> float:
     return float((approximation - exact).norm() / exact.norm())
 
 

@@ -118,14 +118,14 @@ def cost(way: Way, shape: Shape, least_seconds: float = SECONDS) -> Cost:
     pass_of(way, model, ids[:WARM_UP])()
     call = pass_of(way, model, ids)
     seconds: list[float] = []
-    extra = peak_above(partial(_timed, call, seconds))
+    extra = peak_above(partial(_time_call, call, seconds))
     peak = resident("VmHWM")
     while sum(seconds) < least_seconds and len(seconds) < 5:
-        _timed(call, seconds)
+        _time_call(call, seconds)
     return Cost(median(seconds), peak / MEGABYTE, extra / MEGABYTE)
 
 
-def _timed(call: Callable[[], object], seconds: list[float]) -> None:
+def _time_call(call: Callable[[], object], seconds: list[float]) -> None:
     start = time.perf_counter()
     call()
     seconds.append(time.perf_counter() - start)

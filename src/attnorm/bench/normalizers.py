@@ -45,11 +45,11 @@ BESIDE_KNEEMAX = ("ssmax", "entmax15", "asentmax")
 def compare_normalizers(*, quick: bool = False, notes: list[str]) -> Iterator[Ratio]:
     """Yield ratios: eager, forward and backward, compiled; append to `notes` what could not be compared."""
     for rows, keys in [(64, 128)] if quick else [(1024, 1024), (64, 16_384)]:
-        yield from _kneemax_beside(rows, keys, quick)
+        yield from _compare_kneemax(rows, keys, quick)
     yield from _compare_with_entmax(quick, notes)
 
 
-def _kneemax_beside(rows: int, keys: int, quick: bool) -> Iterator[Ratio]:
+def _compare_kneemax(rows: int, keys: int, quick: bool) -> Iterator[Ratio]:
     topic = f"{rows} rows of {keys:,} keys, float32, normal logits, among our own"
     logits = torch.randn(rows, keys, generator=torch.Generator().manual_seed(0))
     leaf, upstream = logits.clone().requires_grad_(), torch.randn_like(logits)

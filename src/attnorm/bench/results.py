@@ -242,7 +242,7 @@ def benchmark_tables(benchmarks: Benchmarks) -> RenderableType:
     for title, header, rows in _tables(benchmarks):
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for position, name in enumerate(header):
-            is_name = position < _names(header)
+            is_name = position < _count_name_columns(header)
             table.add_column(name, justify="left" if is_name else "right", no_wrap=not is_name)
         for row in rows:
             table.add_row(*row, style="red" if row[-1].endswith("missed") else None)
@@ -255,14 +255,14 @@ def benchmark_markdown(benchmarks: Benchmarks) -> str:
     """Return the same tables in GitHub Markdown."""
     parts = [f"Machine: {benchmarks.machine}."]
     for title, header, rows in _tables(benchmarks):
-        rule = ["---" if position < _names(header) else "---:" for position in range(len(header))]
+        rule = ["---" if position < _count_name_columns(header) else "---:" for position in range(len(header))]
         lines = ["| " + " | ".join(cells) + " |" for cells in (header, rule, *rows)]
         parts += [f"### {title}", "\n".join(lines)]
     parts += [f"Note: {note}" for note in benchmarks.notes]
     return "\n\n".join(parts)
 
 
-def _names(header: tuple[str, ...]) -> int:
+def _count_name_columns(header: tuple[str, ...]) -> int:
     return 2 if "instead of" in header else 1
 
 
@@ -317,14 +317,14 @@ def _ratio_row(ratio: Ratio, errors: bool) -> tuple[str, ...]:
     cells = [ratio.what, ratio.against, _digits(ratio.ours_ms), _digits(ratio.theirs_ms), relative(ratio.speedup)]
     if errors:
         cells += ["" if error is None else f"{error:.1e}" for error in (ratio.error, ratio.their_error)]
-    return (*cells, _judged(ratio.met, "" if ratio.target is None else relative(ratio.target)))
+    return (*cells, _format_promise(ratio.met, "" if ratio.target is None else relative(ratio.target)))
 
 
 def _footprint_row(footprint: Footprint) -> tuple[str, ...]:
     backward = "-" if footprint.backward_mb is None else f"{footprint.backward_mb:,.0f}"
     promise = "" if footprint.target_mb is None else f"{footprint.target_mb:,.0f} MB"
     cells = (footprint.what, f"{footprint.forward_mb:,.0f}", backward, f"{footprint.seconds:.1f}")
-    return (*cells, _judged(footprint.met, promise))
+    return (*cells, _format_promise(footprint.met, promise))
 
 
 def _run_row(run: ModelRun) -> tuple[str, ...]:
@@ -335,14 +335,14 @@ def _run_row(run: ModelRun) -> tuple[str, ...]:
     extra = "" if run.extra_mb is None else f"{run.extra_mb:,.0f}"
     times = "" if run.times_plain is None else f"{run.times_plain:.2f}x"
     cells = (run.what, f"{run.seconds:.2f}", f"{run.peak_mb:,.0f}", extra, times)
-    return (*cells, _judged(run.met, ", ".join(promises)))
+    return (*cells, _format_promise(run.met, ", ".join(promises)))
 
 
 def _sweep_row(cost: SweepCost) -> tuple[str, ...]:
     promise = "" if cost.met is None else f"{cost.most_times_ideal:g}x, {cost.most_overhead_seconds:g} s per item"
     ideal = cost.item_seconds / cost.workers
     cells = (cost.what, f"{cost.wall_seconds:.1f}", f"{ideal:.1f}", f"{cost.times_ideal:.2f}x")
-    return (*cells, f"{cost.overhead_seconds:.2f}", str(cost.models_loaded), _judged(cost.met, promise))
+    return (*cells, f"{cost.overhead_seconds:.2f}", str(cost.models_loaded), _format_promise(cost.met, promise))
 
 
 def _growth_rows(growth: Growth) -> Rows:
@@ -357,7 +357,7 @@ def _growth_rows(growth: Growth) -> Rows:
     if rows and growth.exponent is not None:
         grown = f"memory as L^{growth.exponent:.2f}"
         promise = grown if growth.target is None else f"{grown}, at most L^{growth.target:g}"
-        rows[-1] = (*rows[-1][:-1], _judged(growth.met, promise))
+        rows[-1] = (*rows[-1][:-1], _format_promise(growth.met, promise))
     return rows
 
 
@@ -368,7 +368,7 @@ def relative(speedup: float) -> str:
     return f"{1 / speedup:.2f}x the time"
 
 
-def _judged(met: bool | None, promise: str) -> str:
+def _format_promise(met: bool | None, promise: str) -> str:
     return promise if met is None else f"{promise}: {'met' if met else 'missed'}"
 
 

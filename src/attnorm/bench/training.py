@@ -104,10 +104,12 @@ def measure_monitor(*, quick: bool = False) -> Iterator[Ratio]:
     batch = 2 if quick or device == "cpu" else 32
     for half in (False, True) if device == "cuda" else (False,):
         for normalizer in (None, "ssmax"):
-            yield from _of(normalizer, shape, batch, device, half, quick)
+            yield from _measure_normalizer(normalizer, shape, batch, device, half, quick)
 
 
-def _of(normalizer: str | None, shape: Shape, batch: int, device: str, half: bool, quick: bool) -> Iterator[Ratio]:
+def _measure_normalizer(
+    normalizer: str | None, shape: Shape, batch: int, device: str, half: bool, quick: bool
+) -> Iterator[Ratio]:
     from attnorm.models.patch import patch
     from attnorm.monitor.alerts import AttentionAlert
     from attnorm.monitor.monitor import AttentionMonitor

@@ -180,12 +180,14 @@ def counterexample_text(claim: Claim, case: ClaimCase, row: int, ratio: float) -
     table = Table("key", "logit", "softmax weight", "vector", box=SIMPLE_HEAD, padding=(0, 2, 0, 0))
     for key in range(case.keys):
         vector = _format_numbers(case.vectors[row, key])
-        table.add_row(str(key), _exact(case.logits[row, key]), _exact(case.weights[row, key]), vector)
-    matrices = [f"{name}: {_matrix(case.matrices[row, i])}" for i, name in enumerate(("query matrix", "key matrix"))]
+        table.add_row(str(key), _format_exact(case.logits[row, key]), _format_exact(case.weights[row, key]), vector)
+    matrices = [
+        f"{name}: {_format_matrix(case.matrices[row, i])}" for i, name in enumerate(("query matrix", "key matrix"))
+    ]
     return Group(Text("\n".join(lines)), table, Text("\n".join(matrices)))
 
 
-def _exact(value: Tensor) -> str:
+def _format_exact(value: Tensor) -> str:
     return f"{float(value):.17g}"
 
 
@@ -193,7 +195,7 @@ def _format_numbers(values: Tensor) -> str:
     return " ".join(f"{float(value):.6g}" for value in values)
 
 
-def _matrix(values: Tensor) -> str:
+def _format_matrix(values: Tensor) -> str:
     return "; ".join(_format_numbers(row) for row in values)
 
 
@@ -216,21 +218,21 @@ def frontier_table(placed: Frontier) -> RenderableType:
         table.add_column(f"{n:,}", justify="right", no_wrap=True)
     for weight in placed.weights:
         table.add_section()
-        table.add_row("the law", f"{weight:g}", *map(_effort, placed.least(weight)), style="bold")
+        table.add_row("the law", f"{weight:g}", *map(_format_effort, placed.least(weight)), style="bold")
         for name in placed.names:
-            table.add_row(label(name, placed), f"{weight:g}", *map(_effort, placed.efforts(name, weight)))
-    return Group(table, _absent(placed)) if placed.absent else table
+            table.add_row(label(name, placed), f"{weight:g}", *map(_format_effort, placed.efforts(name, weight)))
+    return Group(table, _absent_table(placed)) if placed.absent else table
 
 
 def label(name: str, placed: Frontier) -> str:
     return name + MEASURED * (name in placed.measured)
 
 
-def _effort(effort: float) -> str:
+def _format_effort(effort: float) -> str:
     return "" if math.isnan(effort) else f"{effort:.3f}"
 
 
-def _absent(placed: Frontier) -> Table:
+def _absent_table(placed: Frontier) -> Table:
     table = Table(title="Not on the frontier, and why", title_justify="left", box=SIMPLE_HEAD)
     table.add_column("normalizer", no_wrap=True)
     table.add_column("why the law does not apply")

@@ -80,7 +80,7 @@ def compare(
                 f"expected two sides, got {sides[0]}. Name another model or the folder of a run, or measure it with "
                 f"several normalizers first: attnorm analyze {sides[0]} --normalizers model,ssmax --out DIR"
             )
-    runs = {name: _run(name) for name in sides if name not in models}
+    runs = {name: _load_run(name) for name in sides if name not in models}
     with usage_errors():
         if models and runs:
             first, run = next(iter(runs.items()))
@@ -137,7 +137,7 @@ def _is_model(name: str) -> bool:
     return holds_a_model and not (folder / "manifest.json").is_file()
 
 
-def _run(name: str) -> "Analysis":
+def _load_run(name: str) -> "Analysis":
     from attnorm.analysis.result import Analysis
 
     with failures():

@@ -82,7 +82,7 @@ def examine(progress: Callable[[str, int, int], None] = lambda check, done, tota
     checks = []
     for index, (promise, attempt) in enumerate(PROMISES.items()):
         progress(promise, index, len(PROMISES))
-        checks.append(_tried(promise, attempt))
+        checks.append(_run_check(promise, attempt))
     return Health(
         machine=this_machine(),
         versions={
@@ -129,7 +129,7 @@ def _compiler() -> str | None:
     return next((name for name in ("g++", "c++", "clang++", "cl") if shutil.which(name)), None)
 
 
-def _tried(promise: str, attempt: Callable[[], tuple[bool, str]]) -> HealthCheck:
+def _run_check(promise: str, attempt: Callable[[], tuple[bool, str]]) -> HealthCheck:
     try:
         passed, detail = attempt()
     except Exception as error:  # any error is a failed check
@@ -145,14 +145,16 @@ def _keeps_the_contract(name: str) -> tuple[bool, str]:
 
 def _matches_sdpa() -> tuple[bool, str]:
     q, k, v = _inputs(64)
-    return _close(attention(q, k, v, "softmax", causal=True), scaled_dot_product_attention(q, k, v, is_causal=True))
+    return _compare_outputs(
+        attention(q, k, v, "softmax", causal=True), scaled_dot_product_attention(q, k, v, is_causal=True)
+    )
 
 
 def _blocks_match_the_dense_form() -> tuple[bool, str]:
     normalizer = get("entmax15")
     q, k, v = _inputs(2048)
     with torch.no_grad():
-        return _close(attention(q, k, v, normalizer, causal=True), dense(q, k, v, normalizer, causal=True))
+        return _compare_outputs(attention(q, k, v, normalizer, causal=True), dense(q, k, v, normalizer, causal=True))
 
 
 def _hidden_keys_get_nothing() -> tuple[bool, str]:
@@ -196,7 +198,7 @@ def _inputs(length: int) -> list[Tensor]:
     return [torch.randn(1, 1, length, 32, generator=generator) for _ in range(3)]
 
 
-def _close(output: Tensor, expected: Tensor) -> tuple[bool, str]:
+def _compare_outputs(output: Tensor, expected: Tensor) -> tuple[bool, str]:
     error = (output - expected).abs().max().item()
     return error <= CLOSE, f"largest difference {error:.1e}"
 

@@ -86,9 +86,9 @@ class EvaluationRow:
 
 def mean_interval(values: Sequence[float]) -> Interval | None:
     """95 % interval of the mean: Wilson for right or wrong, else Student's t; None for a single document."""
-    if _right_or_wrong(values):
+    if _is_binary(values):
         return wilson_interval(float(np.mean(values)), len(values))
-    return _student(values)
+    return _student_interval(values)
 
 
 def paired(before: Scores, after: Scores) -> Paired | None:
@@ -99,23 +99,23 @@ def paired(before: Scores, after: Scores) -> Paired | None:
         return None
     old, new = np.array(pairs).T
     change = new - old
-    binary = _right_or_wrong(old) and _right_or_wrong(new)
-    interval = _newcombe(old, new) if binary else _student(change)
+    binary = _is_binary(old) and _is_binary(new)
+    interval = _newcombe_interval(old, new) if binary else _student_interval(change)
     return Paired(len(pairs), float(change.mean()), interval, _p_value(change, binary=binary))
 
 
-def _right_or_wrong(values: Any) -> bool:
+def _is_binary(values: Any) -> bool:
     return set(np.unique(values)) <= {0.0, 1.0}
 
 
-def _student(values: Any) -> Interval | None:
+def _student_interval(values: Any) -> Interval | None:
     if len(values) < 2:
         return None
     reach = float(student.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / np.sqrt(len(values)))
     return float(np.mean(values)) - reach, float(np.mean(values)) + reach
 
 
-def _newcombe(old: Any, new: Any) -> Interval:
+def _newcombe_interval(old: Any, new: Any) -> Interval:
     """Difference of paired shares from Wilson's intervals and their correlation (Newcombe 1998, method 10)."""
     n, p1, p2 = len(old), float(old.mean()), float(new.mean())
     (low1, high1), (low2, high2) = (wilson_interval(p, n) for p in (p1, p2))
@@ -289,7 +289,7 @@ def render(rows: Sequence[EvaluationRow], first: str, about: str, command: str) 
         style=Markup(style),
         about=about,
         command=command,
-        rows=[{"row": row, "drawn": _interval_pixels(row, _range(row, rows))} for row in rows],
+        rows=[{"row": row, "drawn": _interval_pixels(row, _drawn_range(row, rows))} for row in rows],
         first=first,
         width=WIDTH,
         percent=number,
@@ -302,10 +302,10 @@ def number(value: float, metric: str) -> str:
 
 
 def _cell(row: EvaluationRow, rows: Sequence[EvaluationRow]) -> SideScore:
-    drawn, change = _interval_pixels(row, _range(row, rows), PANEL_WIDTH), row.change
-    moved = "" if change is None else _signed(change.mean, row.metric)
+    drawn, change = _interval_pixels(row, _drawn_range(row, rows), PANEL_WIDTH), row.change
+    moved = "" if change is None else _format_signed(change.mean, row.metric)
     if change is not None and change.interval is not None:
-        moved += f" ({' to '.join(_signed(end, row.metric) for end in change.interval)})"
+        moved += f" ({' to '.join(_format_signed(end, row.metric) for end in change.interval)})"
     return SideScore(
         number(row.mean, row.metric),
         "" if row.interval is None else " to ".join(number(end, row.metric) for end in row.interval),
@@ -313,11 +313,11 @@ def _cell(row: EvaluationRow, rows: Sequence[EvaluationRow]) -> SideScore:
     )  # fmt: skip
 
 
-def _signed(value: float, metric: str) -> str:
+def _format_signed(value: float, metric: str) -> str:
     return ("+" if value > 0 else "") + number(value, metric)
 
 
-def _range(row: EvaluationRow, rows: Sequence[EvaluationRow]) -> tuple[float, float]:
+def _drawn_range(row: EvaluationRow, rows: Sequence[EvaluationRow]) -> tuple[float, float]:
     """Shares are drawn from 0 to 1, other scores over the range of their task and length."""
     if row.metric != "nats per token":
         return 0.0, 1.0

@@ -117,7 +117,7 @@ def evaluate(
         if folder is not None:
             make_writable(folder)
             stack.enter_context(only_process(folder))
-            record = _continued(folder, record)
+            record = _merge_record(folder, record)
         work.harness = stack.enter_context(Harness(loaded, seed))
         parts = _run_all(work, folder, sides, items, progress)
     result = Evaluation(record, tuple(parts))
@@ -192,7 +192,7 @@ def _run_all(
     for item in items:
         for side in sides:
             progress(f"{item}, {side}", len(parts), total)
-            path = None if folder is None else folder / PARTS / f"{_key(side, item)}.json"
+            path = None if folder is None else folder / PARTS / f"{_part_key(side, item)}.json"
             saved = None if path is None else read_record(path, ("scores", "seconds"), "remove it")
             if saved is not None:
                 parts.append(EvaluationPart.of(saved))
@@ -217,7 +217,7 @@ def _with_normalizer(loaded: LoadedModel, side: str) -> AbstractContextManager[A
     return swap(loaded.model, name, **options)
 
 
-def _key(side: str, item: Item) -> str:
+def _part_key(side: str, item: Item) -> str:
     """A file name: readable, and different for every part."""
     side = key_spec(side)
     plain = "".join(letter if letter.isalnum() else "-" for letter in f"{item.task}-{item.length}-{side}")[:60]
@@ -235,7 +235,7 @@ def _record(identity: dict[str, Any], sides: Sequence[str], items: Sequence[Item
     }
 
 
-def _continued(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
+def _merge_record(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
     """The record with the sides and items of earlier calls; raises ValueError for a folder of another run."""
     recorded = read_record(folder / RECORD, ("run", "sides", "items"), "choose a new folder with --out")
     if recorded is None:

@@ -72,7 +72,7 @@ def items_of(tasks: Sequence[str], lengths: Sequence[int], all_of_lm_eval: Calla
         known = all_of_lm_eval()
         for name in unknown:
             if name not in known:
-                hint = did_you_mean(name, _close(name, known))
+                hint = did_you_mean(name, _close_names(name, known))
                 more = "" if known else "Other tasks of lm-eval need pip install 'attnorm[eval]'."
                 raise ValueError(f"unknown task {name!r}; {hint}{'' if hint.endswith('?') else '.'} {more}".rstrip())
     if not lengths or min(lengths) < 2:
@@ -92,7 +92,7 @@ def items_of(tasks: Sequence[str], lengths: Sequence[int], all_of_lm_eval: Calla
     return items
 
 
-def _close(name: str, known: Collection[str]) -> list[str]:
+def _close_names(name: str, known: Collection[str]) -> list[str]:
     """Names to suggest: all where one is close, else those that need no download (lm-eval has thousands)."""
     import difflib
 

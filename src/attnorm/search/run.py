@@ -65,7 +65,7 @@ def search(
         items: dict[int, Item] = {}
         for trial in study.get_trials(deepcopy=False):
             _add_item(plan, study, trial, items, storage)
-        if len(items) < plan.trials or _running(study):
+        if len(items) < plan.trials or _running_trials(study):
             engine = open_engine(
                 on, out, plan.resources, workers=workers, address=address, slurm=plan.slurm, hook=run_trial
             )
@@ -153,7 +153,7 @@ def _add_item(plan: SearchPlan, study: Any, trial: Any, items: dict[int, Item], 
     items[trial.number] = replace(item, values={**item.values, HOW: {"storage": storage, "prune": plan.prune}})
 
 
-def _running(study: Any) -> list[int]:
+def _running_trials(study: Any) -> list[int]:
     from optuna.trial import TrialState
 
     return [trial.number for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))]
@@ -170,7 +170,7 @@ def _run_trials(
     report: Report,
 ) -> None:
     """Run all trials of the plan on the engine; a trial whose worker dies is tried again up to `retries` times."""
-    waiting = [number for number in _running(study) if number in items]
+    waiting = [number for number in _running_trials(study) if number in items]
     running: dict[Future[list[Outcome]], int] = {}
     attempts: dict[int, int] = {}
     kill = True
@@ -194,7 +194,7 @@ def _run_trials(
                         continue
                     outcome = Outcome(items[number].id, str(died))
                     write_failure(out, items[number], outcome.error, "")
-                _tell(plan, study, number, outcome)
+                _tell_study(plan, study, number, outcome)
                 done = len(items) - len(running) - len(waiting)
                 report(outcome, done, plan.trials)
         kill = False
@@ -208,7 +208,7 @@ def _new_trial(plan: SearchPlan, study: Any, items: dict[int, Item], storage: st
     return number
 
 
-def _tell(plan: SearchPlan, study: Any, number: int, outcome: Outcome) -> None:
+def _tell_study(plan: SearchPlan, study: Any, number: int, outcome: Outcome) -> None:
     from optuna.trial import TrialState
 
     if outcome.error:

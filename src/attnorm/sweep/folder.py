@@ -38,14 +38,14 @@ def lock_of(out: Path, key: str) -> Path:
 
 def result_of(out: Path, key: str) -> dict[str, Any] | None:
     """Return the result of a finished item, or None; a damaged file counts as missing, so the item runs again."""
-    return _read(out / "results" / f"{key}.json")
+    return _read_json(out / "results" / f"{key}.json")
 
 
 def failure_of(out: Path, key: str) -> dict[str, Any] | None:
-    return _read(out / "failures" / f"{key}.json")
+    return _read_json(out / "failures" / f"{key}.json")
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read_json(path: Path) -> dict[str, Any] | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -84,7 +84,7 @@ def open_sweep(out: Path, plan: Plan, *, extend: bool = False) -> None:
     elif not extend:
         remedy = "Choose another folder, or add --extend to run this plan here; finished items of both are kept"
         current, previous = (
-            {"command": command, **_flat(content), "content of the items": sorted(keys)}
+            {"command": command, **_flatten(content), "content of the items": sorted(keys)}
             for command, content, keys in (
                 (plan.command, plan.content, items), (record["command"], record["content"], record["items"]),
             )
@@ -95,7 +95,7 @@ def open_sweep(out: Path, plan: Plan, *, extend: bool = False) -> None:
     )  # fmt: skip
 
 
-def _flat(content: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _flatten(content: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {f"{table}.{name}": value for table, values in content.items() for name, value in values.items()}
 
 

@@ -172,25 +172,25 @@ def _read_value(name: str, value: Any, kind: str, folder: Path) -> tuple[Any, An
         parts = [_read_value(name, part, "file", folder) for part in value]
         return [path for path, _ in parts], [identity for _, identity in parts]
     if kind == "normalizer" and isinstance(value, str) and value.endswith(SUFFIX):
-        layers = _stated(read_recipe_file(folder / Path(value).expanduser()).layers)
+        layers = _state_defaults(read_recipe_file(folder / Path(value).expanduser()).layers)
         return layers, layers
     if not KINDS[kind][1](value):
         raise ValueError(f"expected {KINDS[kind][0]} for {name}, got {value!r}")
     if kind == "number":
         value = float(value)
     if kind == "normalizer":
-        value = _stated(value)
+        value = _state_defaults(value)
     if name in ("normalizers", "test_with"):  # the command takes names; what they mean identifies the item
-        return value, _stated(value)
+        return value, _state_defaults(value)
     return value, value
 
 
-def _stated(value: Any) -> Any:
+def _state_defaults(value: Any) -> Any:
     """Normalizers with the defaults that changed: a finished item of an earlier version is another one."""
     if isinstance(value, dict):
-        return {layers: _stated(spec) for layers, spec in value.items()}
+        return {layers: _state_defaults(spec) for layers, spec in value.items()}
     if isinstance(value, list):
-        return [_stated(spec) for spec in value]
+        return [_state_defaults(spec) for spec in value]
     return state_spec(value) if isinstance(value, str) else value
 
 

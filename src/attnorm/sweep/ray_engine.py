@@ -54,7 +54,7 @@ class RayEngine:
         while missed < MISSED_LOOKS:
             if self._closed.wait(WATCH_SECONDS):
                 return
-            missed = 0 if _answers(head) else missed + 1
+            missed = 0 if _is_reachable(head) else missed + 1
         self._lost = True
         with self._lock:
             for answer in self._open:
@@ -70,8 +70,8 @@ class RayEngine:
         if not any(per_node):
             self.close()
             raise ValueError(
-                f"expected a machine of the Ray cluster that can hold one item ({_needs(resources)}), got {len(nodes)} "
-                "too small. Lower [resources] in the plan, or add a larger machine."
+                f"expected a machine of the Ray cluster that can hold one item ({_describe_resources(resources)}), "
+                f"got {len(nodes)} too small. Lower [resources] in the plan, or add a larger machine."
             )
         return sum(per_node)
 
@@ -124,7 +124,7 @@ def _lost_cluster() -> ClusterLost:
     return ClusterLost("lost the Ray cluster. Finished items are kept; run the same command to resume.")
 
 
-def _answers(address: str) -> bool:
+def _is_reachable(address: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), REACH_SECONDS).close()
@@ -133,7 +133,7 @@ def _answers(address: str) -> bool:
     return True
 
 
-def _needs(resources: Resources) -> str:
+def _describe_resources(resources: Resources) -> str:
     memory = "" if resources.memory_gb is None else f", {resources.memory_gb:g} GB of memory"
     return f"{resources.cpus:g} CPUs, {resources.gpus:g} GPUs{memory}"
 

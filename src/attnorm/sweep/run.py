@@ -113,7 +113,7 @@ def run_items(engine: Engine, out: Path, items: Iterable[Item], retries: int) ->
                 chunk = running.pop(future)
                 for outcome in _outcomes(future, out, chunk, attempts, retries):
                     if isinstance(outcome, Outcome):
-                        _record(out, chunk, outcome)
+                        _record_failure(out, chunk, outcome)
                         yield outcome
                     else:
                         waiting.append([outcome])
@@ -144,7 +144,7 @@ def _outcomes(
             yield Outcome(item.id, f"{reason}; tried {tried}. If it needs more memory, raise memory_gb in [resources].")
 
 
-def _record(out: Path, chunk: list[Item], outcome: Outcome) -> None:
+def _record_failure(out: Path, chunk: list[Item], outcome: Outcome) -> None:
     """Keep the error of an item whose worker could not write it: killed, or its disk is full."""
     item = next(item for item in chunk if item.id == outcome.id)
     if outcome.error and failure_of(out, item.id) is None:

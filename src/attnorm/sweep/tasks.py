@@ -58,7 +58,7 @@ def _analyze(values: Mapping[str, Any], out: Path, shared: Path) -> Rows:
 
     options = {**values}
     named = ("model", "dtype", "device", "revision", "trust_remote_code", "tokenizer")
-    loaded = _loaded(tuple((name, options.pop(name)) for name in named if name in options))
+    loaded = _load_cached(tuple((name, options.pop(name)) for name in named if name in options))
     if text := options.pop("text", None):
         path = Path(text)
         options["inputs"] = {text_name(path): Text(text_name(path), read_text(path), file=True)}
@@ -77,7 +77,7 @@ def _analyze(values: Mapping[str, Any], out: Path, shared: Path) -> Rows:
 
 
 @lru_cache(maxsize=1)
-def _loaded(options: tuple[tuple[str, Any], ...]) -> "LoadedModel":
+def _load_cached(options: tuple[tuple[str, Any], ...]) -> "LoadedModel":
     from attnorm.models.load import load
 
     arguments = dict(options)
@@ -86,7 +86,7 @@ def _loaded(options: tuple[tuple[str, Any], ...]) -> "LoadedModel":
 
 def models_loaded() -> int:
     """Return how often this process has loaded a model."""
-    return _loaded.cache_info().misses
+    return _load_cached.cache_info().misses
 
 
 # train lm

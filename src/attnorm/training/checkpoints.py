@@ -52,7 +52,7 @@ def load_checkpoint(
     try:
         record: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
-        raise _unreadable(path, error) from None
+        raise _unreadable_error(path, error) from None
     load_weights(path, model, device)
     parameters = dict(model.named_parameters())
     for key, value in moments.items():
@@ -84,10 +84,10 @@ def _tensors(path: Path, device: torch.device) -> dict[str, torch.Tensor]:
     try:
         return load_file(path, device=str(device))
     except (OSError, SafetensorError) as error:
-        raise _unreadable(path.parent, error) from None
+        raise _unreadable_error(path.parent, error) from None
 
 
-def _unreadable(path: Path, error: Exception) -> ValueError:
+def _unreadable_error(path: Path, error: Exception) -> ValueError:
     return ValueError(f"the checkpoint {path} cannot be read ({error}); remove it, or start over")
 
 
@@ -117,13 +117,13 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():  # only this thread may set handlers
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._note)
+                self._before[number] = signal.signal(number, self._note_signal)
         return self
 
     def __exit__(self, *error: object) -> None:
         self._restore()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _note_signal(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
         self._restore()
 

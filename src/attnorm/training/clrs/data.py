@@ -71,16 +71,16 @@ def selected(examples: list[ClrsExample], algorithms: Sequence[str]) -> list[Clr
     return [example for example in examples if example.algorithm in algorithms] if algorithms else examples
 
 
-def _numbers(values: Iterable[float]) -> str:
+def _format_numbers(values: Iterable[float]) -> str:
     return f"[{' '.join(str(value) for value in values)}]"
 
 
 def _minimum(keys: list[float]) -> tuple[str, str]:
-    return f"key: {_numbers(keys)}\nmin:", str(keys.index(min(keys)))
+    return f"key: {_format_numbers(keys)}\nmin:", str(keys.index(min(keys)))
 
 
 def _insertion_sort(keys: list[float]) -> tuple[str, str]:
-    return f"key: {_numbers(keys)}\npred:", _numbers(sorted(keys))
+    return f"key: {_format_numbers(keys)}\npred:", _format_numbers(sorted(keys))
 
 
 SIMPLE: dict[str, Callable[[list[float]], tuple[str, str]]] = {
@@ -231,12 +231,12 @@ def step_indices(count: int, batch: int, seed: int, step: int) -> list[int]:
     indices: list[int] = []
     while len(indices) < batch:
         epoch, first = divmod(start + len(indices), count)
-        indices += _order(count, seed, epoch)[first : first + batch - len(indices)].tolist()
+        indices += _epoch_order(count, seed, epoch)[first : first + batch - len(indices)].tolist()
     return indices
 
 
 @lru_cache(maxsize=2)
-def _order(count: int, seed: int, epoch: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _epoch_order(count: int, seed: int, epoch: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.random.default_rng((seed, epoch)).permutation(count)
 
 

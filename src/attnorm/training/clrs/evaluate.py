@@ -161,7 +161,7 @@ def _row_means(
         ratio = entropy / block.n[..., 0].clamp(min=2).log()
         by_layer.append(torch.stack([entropy, ratio], -1).mean(1).double())
 
-    for group, rows, run in _observed(model, examples, device, most_tokens, on_call):
+    for group, rows, run in _observe_groups(model, examples, device, most_tokens, on_call):
         by_layer.clear()
         run()
         kept = rows.real.double()[..., None]
@@ -172,7 +172,7 @@ def _row_means(
     return means
 
 
-def _observed(
+def _observe_groups(
     model: Any,
     examples: Sequence[EncodedExample],
     device: torch.device,
@@ -215,6 +215,6 @@ def fitted_coefficients(
         logits.append(F.pad(kept[sample].cpu(), room))
         visible.append(F.pad(seen[sample].cpu(), room))
 
-    for _, _, run in _observed(model, fit_examples, device, most_tokens, on_call):
+    for _, _, run in _observe_groups(model, fit_examples, device, most_tokens, on_call):
         run()
     return fit(torch.cat(logits), mask=torch.cat(visible), keep=KEEP)

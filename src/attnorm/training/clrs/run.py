@@ -154,7 +154,7 @@ def measure(run: ClrsRun, tests: ClrsTests) -> dict[str, Any]:
             result["coefficients"] = list(coefficients)
         result["exact"], result["test_loss"], result["entropy"] = {}, {}, {}
         for name in (OWN, *tests.others):
-            with _tested_with(model, name, coefficients):
+            with _swap_for_test(model, name, coefficients):
                 test_matches, loss = answered(data.test)
                 result["exact"][name] = bits_by_cell(data.test, test_matches)
                 result["test_loss"][name] = round(loss, 5) if math.isfinite(loss) else None
@@ -164,7 +164,7 @@ def measure(run: ClrsRun, tests: ClrsTests) -> dict[str, Any]:
     return {**result, "test_seconds": round(time.monotonic() - began, 1)}
 
 
-def _tested_with(model: Any, name: str, coefficients: Sequence[float]) -> AbstractContextManager[Any]:
+def _swap_for_test(model: Any, name: str, coefficients: Sequence[float]) -> AbstractContextManager[Any]:
     from attnorm.models.patch import swap
 
     if name == OWN:

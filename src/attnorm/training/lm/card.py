@@ -44,14 +44,15 @@ def _introduction(run: dict[str, Any], result: dict[str, Any]) -> str:
     return f"""
 # A language model of {result["parameters"] / 1e6:.2f} million parameters
 
-{ARCHITECTURES[run["architecture"]].description}. {_attention(run)}{_output(run, result)}{run["layers"]} layers \
+{ARCHITECTURES[run["architecture"]].description}. {_attention_sentence(run)}{_output_sentences(run, result)}\
+{run["layers"]} layers \
 of {run["heads"]} heads, width {run["width"]}, {run["context"]} positions, a byte-level BPE vocabulary of \
 {result["vocabulary"]}. Trained with `attnorm train lm`; weights in float16.
 
 {loading}"""
 
 
-def _attention(run: dict[str, Any]) -> str:
+def _attention_sentence(run: dict[str, Any]) -> str:
     """Return a sentence about the normalizers; empty for softmax."""
     if "recipe" in run:
         groups = ", ".join(f"`{spec}` in layers {layers}" for layers, spec in run["recipe"].items())
@@ -65,7 +66,7 @@ def _attention(run: dict[str, Any]) -> str:
     return f"Attention uses `{name}`{f' with {listed_options}' if listed_options else ''}{paper} instead of softmax. "
 
 
-def _output(run: dict[str, Any], result: dict[str, Any]) -> str:
+def _output_sentences(run: dict[str, Any], result: dict[str, Any]) -> str:
     """Return sentences about a mixture at the output; empty for one softmax."""
     if "output" not in run:
         return ""
@@ -98,10 +99,10 @@ Every token except the first of a held-out text ({validation["tokens"]:,} tokens
 {validation["bytes"]:,} bytes), in adjacent windows: on average half a window is visible. Weights as saved, \
 computed in float32. The counts come from the training text; the bigram is interpolated with the unigram, with the \
 strength ({validation["bigram"]["strength"]:g}) that does best on the validation text itself, so the comparison \
-favours it.{_longer(validation)}{rise}"""
+favours it.{_length_table(validation)}{rise}"""
 
 
-def _longer(validation: dict[str, Any]) -> str:
+def _length_table(validation: dict[str, Any]) -> str:
     """Return the table of losses in windows of other lengths, if they were measured."""
     measured = validation.get("by_length", ())
     if len(measured) < 2:

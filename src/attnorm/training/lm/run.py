@@ -162,7 +162,7 @@ def open_run(out: Path, identity: dict[str, Any], *, resume: bool) -> dict[str, 
     remedy = f"Choose another folder, or give the same settings to continue that run{unsaved}"
     usual = {"normalizer": "softmax", "normalizer_options": {}, "recipe": {}, "output": "softmax"}
     current, recorded = ({**usual, **values} for values in (identity, read_settings(record["run"])))
-    require_same_run(current, recorded, f"{out} holds another run", remedy, _named)
+    require_same_run(current, recorded, f"{out} holds another run", remedy, _format_files)
     if resume:
         return record
     shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
@@ -182,10 +182,10 @@ def _new_record(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
-def _named(value: Any) -> str:
+def _format_files(value: Any) -> str:
     """Show files by their names, without their hashes."""
     if isinstance(value, dict) and "name" in value:
         return str(value["name"])
     if isinstance(value, list):
-        return " and ".join(map(_named, value))
+        return " and ".join(map(_format_files, value))
     return str(value)

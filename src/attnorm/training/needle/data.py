@@ -117,7 +117,7 @@ def training_puzzles(
         distances = [_distance(generator, longest, uniform=bool(number % 2)) for number in range(fitting)]
         starts = [int(generator.integers(0, room - distance + 1)) for distance in distances]
         puzzles.append(_puzzle(filler, wording, generator, characters, length, starts, distances))
-    return _together(puzzles)
+    return _stack_puzzles(puzzles)
 
 
 def puzzles_at(
@@ -127,7 +127,7 @@ def puzzles_at(
     generator = np.random.default_rng((seed, length, round(1000 * depth)))
     room = length - wording.size(characters)
     start = round(depth * (room - 1))
-    return _together(
+    return _stack_puzzles(
         [_puzzle(filler, wording, generator, characters, length, [start], [room - start]) for _ in range(count)]
     )
 
@@ -169,5 +169,5 @@ def _puzzle(
     return np.array([*window, *text[used:].tolist()], dtype=np.int64), np.stack(answers)
 
 
-def _together(puzzles: Sequence[tuple[Ids, Ids]]) -> Puzzles:
+def _stack_puzzles(puzzles: Sequence[tuple[Ids, Ids]]) -> Puzzles:
     return Puzzles(*(torch.from_numpy(np.stack(part)) for part in zip(*puzzles, strict=True)))

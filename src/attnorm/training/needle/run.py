@@ -53,7 +53,7 @@ def find_keys(
                     filler, wording, characters=task.characters, seed=task.seed + 1, count=task.questions,
                     length=length + 1, depth=depth,
                 )  # fmt: skip
-                right = _right(model, puzzles, together, device, settings)
+                right = _right_characters(model, puzzles, together, device, settings)
                 answers.append(
                     Answered(
                         length,
@@ -77,7 +77,7 @@ def among_many(
         length=settings.context + 1,
     )  # fmt: skip
     with without_compiled_blocks(model, settings):
-        right = _right(model, puzzles, EVALUATION_BATCH, device, settings)
+        right = _right_characters(model, puzzles, EVALUATION_BATCH, device, settings)
     return {
         "keys": right.shape[1],
         "questions": right.shape[0] * right.shape[1],
@@ -86,7 +86,7 @@ def among_many(
     }
 
 
-def _right(model: Any, puzzles: Puzzles, together: int, device: torch.device, settings: LMSettings) -> Any:
+def _right_characters(model: Any, puzzles: Puzzles, together: int, device: torch.device, settings: LMSettings) -> Any:
     """Return (windows, questions, characters), 1 where the likeliest token is the right one."""
     parts, dtype = [], getattr(torch, settings.dtype)
     for start in range(0, len(puzzles.windows), together):

@@ -81,7 +81,7 @@ def _max_retrieval(generator: torch.Generator, sizes: Tensor, slots: int) -> Set
     query = _uniform(generator, *sizes.shape, 1)
     visible = _visible(sizes, slots)
     target = priority.masked_fill(~visible, -1.0).argmax(-1)
-    return Sets(_with_class(priority[..., None], classes), query, visible, _picked(classes, target), target)
+    return Sets(_with_class(priority[..., None], classes), query, visible, _class_of_target(classes, target), target)
 
 
 def _recall(generator: torch.Generator, sizes: Tensor, slots: int) -> Sets:
@@ -92,7 +92,7 @@ def _recall(generator: torch.Generator, sizes: Tensor, slots: int) -> Sets:
     target = (_uniform(generator, *sizes.shape) * sizes).long().clamp(max=sizes - 1)
     target_key = keys.gather(-2, target[..., None, None].expand(*target.shape, 1, KEY_WIDTH)).squeeze(-2)
     query = F.normalize(target_key + QUERY_NOISE * noise, dim=-1)
-    return Sets(_with_class(keys, classes), query, _visible(sizes, slots), _picked(classes, target), target)
+    return Sets(_with_class(keys, classes), query, _visible(sizes, slots), _class_of_target(classes, target), target)
 
 
 def _majority(generator: torch.Generator, sizes: Tensor, slots: int) -> Sets:
@@ -124,7 +124,7 @@ def _with_class(features: Tensor, classes: Tensor) -> Tensor:
     return torch.cat([features, F.one_hot(classes, CLASSES).to(features.dtype)], -1)
 
 
-def _picked(classes: Tensor, target: Tensor) -> Tensor:
+def _class_of_target(classes: Tensor, target: Tensor) -> Tensor:
     return classes.gather(-1, target[..., None]).squeeze(-1)
 
 
@@ -173,7 +173,7 @@ def training_batches(
     for block in range(first // STEPS_AT_ONCE, -(-recipe.steps // STEPS_AT_ONCE)):
         sets = stacked([_training_block(task, recipe, stream("training", seed, block, device)) for seed in seeds])
         if recipe.squeezed:
-            sets = _squeezed(sets, recipe.squeezed, seeds, block)
+            sets = _squeeze_priorities(sets, recipe.squeezed, seeds, block)
         steps = range(block * STEPS_AT_ONCE, min((block + 1) * STEPS_AT_ONCE, recipe.steps))
         other = _other_classes(sets, seeds, block) if recipe.penalised(steps[-1]) else None
         for i, step in enumerate(steps):
@@ -189,7 +189,7 @@ def sets_for_testing(task: Task, seeds: Sequence[int], size: int, sets: int, dev
     sizes = torch.full((length,), size, device=device)
     for block in range(-(-sets // length)):
         block_sets = stacked([task.draw(stream(f"test {size}", seed, block, device), sizes, size) for seed in seeds])
-        yield _first(block_sets, sets - block * length)
+        yield _first_sets(block_sets, sets - block * length)
 
 
 def _training_block(task: Task, recipe: RetrievalRecipe, generator: torch.Generator) -> Sets:
@@ -199,7 +199,7 @@ def _training_block(task: Task, recipe: RetrievalRecipe, generator: torch.Genera
     return task.draw(generator, sizes, recipe.largest)
 
 
-def _squeezed(sets: Sets, share: float, seeds: Sequence[int], block: int) -> Sets:
+def _squeeze_priorities(sets: Sets, share: float, seeds: Sequence[int], block: int) -> Sets:
     """Replace priorities p by 1 - f (1 - p) in some sets: the order stays, the gaps become those of larger sets."""
     shape, device = (*sets.label[:, 0].shape, 2), sets.label.device
     drawn = [torch.rand(shape, generator=stream("squeeze", seed, block, device), device=device) for seed in seeds]
@@ -215,6 +215,6 @@ def _other_classes(sets: Sets, seeds: Sequence[int], block: int) -> Tensor:
     return torch.stack([torch.randint(CLASSES, shape, generator=g, device=device) for g in generators], 1)
 
 
-def _first(sets: Sets, count: int) -> Sets:
+def _first_sets(sets: Sets, count: int) -> Sets:
     target = None if sets.target is None else sets.target[:, :count]
     return Sets(sets.items[:, :count], sets.query[:, :count], sets.visible[:, :count], sets.label[:, :count], target)

@@ -68,7 +68,7 @@ def evaluate(
             "size": size,
             "sets": sets,
             "tested_with": name,
-            **{key: _number(float(total[copy]) / sets) for key, total in sums.items()},
+            **{key: _finite_or_none(float(total[copy]) / sets) for key, total in sums.items()},
         }
         for name, sums in totals.items()
         for copy, seed in enumerate(seeds)
@@ -113,7 +113,7 @@ def _outcomes(drawn: Sets, logits: Tensor, weights: Tensor, right: Tensor) -> di
     }
 
 
-def _number(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     """Return None for values that are not finite, which JSON does not have."""
     return value if math.isfinite(value) else None
 
@@ -176,7 +176,7 @@ def records_of(
             name: None if name == OWN else normalizer_for(name, len(stack.seeds)).to(device) for name in missing
         }
         results = evaluate(models, task, stack.seeds, size, sets_at(size, trials.sets), normalizers)
-        about = _about(stack, models, task, size)
+        about = _training_facts(stack, models, task, size)
         new = [about[r["seed"]] | r for r in results if (r["tested_with"], r["seed"]) not in recorded]
         append_jsonl(path, new)
         known += new
@@ -184,7 +184,7 @@ def records_of(
     return known
 
 
-def _about(stack: TrainedSeeds, models: Retrievers, task: Task, size: int) -> dict[int, dict[str, Any]]:
+def _training_facts(stack: TrainedSeeds, models: Retrievers, task: Task, size: int) -> dict[int, dict[str, Any]]:
     """Return for every seed how it was trained, and its class leak, overall and among the best items of this size."""
     about = stack.about
     shared = {name: about[name] for name in ("run", "task", "normalizer", "device")}
@@ -312,15 +312,15 @@ def tables(task: str, rows: Sequence[RetrievalRow]) -> RenderableType:
     among = f"mean over {seeds} seeds ± 95 % confidence" if seeds > 1 else "one seed"
     leak = find_task(task).has_priority
     parts: list[RenderableType] = [
-        _by_size(f"{task}: right answers in %, {among}", rows, lambda row: percent(row.accuracy), leak=leak)
+        _size_table(f"{task}: right answers in %, {among}", rows, lambda row: percent(row.accuracy), leak=leak)
     ]
     if any(row.logits_wrong is not None for row in rows):
         title = "Errors in %: logits wrong (the largest is not the right item's) + dispersed (it is)"
-        parts.append(_by_size(title, rows, _errors, leak=False))
+        parts.append(_size_table(title, rows, _format_errors, leak=False))
     return Group(*parts)
 
 
-def _by_size(title: str, rows: Sequence[RetrievalRow], cell: Callable[[RetrievalRow], str], *, leak: bool) -> Table:
+def _size_table(title: str, rows: Sequence[RetrievalRow], cell: Callable[[RetrievalRow], str], *, leak: bool) -> Table:
     sizes = sorted({row.size for row in rows})
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("normalizer", no_wrap=True)
@@ -347,7 +347,7 @@ def percent(mean: Mean) -> str:
     return f"{100 * mean.value:.1f}{spread}"
 
 
-def _errors(row: RetrievalRow) -> str:
+def _format_errors(row: RetrievalRow) -> str:
     if row.logits_wrong is None or row.dispersed is None:
         return "-"
     return f"{100 * row.logits_wrong.value:.1f} + {100 * row.dispersed.value:.1f}"

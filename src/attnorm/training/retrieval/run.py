@@ -115,7 +115,7 @@ def train_retrieval(
                 )
                 records += [record for record in stack_records if record["seed"] in seeds]
             manifest = _write_manifest(out, command, torch_device)  # after each, so that an interrupted run has one
-    return Results(_in_order(records, normalizers, trials.names), manifest)
+    return Results(_sort_records(records, normalizers, trials.names), manifest)
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def _check_names(normalizers: Sequence[str], seeds: Sequence[int]) -> None:
         normalizer_for(name, len(seeds))
 
 
-def _in_order(records: list[Record], normalizers: Sequence[str], tests: Sequence[str]) -> list[Record]:
+def _sort_records(records: list[Record], normalizers: Sequence[str], tests: Sequence[str]) -> list[Record]:
     def order(record: Record) -> tuple[int, int, int, int]:
         first, second = list(normalizers).index(record["normalizer"]), list(tests).index(record["tested_with"])
         return first, second, record["size"], record["seed"]
