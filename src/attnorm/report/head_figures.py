@@ -43,10 +43,10 @@ FAINT: dict[str, Any] = {"color": PALE, "linewidth": 0.8}
 
 def verdict_map(analysis: Analysis, choice: Mapping[str, Any] | None = None) -> Figure:
     """Draw verdicts as colours and marks. choice: text, length, normalizer and kind."""
-    chosen = {**default_choice(analysis), **(choice or {})}
-    heads = measured_rows(analysis.heads, chosen)
+    full_choice = {**default_choice(analysis), **(choice or {})}
+    heads = measured_rows(analysis.heads, full_choice)
     words = [verdict_word(name) for name in heads.column("verdict").to_pylist()]
-    figure, axes, size = _grid(heads, "Verdicts", chosen)
+    figure, axes, size = _grid(heads, "Verdicts", full_choice)
     for word, x, y in zip(words, *_coordinates(heads), strict=True):
         fill, ink = VERDICT_COLOURS.get(word.name, OTHER_COLOURS)
         _cell(axes, x, y, facecolor=fill)
@@ -72,11 +72,11 @@ def heat_map(analysis: Analysis, metric: str, choice: Mapping[str, Any] | None =
     """Draw one metric of the catalogue; missing values are hatched."""
     if metric not in BY_NAME:
         raise ValueError(f"unknown metric {metric!r}; expected one of {', '.join(map(repr, BY_NAME))}")
-    chosen = {**default_choice(analysis), **(choice or {})}
-    heads, about = measured_rows(analysis.heads, chosen), BY_NAME[metric]
+    full_choice = {**default_choice(analysis), **(choice or {})}
+    heads, about = measured_rows(analysis.heads, full_choice), BY_NAME[metric]
     values = column(heads, metric)
     norm = _norm(about, values)
-    figure, axes, _ = _grid(heads, f"{about.label} ({about.unit})" if about.unit else about.label, chosen)
+    figure, axes, _ = _grid(heads, f"{about.label} ({about.unit})" if about.unit else about.label, full_choice)
     for value, x, y in zip(values, *_coordinates(heads), strict=True):
         _cell(axes, x, y, **({"facecolor": COLOURS(norm(value))} if _drawable(about, value) else MISSING))
     box, width = axes.get_position(), figure.get_figwidth()
@@ -115,15 +115,15 @@ def _grid(heads: pa.Table, title: str, choice: Mapping[str, Any]) -> tuple[Figur
     axes.set_xlim(-0.5, len(columns) - 0.5)
     axes.set_ylim(len(layers) - 0.5, -0.5)
     for values, ticks in ((columns, axes.set_xticks), (layers, axes.set_yticks)):
-        every = math.ceil(len(values) / 24)
-        ticks(range(0, len(values), every), [str(value) for value in values[::every]])
+        tick_step = math.ceil(len(values) / 24)
+        ticks(range(0, len(values), tick_step), [str(value) for value in values[::tick_step]])
     axes.tick_params(length=0)
     axes.set_xlabel("head")
     axes.set_ylabel("layer")
     for spine in axes.spines.values():
         spine.set_visible(False)
-    where = ", ".join(str(choice[name]) for name in ("text", "length", "normalizer") if choice[name] is not None)
-    axes.set_title(f"{title}\n{where}", fontsize=8, loc="left")
+    subtitle = ", ".join(str(choice[name]) for name in ("text", "length", "normalizer") if choice[name] is not None)
+    axes.set_title(f"{title}\n{subtitle}", fontsize=8, loc="left")
     return figure, axes, max(3.0, 22 * cell)
 
 
@@ -136,16 +136,16 @@ def _coordinates(heads: pa.Table) -> tuple[list[int], list[int]]:
 
 def head_curves(analysis: Analysis, layer: int, head: int, choice: Mapping[str, Any] | None = None) -> Figure:
     """Draw entropy, gap and largest weight against n, separability and distance against N, sensitivity against T."""
-    chosen = {**default_choice(analysis), **(choice or {}), "layer": layer, "head": head}
-    numbers = measured_rows(analysis.heads, chosen).to_pylist()[0]
+    full_choice = {**default_choice(analysis), **(choice or {}), "layer": layer, "head": head}
+    numbers = measured_rows(analysis.heads, full_choice).to_pylist()[0]
     figure = Figure(figsize=(7.2, 4.4), facecolor="white")
     panels = figure.subplots(2, 3, gridspec_kw=ROOM)
     verdict = verdict_word(numbers.get("verdict")).label
-    title = f"Layer {layer}, head {head}: {verdict} ({chosen['text']}, {chosen['normalizer']})"
+    title = f"Layer {layer}, head {head}: {verdict} ({full_choice['text']}, {full_choice['normalizer']})"
     figure.suptitle(title, fontsize=9, x=0.01, ha="left")
-    lengths = _sorted(chosen_rows(analysis.by_length, chosen), "n")
-    sets = _sorted(relative_distances(chosen_rows(analysis.top_n, chosen)), "top_n")
-    steps = _sorted(chosen_rows(analysis.sensitivity, chosen), "temperature")
+    lengths = _sorted(chosen_rows(analysis.by_length, full_choice), "n")
+    sets = _sorted(relative_distances(chosen_rows(analysis.top_n, full_choice)), "top_n")
+    steps = _sorted(chosen_rows(analysis.sensitivity, full_choice), "temperature")
     _entropy(panels[0, 0], lengths)
     _gap(panels[0, 1], lengths, numbers.get("gap_slope"))
     _weight(panels[0, 2], lengths)
@@ -170,12 +170,12 @@ def _gap(axes: Axes, table: pa.Table, slope: float | None) -> None:
     n, gap = column(table, "n"), column(table, "effective_gap")
     _band(axes, table, "n", "effective_gap_q25", "effective_gap_q75", ACCENT)
     axes.plot(n, gap, **MEASURED, label="gap")
-    known = np.isfinite(gap) & np.isfinite(n)
-    if known.sum() > 1:
-        logs = np.log(n[known])
+    finite = np.isfinite(gap) & np.isfinite(n)
+    if finite.sum() > 1:
+        logs = np.log(n[finite])
         for tilt, style in ((1, "-"), (0, ":")):
-            line = gap[known][0] + tilt * (logs - logs[0])
-            axes.plot(n[known], line, **FAINT, linestyle=style, label=f"slope {tilt}")
+            line = gap[finite][0] + tilt * (logs - logs[0])
+            axes.plot(n[finite], line, **FAINT, linestyle=style, label=f"slope {tilt}")
     fitted = f", slope {slope:.2f}" if slope is not None and math.isfinite(slope) else ""
     _finish(axes, f"Effective gap (nats){fitted}", "n", n)
 
@@ -265,9 +265,9 @@ def _finish(axes: Axes, title: str, x: str, values: NDArray[np.float64], *, loga
 
 def _band(axes: Axes, table: pa.Table, x: str, low: str, high: str, colour: str) -> None:
     xs, below, above = column(table, x), column(table, low), column(table, high)
-    known = np.isfinite(below) & np.isfinite(above)
-    if known.sum() > 1:
-        axes.fill_between(xs[known], below[known], above[known], color=colour, alpha=0.18, linewidth=0)
+    finite = np.isfinite(below) & np.isfinite(above)
+    if finite.sum() > 1:
+        axes.fill_between(xs[finite], below[finite], above[finite], color=colour, alpha=0.18, linewidth=0)
 
 
 def _mark_horizon(axes: Axes, horizon: float | None) -> None:

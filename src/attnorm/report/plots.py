@@ -60,22 +60,22 @@ def plot(
     unknown = [name for name in choice if name not in _CHOICE]
     if unknown:
         raise TypeError(f"expected {', '.join(_CHOICE)}, layer or head, got {unknown[0]!r}.")
-    chosen = {_CHOICE[name]: value for name, value in choice.items() if value is not None}
+    conditions = {_CHOICE[name]: value for name, value in choice.items() if value is not None}
     if kind in ("verdicts", "head") and metric is not None:
         raise ValueError(f"metric: expected none for the kind {kind!r}, got {metric!r}. Use 'heads' or 'curves'.")
     if kind in ("verdicts", "heads") and (layer is not None or head is not None):
         raise ValueError(f"layer, head: expected none for the kind {kind!r}. Use 'curves' or 'head'.")
     with matplotlib.rc_context(LETTERING):
         if kind == "verdicts":
-            figure = verdict_map(analysis, chosen)
+            figure = verdict_map(analysis, conditions)
         elif kind == "heads":
-            figure = heat_map(analysis, metric or METRIC, chosen)
+            figure = heat_map(analysis, metric or METRIC, conditions)
         elif kind == "head":
             if layer is None or head is None:
                 raise ValueError(f"layer, head: expected both, got {layer} and {head}.")
-            figure = head_curves(analysis, layer, head, chosen)
+            figure = head_curves(analysis, layer, head, conditions)
         else:
-            figure = metric_curves(analysis, metric or METRIC, chosen, layer=layer, head=head)
+            figure = metric_curves(analysis, metric or METRIC, conditions, layer=layer, head=head)
     figure.__class__ = ShownFigure  # the functions above return plain figures
     return figure
 
@@ -89,14 +89,18 @@ def metric_curves(
     """
     if metric not in PER_ROW:
         raise ValueError(f"metric: expected one of {', '.join(map(repr, PER_ROW))}, got {metric!r}.")
-    chosen = {**default_choice(analysis), **choice}
-    wanted = {**chosen, **({} if layer is None else {"layer": layer}), **({} if head is None else {"head": head})}
-    table = measured_rows(analysis.by_length, wanted)
+    full_choice = {**default_choice(analysis), **choice}
+    conditions = {
+        **full_choice,
+        **({} if layer is None else {"layer": layer}),
+        **({} if head is None else {"head": head}),
+    }
+    table = measured_rows(analysis.by_length, conditions)
     about = BY_NAME[metric]
     figure = Figure(figsize=(6.0, 3.6), facecolor="white", layout="constrained")
     axes = figure.subplots()
     lines = _lines(table, metric)
-    layers = [where[0] for where in lines]
+    layers = [layer_and_head[0] for layer_and_head in lines]
     norm = Normalize(min(layers), max(max(layers), min(layers) + 1))
     for (own_layer, _), (n, values) in lines.items():
         axes.plot(n, values, color=COLOURS(norm(own_layer)), linewidth=0.9, alpha=0.75)
@@ -135,7 +139,7 @@ def metric_curves(
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=7)
     label = f"{about.label} ({about.unit})" if about.unit else about.label
-    axes.set_title(f"{label}\n{_describe_choice(chosen, layer, head)}", fontsize=8, loc="left")
+    axes.set_title(f"{label}\n{_describe_choice(full_choice, layer, head)}", fontsize=8, loc="left")
     return figure
 
 
@@ -143,12 +147,12 @@ def _lines(table: pa.Table, metric: str) -> dict[tuple[int, int], tuple[Any, Any
     """Return (layer, head) -> n and the metric, sorted by n."""
     layer, head = (table.column(name).to_numpy() for name in ("layer", "head"))
     n, values = column(table, "n"), column(table, metric)
-    found = {}
-    for where in sorted(set(zip(layer.tolist(), head.tolist(), strict=True))):
-        own = np.flatnonzero((layer == where[0]) & (head == where[1]))
-        own = own[np.argsort(n[own])]
-        found[where] = n[own], values[own]
-    return found
+    lines = {}
+    for layer_and_head in sorted(set(zip(layer.tolist(), head.tolist(), strict=True))):
+        order = np.flatnonzero((layer == layer_and_head[0]) & (head == layer_and_head[1]))
+        order = order[np.argsort(n[order])]
+        lines[layer_and_head] = n[order], values[order]
+    return lines
 
 
 def _median(table: pa.Table, metric: str) -> tuple[list[float], list[float]]:
@@ -156,9 +160,9 @@ def _median(table: pa.Table, metric: str) -> tuple[list[float], list[float]]:
     low, n, values = (column(table, name) for name in ("n_low", "n", metric))
     points = []
     for start in sorted(set(low.tolist())):
-        own = values[(low == start) & np.isfinite(values)]
-        if len(own):
-            points.append((float(n[low == start].mean()), float(np.median(own))))
+        bin_values = values[(low == start) & np.isfinite(values)]
+        if len(bin_values):
+            points.append((float(n[low == start].mean()), float(np.median(bin_values))))
     return [point[0] for point in points], [point[1] for point in points]
 
 

@@ -38,10 +38,10 @@ def default_choice(analysis: Analysis) -> dict[str, Any]:
 
 def column(table: pa.Table, name: str) -> NDArray[np.float64]:
     """Return a column as floats; missing values, and columns that the table does not have, are NaN."""
-    place = table.schema.get_field_index(name)  # a list of all names takes longer than the column
-    if place < 0:
+    index = table.schema.get_field_index(name)  # a list of all names takes longer than the column
+    if index < 0:
         return np.full(table.num_rows, np.nan)
-    return np.asarray(table.column(place).to_numpy(zero_copy_only=False), dtype=np.float64)
+    return np.asarray(table.column(index).to_numpy(zero_copy_only=False), dtype=np.float64)
 
 
 def chosen_rows(table: pa.Table, choice: Mapping[str, Any]) -> pa.Table:
@@ -55,12 +55,12 @@ def chosen_rows(table: pa.Table, choice: Mapping[str, Any]) -> pa.Table:
 
 def measured_rows(table: pa.Table, choice: Mapping[str, Any]) -> pa.Table:
     """Return the chosen rows; raise ValueError if there are none."""
-    found = chosen_rows(table, choice)
-    if not found.num_rows:
+    rows = chosen_rows(table, choice)
+    if not rows.num_rows:
         raise ValueError(
             f"no head was measured with {', '.join(f'{name} {value!r}' for name, value in choice.items())}"
         )
-    return found
+    return rows
 
 
 def relative_distances(top_n: pa.Table) -> pa.Table:
@@ -96,7 +96,7 @@ def finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: finite(one) for key, one in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(one) for one in value]
+        return [finite(item) for item in value]
     return value

@@ -62,8 +62,8 @@ def analysis_summary(analysis: Analysis) -> RenderableType:
     if (read := _reads_table(analysis, heads)) is not None:
         parts += [Text(), read]
     for title, cautions in (("What to try", False), ("What not to expect", True)):
-        given = [one for one in verdict.advice if one.caution == cautions]
-        parts += [Text(), Text(title, style="bold"), *_advice(given)] if given else []
+        advice = [item for item in verdict.advice if item.caution == cautions]
+        parts += [Text(), Text(title, style="bold"), *_advice(advice)] if advice else []
     parts += [Text(f"note: {note}", style="dim") for note in analysis.manifest.get("notes", [])]
     return Group(*parts)
 
@@ -109,8 +109,8 @@ def _cell(row: Row | None) -> Text:
 
 def _keys_in_use(rows: Sequence[Row]) -> str:
     """Return the median of effective keys over the layer's heads, and n."""
-    known = [value for row in rows if (value := number(row, "effective_keys")) is not None]
-    return f"{format_keys(median(known))} of {max(row['n_high'] for row in rows):,}" if known else "-"
+    counts = [value for row in rows if (value := number(row, "effective_keys")) is not None]
+    return f"{format_keys(median(counts))} of {max(row['n_high'] for row in rows):,}" if counts else "-"
 
 
 def _legend(heads: Sequence[Row]) -> Table:
@@ -138,9 +138,9 @@ def _worst(heads: Sequence[Row]) -> Table | None:
     table = titled_table(title, "head", "verdict", "evidence")
     for row in sorted(shown, key=_rank):
         word = verdict_word(row["verdict"])
-        where = f"{row['kind']} " if several else ""
+        kind_prefix = f"{row['kind']} " if several else ""
         table.add_row(
-            f"{where}layer {row['layer']} head {row['head']}",
+            f"{kind_prefix}layer {row['layer']} head {row['head']}",
             Text.assemble((word.mark, STYLE.get(word.name, "")), f" {word.label}"),
             Text(_evidence(row)),
         )
@@ -171,16 +171,18 @@ def _rank(row: Row) -> tuple[int, int, int]:
 
 
 def _advice(advice: Sequence[Advice]) -> Iterator[RenderableType]:
-    for position, one in enumerate(advice, 1):
-        yield Text(f"{position}. {one.heading}")
-        yield Padding(Text(one.text, style="dim"), (0, 0, 0, 3))
-        for change in dict.fromkeys(what.change for what in one.what_if):
+    for position, item in enumerate(advice, 1):
+        yield Text(f"{position}. {item.heading}")
+        yield Padding(Text(item.text, style="dim"), (0, 0, 0, 3))
+        for change in dict.fromkeys(effect.change for effect in item.what_if):
             # Counts of 0 before and after are left out; the HTML report has them.
-            effects = [what for what in one.what_if if what.change == change and (what.before, what.after) != (0, 0)]
-            words = ", ".join(what_if_words(what) for what in effects)
+            effects = [
+                effect for effect in item.what_if if effect.change == change and (effect.before, effect.after) != (0, 0)
+            ]
+            words = ", ".join(what_if_words(effect) for effect in effects)
             yield Padding(Text.assemble((f"{change}: ", "cyan"), words), (0, 0, 0, 3))
-        if one.command:
-            yield Padding(Text.assemble("to measure it: ", (one.command, "cyan")), (0, 0, 0, 3))
+        if item.command:
+            yield Padding(Text.assemble("to measure it: ", (item.command, "cyan")), (0, 0, 0, 3))
 
 
 def what_if_words(what: WhatIf) -> str:
@@ -206,21 +208,21 @@ def _reads_table(analysis: Analysis, heads: Sequence[Row]) -> Table | None:
     sharpest: dict[tuple[str, int], Row] = {}
     for row in sorted(heads, key=_sharpness):
         sharpest.setdefault((row["kind"], row["layer"]), row)
-    found: list[TopKeys] = []
+    top_keys_per_head: list[TopKeys] = []
     for row in list(sharpest.values())[:READING_HEADS]:
         reads = chosen_rows(analysis.reads, {name: row[name] for name, _ in HEAD_KEY})
         if reads.num_rows:
-            found.append(top_keys(reads, -1))
-    if not found:
+            top_keys_per_head.append(top_keys(reads, -1))
+    if not top_keys_per_head:
         return None
     title = "What some of the sharpest heads read (last row; position, token, weight)"
     table = titled_table(title, "head", "row", "reads")
-    for one in sorted(found, key=lambda one: (one.layer, one.head)):
+    for reading in sorted(top_keys_per_head, key=lambda reading: (reading.layer, reading.head)):
         read = ", ".join(
-            f"{key.key} {quoted(key.token, LONGEST_TOKEN)} {key.weight:.2f}" for key in one.keys[:READ_KEYS]
+            f"{key.key} {quoted(key.token, LONGEST_TOKEN)} {key.weight:.2f}" for key in reading.keys[:READ_KEYS]
         )
-        here = f"{one.row} {quoted(one.token, LONGEST_TOKEN)}"
-        table.add_row(Text(f"layer {one.layer} head {one.head}"), Text(here), Text(read))
+        row_label = f"{reading.row} {quoted(reading.token, LONGEST_TOKEN)}"
+        table.add_row(Text(f"layer {reading.layer} head {reading.head}"), Text(row_label), Text(read))
     return table
 
 
@@ -260,10 +262,10 @@ def _sides_table(sides: Sequence[Side]) -> Table:
 
 
 def _quartiles(name: str, side: Side) -> str:
-    found = side.quartiles[name]
-    if found is None:
+    quartiles = side.quartiles[name]
+    if quartiles is None:
         return "-"
-    low, middle, high = (number_words(name, value) for value in found)
+    low, middle, high = (number_words(name, value) for value in quartiles)
     return f"{middle} ({low} .. {high})"
 
 

@@ -109,8 +109,8 @@ def _describe_metric(name: str) -> dict[str, Any]:
 
 def _verdict_words(heads: pa.Table) -> list[VerdictWord]:
     """Return all verdicts, worst first, then those of the table that this version does not know."""
-    known = [word.name for word in VERDICTS]
-    others = [name for name in dict.fromkeys(heads["verdict"].to_pylist()) if name not in known]
+    names = [word.name for word in VERDICTS]
+    others = [name for name in dict.fromkeys(heads["verdict"].to_pylist()) if name not in names]
     return [*VERDICTS, *(verdict_word(name) for name in others)]
 
 
@@ -172,7 +172,7 @@ def _coverage(table: pa.Table, choices: dict[str, list[Any]]) -> list[list[Any]]
     for row in table.to_pylist():
         key = [choices[name].index(row[name]) if row[name] in choices[name] else -1 for name in choices]
         numbers = [row["per_head"], row["union"], row["independent"]]
-        rounded = [None if one is None or not np.isfinite(one) else float(f"{one:.4g}") for one in numbers]
+        rounded = [None if number is None or not np.isfinite(number) else float(f"{number:.4g}") for number in numbers]
         rows.append([*key, row["layer"], row["top_n"], *rounded])
     return rows
 
@@ -185,30 +185,31 @@ def _reads(reads: pa.Table, index: Mapping[tuple[Any, ...], int], limit: int) ->
     most, shown = int(pc.max(reads["rank"]).as_py()), _ranks_that_fit(reads, limit)
     reads = reads.filter(pc.less_equal(reads["rank"], shown))
     starts, order = _owned_rows(reads, index, "row", "rank")
-    whole = {name: packed_whole(reads[name].to_numpy()[order]) for name in ("row", "key")}
-    columns = {**whole, "weight": packed(column(reads, "weight")[order])}
+    integer_columns = {name: packed_whole(reads[name].to_numpy()[order]) for name in ("row", "key")}
+    columns = {**integer_columns, "weight": packed(column(reads, "weight")[order])}
     return {"starts": starts, "columns": columns, "left_out": most - shown}
 
 
 def _tokens(tokens: pa.Table, choices: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
     """Return the tokens of each text, length and side, by position."""
-    found: dict[tuple[int, int, str], list[str]] = {}
+    tokens_by_side: dict[tuple[int, int, str], list[str]] = {}
     for row in _first_window(tokens).sort_by("position").to_pylist():
         if row["text"] in choices["text"] and row["length"] in choices["length"]:
-            where = (choices["text"].index(row["text"]), choices["length"].index(row["length"]), row["side"])
-            found.setdefault(where, []).append(visible(row["token"] or "", LONGEST_TOKEN))
+            side_key = (choices["text"].index(row["text"]), choices["length"].index(row["length"]), row["side"])
+            tokens_by_side.setdefault(side_key, []).append(visible(row["token"] or "", LONGEST_TOKEN))
     return [
-        {"text": text, "length": length, "side": side, "tokens": own} for (text, length, side), own in found.items()
+        {"text": text, "length": length, "side": side, "tokens": side_tokens}
+        for (text, length, side), side_tokens in tokens_by_side.items()
     ]
 
 
 def _pictures(manifest: Mapping[str, Any], choices: Mapping[str, list[Any]]) -> dict[int, dict[str, Any]]:
     """Return the images by the index of their text. A folder may come from anyone: only a PNG as data is shown."""
-    found = {}
-    for name, one in (manifest.get("pictures") or {}).items():
-        if name in choices["text"] and str(one["png"]).startswith("data:image/png;base64,"):
-            found[choices["text"].index(name)] = {name: one[name] for name in ("png", "rows", "columns")}
-    return found
+    pictures = {}
+    for name, picture in (manifest.get("pictures") or {}).items():
+        if name in choices["text"] and str(picture["png"]).startswith("data:image/png;base64,"):
+            pictures[choices["text"].index(name)] = {name: picture[name] for name in ("png", "rows", "columns")}
+    return pictures
 
 
 def _ranks_that_fit(reads: pa.Table, limit: int) -> int:

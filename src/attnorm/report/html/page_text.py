@@ -30,15 +30,17 @@ def page_words(analysis: Analysis) -> dict[str, Any]:
         "headline": verdict.headline.partition("; "),  # the first clause is set larger
         "sentences": [with_lead(sentence) for sentence in verdict.sentences],
         "counts": verdict_counts(verdict.counts),
-        "advice": [advice_words(one) for one in verdict.advice if not one.caution],
-        "cautions": [advice_words(one) for one in verdict.advice if one.caution],
+        "advice": [advice_words(advice) for advice in verdict.advice if not advice.caution],
+        "cautions": [advice_words(advice) for advice in verdict.advice if advice.caution],
         "choice": choice,
         "choice_words": [choice["text"], length_text(choice["length"]), KINDS.get(choice["kind"], choice["kind"])],
         "notes": [f"{str(note).rstrip('.')}." for note in manifest.get("notes") or []],
         "facts": model_facts(manifest["model"]),
         "table_metrics": [BY_NAME[name] for name in TABLE_METRICS],
         "rows": table_rows(analysis.heads, choice),
-        "metric_groups": [(title, [one for one in METRICS if one.group == group]) for group, title in GROUPS.items()],
+        "metric_groups": [
+            (title, [metric for metric in METRICS if metric.group == group]) for group, title in GROUPS.items()
+        ],
         "settings": settings_of(manifest),
         "judged_by": threshold_sentences(thresholds_of(manifest.get("thresholds") or {}), manifest),
         "manifest": sections(manifest),
@@ -86,8 +88,8 @@ def output_panel(output: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def with_lead(sentence: str) -> tuple[str, str]:
     """Split a sentence that starts with a question or a title into this start and the rest."""
-    found = re.match(r"([^.;]{3,60}?[?:]) (.*)", sentence, re.DOTALL)
-    return (found[1], found[2]) if found else ("", sentence)
+    match = re.match(r"([^.;]{3,60}?[?:]) (.*)", sentence, re.DOTALL)
+    return (match[1], match[2]) if match else ("", sentence)
 
 
 def verdict_counts(counts: Mapping[str, int]) -> list[dict[str, Any]]:
@@ -118,15 +120,15 @@ def what_if_table(what_if: Sequence[WhatIf]) -> dict[str, Any]:
 
     If "now" differs between changes, because other heads were measured, the cell shows both values.
     """
-    changes = list(dict.fromkeys(one.change for one in what_if))
+    changes = list(dict.fromkeys(entry.change for entry in what_if))
     rows = []
-    for quantity in dict.fromkeys(one.quantity for one in what_if):
-        found = {one.change: one for one in what_if if one.quantity == quantity}
-        now = number(next(iter(found.values())).before)
+    for quantity in dict.fromkeys(entry.quantity for entry in what_if):
+        by_change = {entry.change: entry for entry in what_if if entry.quantity == quantity}
+        now = number(next(iter(by_change.values())).before)
         cells = []
         for change in changes:
-            one = found.get(change)
-            before, after = (number(one.before), number(one.after)) if one else (now, MISSING)
+            entry = by_change.get(change)
+            before, after = (number(entry.before), number(entry.after)) if entry else (now, MISSING)
             cells.append(after if before == now else f"{before} → {after}")
         rows.append([quantity, now, *cells])
     return {"headings": ["", "now", *changes], "rows": rows}
@@ -156,8 +158,8 @@ def model_facts(model: Mapping[str, Any]) -> list[str]:
 
 def table_rows(heads: pa.Table, choice: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the rows of the table of heads before the script sorts or filters them."""
-    chosen = chosen_rows(heads, choice)
-    values = {name: column(chosen, name).tolist() for name in TABLE_METRICS}
+    rows = chosen_rows(heads, choice)
+    values = {name: column(rows, name).tolist() for name in TABLE_METRICS}
     return [
         {
             "layer": row["layer"],
@@ -166,15 +168,15 @@ def table_rows(heads: pa.Table, choice: Mapping[str, Any]) -> list[dict[str, Any
             "evidence": row["evidence"] or "",
             "numbers": [metric_text(name, values[name][index]) for name in TABLE_METRICS],
         }
-        for index, row in enumerate(chosen.select(["layer", "head", "verdict", "evidence"]).to_pylist())
+        for index, row in enumerate(rows.select(["layer", "head", "verdict", "evidence"]).to_pylist())
     ]
 
 
 def settings_of(manifest: Mapping[str, Any]) -> dict[str, str]:
     """Return the settings that the section Methods names; missing ones are empty."""
-    given = manifest["settings"]
-    wanted = ("rows", "vectors", "vector_rows", "seed", "top_n", "temperatures", "metrics")
-    return {name: plain(given[name]) if given.get(name) is not None else "" for name in wanted}
+    settings = manifest["settings"]
+    names = ("rows", "vectors", "vector_rows", "seed", "top_n", "temperatures", "metrics")
+    return {name: plain(settings[name]) if settings.get(name) is not None else "" for name in names}
 
 
 def sections(manifest: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -191,24 +193,24 @@ def sections(manifest: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str
 def _beside_defaults(thresholds: Mapping[str, Any]) -> dict[str, str]:
     """Return each threshold, with its default if that differs."""
     changed = thresholds_of(thresholds).differences(Thresholds())
-    usual = {name: f" (default {default:g})" for name, (_, default) in changed.items()}
-    return {name: f"{value:g}{usual.get(name, '')}" for name, value in thresholds.items()}
+    default_texts = {name: f" (default {default:g})" for name, (_, default) in changed.items()}
+    return {name: f"{value:g}{default_texts.get(name, '')}" for name, value in thresholds.items()}
 
 
 def _nested(value: Any) -> bool:
     if isinstance(value, list):
-        return any(isinstance(one, Mapping) for one in value)
+        return any(isinstance(item, Mapping) for item in value)
     return isinstance(value, Mapping) and bool(value)
 
 
 def _leaves(value: Any, path: str = "") -> Iterable[tuple[str, str]]:
     entries = value.items() if isinstance(value, Mapping) else enumerate(value, start=1)
-    for key, one in entries:
+    for key, item in entries:
         name = f"{path} › {key}" if path else str(key)
-        if _nested(one):
-            yield from _leaves(one, name)
+        if _nested(item):
+            yield from _leaves(item, name)
         else:
-            yield name, plain(one)
+            yield name, plain(item)
 
 
 def number(value: float | None) -> str:
@@ -258,7 +260,7 @@ def plain(value: Any) -> str:
         case dict() if not value:
             return MISSING
         case list() | tuple():
-            return ", ".join(plain(one) for one in value) or MISSING
+            return ", ".join(plain(item) for item in value) or MISSING
         case _:
             return str(value)
 
