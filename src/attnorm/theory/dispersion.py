@@ -72,8 +72,8 @@ def observed_range(
     visible = visible_keys(F_values, mask)
     low = torch.where(visible, F_values, torch.inf).amin(-1)
     high = torch.where(visible, F_values, -torch.inf).amax(-1)
-    seen = visible.any(-1)
-    return torch.where(seen, low, torch.nan), torch.where(seen, high, torch.nan)
+    has_keys = visible.any(-1)
+    return torch.where(has_keys, low, torch.nan), torch.where(has_keys, high, torch.nan)
 
 
 def range_on_interval(
@@ -288,8 +288,8 @@ def _applicable(n: Number, like: Tensor) -> Tensor:
     return torch.where(n >= 1, n, torch.nan)
 
 
-def _extreme(values: Tensor, which: str) -> float:
-    return float(values.min() if which == "min" else values.max()) if values.numel() else math.nan
+def _extreme(values: Tensor, reduction: str) -> float:
+    return float(values.min() if reduction == "min" else values.max()) if values.numel() else math.nan
 
 
 def not_covered(normalizer: Normalizer) -> str | None:

@@ -71,8 +71,8 @@ def largest_gaps(rows: SelectedRows, sizes: Sequence[int]) -> Tensor:
 
     The keys outside all these sets are compared once; what is outside a smaller set only is a selected key itself.
     """
-    seen = rows.visible.any(-2).to(rows.vectors.dtype).unsqueeze(-1)
-    centre = (seen * rows.vectors).sum(-2, keepdim=True) / seen.sum(-2, keepdim=True).clamp(min=1)
+    seen_keys = rows.visible.any(-2).to(rows.vectors.dtype).unsqueeze(-1)
+    centre = (seen_keys * rows.vectors).sum(-2, keepdim=True) / seen_keys.sum(-2, keepdim=True).clamp(min=1)
     rows = replace(rows, vectors=rows.vectors - centre)  # nearer to 0 the inner products lose fewer digits
     farthest = _farthest_outside(rows)
     if any(rows.top_n > N for N in sizes):
@@ -99,27 +99,27 @@ def _farthest_outside(rows: SelectedRows) -> Tensor:
     indices = rows.indices.reshape(len(vectors), -1, rows.top_n)
     if runs_asynchronously(vectors):
         return _farthest_on_device(vectors, squares, others, indices).reshape(rows.indices.shape)
-    found = []
-    for x, own, of_rows, outside in zip(vectors, squares, indices, others, strict=True):
-        for chosen, other in zip(of_rows, outside, strict=True):  # one row at a time stays in the cache
+    largest = []
+    for x, set_squares, of_rows, outside in zip(vectors, squares, indices, others, strict=True):
+        for row_indices, other in zip(of_rows, outside, strict=True):  # one row at a time stays in the cache
             # ||x_i - x_j||^2 - ||x_j||^2 = ||x_i||^2 - 2 x_i.x_j
-            pairs = torch.addmm(other.unsqueeze(0), x[chosen], x.T, alpha=-2)
-            found.append((pairs.amax(-1) + own[chosen]).clamp(min=0))
-    return torch.stack(found).reshape(rows.indices.shape)
+            pairs = torch.addmm(other.unsqueeze(0), x[row_indices], x.T, alpha=-2)
+            largest.append((pairs.amax(-1) + set_squares[row_indices]).clamp(min=0))
+    return torch.stack(largest).reshape(rows.indices.shape)
 
 
 def _farthest_on_device(x: Tensor, squares: Tensor, others: Tensor, indices: Tensor) -> Tensor:
     """The same for as many rows at once as memory allows; indices (sets, rows, N), others (sets, rows, keys)."""
     rows_at_once = max(1, PAIRS_AT_ONCE // (len(x) * x.shape[1] * indices.shape[-1]))
-    found = []
-    for chosen, other in zip(indices.split(rows_at_once, 1), others.split(rows_at_once, 1), strict=True):
-        flat = chosen.flatten(1)
+    largest = []
+    for part_indices, other in zip(indices.split(rows_at_once, 1), others.split(rows_at_once, 1), strict=True):
+        flat = part_indices.flatten(1)
         points = x.gather(1, flat.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
-        along = (points @ x.mT).unflatten(1, chosen.shape[1:])  # (sets, rows, N, keys)
+        along = (points @ x.mT).unflatten(1, part_indices.shape[1:])  # (sets, rows, N, keys)
         pairs = torch.sub(other.unsqueeze(-2), along, alpha=2)
-        own = squares.gather(1, flat).unflatten(1, chosen.shape[1:])
-        found.append((pairs.amax(-1) + own).clamp(min=0))
-    return torch.cat(found, 1)
+        selected_squares = squares.gather(1, flat).unflatten(1, part_indices.shape[1:])
+        largest.append((pairs.amax(-1) + selected_squares).clamp(min=0))
+    return torch.cat(largest, 1)
 
 
 def theorem1_fixed_tight(rows: SelectedRows) -> Tensor:
@@ -233,8 +233,8 @@ def theorem1_random_bounds(rows: SelectedRows, heaviest: int = 0) -> Bounds:
         drawn = rows.top_n - sum(included)
         if drawn < 0:
             continue
-        which = torch.tensor(included, dtype=torch.bool, device=heavy.device).expand(heavy_keys.shape)
-        certain = torch.zeros_like(heavy).scatter(-1, heavy_keys, which)
+        included_flags = torch.tensor(included, dtype=torch.bool, device=heavy.device).expand(heavy_keys.shape)
+        certain = torch.zeros_like(heavy).scatter(-1, heavy_keys, included_flags)
         chance = _chance(rows, heavy, certain, size, drawn)
         certain_sum = torch.where(certain, rows.weights, 0.0) @ rows.vectors
         # Key i, if light, is not among those the drawn keys come from.

@@ -173,9 +173,9 @@ def measured_lipschitz(row_map: RowMap, n: int, *, widest: float = 32.0, points:
         grid = torch.logspace(-4, math.log10(widest), points - 1, dtype=torch.float64)
         gaps = torch.cat([torch.zeros(1, dtype=torch.float64), grid])
         for _ in range(rounds):
-            found = norms(leaders, gaps)
-            top = int(found.argmax())
-            best = max(best, float(found[top]))
+            gap_norms = norms(leaders, gaps)
+            top = int(gap_norms.argmax())
+            best = max(best, float(gap_norms[top]))
             low, high = gaps[max(0, top - 1)], gaps[min(len(gaps) - 1, top + 1)]
             gaps = low + (high - low) * torch.linspace(0, 1, 7, dtype=torch.float64)
     return best
@@ -210,8 +210,10 @@ class Frontier:
 
     def efforts(self, name: str, weight: float) -> list[float]:
         """One for each length; NaN beyond the longest at which K could be measured."""
-        found = {point.n: point.effort for point in self.points if point.name == name and point.weight == weight}
-        return [found.get(n, math.nan) for n in self.lengths]
+        effort_by_length = {
+            point.n: point.effort for point in self.points if point.name == name and point.weight == weight
+        }
+        return [effort_by_length.get(n, math.nan) for n in self.lengths]
 
     def least(self, weight: float) -> list[float]:
         return [frontier_effort(n, weight) for n in self.lengths]
@@ -262,14 +264,14 @@ def place_on_frontier(
             assert isinstance(normalizer, Normalizer)
             progress(name)
             declared = normalizer.lipschitz(max(lengths)) is not None
-            found = frontier(
+            new_points = frontier(
                 [_contender(normalizer)], [n for n in lengths if declared or n <= LONGEST_MEASURED], weights
             )
-            missed = next((point for point in found if math.isinf(point.gap)), None)
+            missed = next((point for point in new_points if math.isinf(point.gap)), None)
             if missed is not None:
                 absent[name] = f"gives a leader among {missed.n} keys less than {missed.weight:g} at any gap"
                 continue
-            points += found
+            points += new_points
             if not declared:
                 measured.add(name)
     return Frontier(
@@ -293,10 +295,10 @@ def _contender(normalizer: Normalizer) -> FrontierContender:
     constants: dict[int, float] = {}
 
     def gap(weight: float, n: int) -> float:
-        found = gap_to_keep(normalizer, weight, n, near=1.2 * gaps.get(weight, 1.0))
-        if 0 < found < math.inf:
-            gaps[weight] = found
-        return found
+        needed_gap = gap_to_keep(normalizer, weight, n, near=1.2 * gaps.get(weight, 1.0))
+        if 0 < needed_gap < math.inf:
+            gaps[weight] = needed_gap
+        return needed_gap
 
     def constant(n: int) -> float:
         if n not in constants:

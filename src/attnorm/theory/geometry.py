@@ -39,8 +39,8 @@ def distinguishable(rows: SelectedRows, radius: Tensor | float | None = None) ->
 
 def separability(rows: SelectedRows, radius: Tensor | float | None = None) -> Tensor:
     """N_s / N, the share of the selected keys that are distinguishable; NaN where a weight or vector is not finite."""
-    inside, known = _inside(rows, radius)
-    return rows.per_row(inside.sum(-1, dtype=rows.weights.dtype) / rows.top_n, known)
+    inside, finite = _inside(rows, radius)
+    return rows.per_row(inside.sum(-1, dtype=rows.weights.dtype) / rows.top_n, finite)
 
 
 def _inside(rows: SelectedRows, radius: Tensor | float | None) -> tuple[Tensor, Tensor]:
@@ -51,8 +51,8 @@ def _inside(rows: SelectedRows, radius: Tensor | float | None) -> tuple[Tensor, 
     if radius is None:
         return as_near_as_outsiders(rows)
     distances = rows.distances
-    known = distances.masked_fill(~rows.visible, 0.0).sum(-1).isfinite()
-    return rows.chosen & (distances <= _radius(rows, radius).unsqueeze(-1)), known
+    finite = distances.masked_fill(~rows.visible, 0.0).sum(-1).isfinite()
+    return rows.chosen & (distances <= _radius(rows, radius).unsqueeze(-1)), finite
 
 
 def on_sphere(vectors: Float[Tensor, "*sets L d"], sphere_radius: float = 1.0) -> Float[Tensor, "*sets L d"]:
@@ -65,14 +65,14 @@ def minimum_separation(
     vectors: Float[Tensor, "*sets L d"], mask: Bool[Tensor, "..."] | None = None
 ) -> Float[Tensor, "*sets"]:
     """delta of Assumption 2, the smallest distance between two vectors (infinite for fewer than two): O(L^2 d)."""
-    seen = visible_keys(vectors[..., 0], mask)
-    smallest = torch.full(seen.shape[:-1], torch.inf, dtype=vectors.dtype, device=vectors.device)
+    visible = visible_keys(vectors[..., 0], mask)
+    smallest = torch.full(visible.shape[:-1], torch.inf, dtype=vectors.dtype, device=vectors.device)
     length = vectors.shape[-2]
     for start in range(0, length, 1024):
-        some = slice(start, start + 1024)
-        distances = torch.cdist(vectors[..., some, :], vectors, compute_mode="donot_use_mm_for_euclid_dist")
-        own = torch.arange(length, device=vectors.device)
-        pairs = seen[..., some, None] & seen[..., None, :] & (own[some, None] != own)
+        chunk = slice(start, start + 1024)
+        distances = torch.cdist(vectors[..., chunk, :], vectors, compute_mode="donot_use_mm_for_euclid_dist")
+        indices = torch.arange(length, device=vectors.device)
+        pairs = visible[..., chunk, None] & visible[..., None, :] & (indices[chunk, None] != indices)
         smallest = torch.minimum(smallest, torch.where(pairs, distances, torch.inf).amin((-2, -1)))
     return smallest
 
@@ -96,10 +96,10 @@ def theorem2_printed(
     """1 - mean(xi)/r <= E[N_s]/N <= mean exp(-(r - xi)^2/(16 M^2)): the lower bound holds but says little, the upper
     one is false."""
     r, M = _radius(rows, radius).unsqueeze(-1), rows.row_value(sphere_radius).unsqueeze(-1)
-    each = xi(rows, sphere_radius, separation)
-    each = each.unsqueeze(-2) if rows.one_row_per_set else each
-    upper = torch.exp(-((r - each) ** 2) / (16 * M**2)).mean(-1)
-    return Bounds(rows.per_row((1 - each / r).mean(-1)), rows.per_row(upper))
+    xi_per_key = xi(rows, sphere_radius, separation)
+    xi_per_key = xi_per_key.unsqueeze(-2) if rows.one_row_per_set else xi_per_key
+    upper = torch.exp(-((r - xi_per_key) ** 2) / (16 * M**2)).mean(-1)
+    return Bounds(rows.per_row((1 - xi_per_key / r).mean(-1)), rows.per_row(upper))
 
 
 def isotropic_moments(rows: SelectedRows, sphere_radius: Tensor | float) -> tuple[Tensor, Tensor]:
@@ -258,9 +258,9 @@ class PopulationMoments:
 
 def population_moments(rows: SelectedRows) -> PopulationMoments:
     """Moments of the visible vectors of each row, from inner products: O(L^2) numbers, whatever the number of rows."""
-    seen = rows.visible.any(-2).to(rows.vectors.dtype).unsqueeze(-1)
+    seen_keys = rows.visible.any(-2).to(rows.vectors.dtype).unsqueeze(-1)
     # Moments about any common centre give the same; near the mean the subtractions below lose no digits.
-    centre = (seen * rows.vectors).sum(-2, keepdim=True) / seen.sum(-2, keepdim=True).clamp(min=1)
+    centre = (seen_keys * rows.vectors).sum(-2, keepdim=True) / seen_keys.sum(-2, keepdim=True).clamp(min=1)
     x = rows.vectors - centre
     share = rows.visible.to(x.dtype) / rows.n.clamp(min=1).unsqueeze(-1)
 
@@ -334,9 +334,9 @@ def anisotropic_bounds(
     if draws not in ("permuted", "independent"):
         raise ValueError(f"draws must be 'permuted' or 'independent', got {draws!r}")
     moments = population_moments(rows)
-    each = PopulationMoments(**{name: value.unsqueeze(-1) for name, value in vars(moments).items()})
+    moments_per_key = PopulationMoments(**{name: value.unsqueeze(-1) for name, value in vars(moments).items()})
     power_sums = tuple(without_each(rows.chosen_weights**p)[0] for p in range(1, 5))
     norm_moments = permuted_norm_moments if draws == "permuted" else independent_norm_moments
-    mean, variance = norm_moments(power_sums, each)
+    mean, variance = norm_moments(power_sums, moments_per_key)
     lower, upper = cantelli_bounds(mean, variance, rows.row_value(radius).unsqueeze(-1))
     return Bounds(rows.per_row(lower.mean(-1)), rows.per_row(upper.mean(-1)))

@@ -84,8 +84,8 @@ def entmax_norm_bracket(
     """u_(2) <= T ||J|| <= min(u_(1), max_j 2 u_j (1 - u_j / sum u)): cheap, from the sum and two largest slopes."""
     u = entmax_slopes(weights, alpha, mask)
     temperature = positive_temperature(temperature)
-    largest, where = u.max(-1, keepdim=True)
-    second = u.scatter(-1, where, 0.0).amax(-1)
+    largest, largest_index = u.max(-1, keepdim=True)
+    second = u.scatter(-1, largest_index, 0.0).amax(-1)
     return second / temperature, torch.minimum(largest.squeeze(-1), _gershgorin(u)) / temperature
 
 
@@ -207,8 +207,8 @@ def swap_example(a: float, epsilon: float, temperature: float = 1.0, keys: int =
 
 def _gershgorin(u: Tensor) -> Tensor:
     """max_j 2 u_j (1 - u_j / sum u), the largest absolute row sum of diag(u) - u u^T / sum u."""
-    largest, where = u.max(-1, keepdim=True)
-    others = u.scatter(-1, where, 0.0)
+    largest, largest_index = u.max(-1, keepdim=True)
+    others = u.scatter(-1, largest_index, 0.0)
     rest = others.sum(-1, keepdim=True)  # 1 - u_1/sum u as rest/total: no cancellation on decided rows
     total = largest + rest
     total = torch.where(total > 0, total, 1.0)
@@ -245,12 +245,12 @@ def _kernel_rows(F: Tensor, slopes: Tensor, mask: Tensor | None) -> tuple[Tensor
     F = torch.where(visible, at_least_float32(F), 0.0)
     slopes = torch.where(visible, at_least_float32(slopes), 0.0)
     total = F.sum(-1, keepdim=True)
-    seen = visible.any(-1, keepdim=True)
-    if bool((F < 0).any()) or bool((total == 0).logical_and(seen).any()):
+    has_keys = visible.any(-1, keepdim=True)
+    if bool((F < 0).any()) or bool((total == 0).logical_and(has_keys).any()):
         raise ValueError(
             f"F must be non-negative with a positive sum in every row, found a minimum of {F.min().item():.3g}"
         )
-    return F, slopes, torch.where(seen, total, 1.0)
+    return F, slopes, torch.where(has_keys, total, 1.0)
 
 
 def entmax_worst_norm(n: int, alpha: float, temperature: float = 1.0) -> float:

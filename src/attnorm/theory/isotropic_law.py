@@ -99,7 +99,7 @@ def _inside_support(r: Array, b: Array, d: int, tolerance: float) -> tuple[str, 
         tried.append((name, value, error))
         if (error <= tolerance).all():
             break
-    return min(tried, key=lambda found: float(found[2].max()))
+    return min(tried, key=lambda attempt: float(attempt[2].max()))
 
 
 def cosine_cdf(cosine: ArrayLike, dimension: int) -> Array:
@@ -175,11 +175,11 @@ def _hankel_tail(T: float, r: Array, b: Array, v: float) -> Array:
 
     log_factor = math.lgamma(v + 1) + v * math.log(2) + log_bessel(v) - (v + 0.5) * np.log(b * T)
     used = (b * T >= 2 * v) & (log_factor < 0)
-    known = r * T >= 2 * (v + 1)
-    growth = np.where(known, v - 0.5, v)
+    bound_applies = r * T >= 2 * (v + 1)
+    growth = np.where(bound_applies, v - 0.5, v)
     power = used.sum() * (v + 0.5) - growth
     log_kernel = np.log(r) + v * np.log(r * T / 2) - math.lgamma(v + 1)
-    log_kernel = log_kernel + np.where(known, log_bessel(v + 1) - 0.5 * np.log(r * T), 0.0)
+    log_kernel = log_kernel + np.where(bound_applies, log_bessel(v + 1) - 0.5 * np.log(r * T), 0.0)
     log_tail = log_kernel + log_factor[used].sum() + math.log(T) - np.log(np.maximum(power - 1, 1e-300))
     return np.where(power > 1, np.exp(np.minimum(log_tail, 700.0)), np.inf)
 

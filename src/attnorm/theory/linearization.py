@@ -62,8 +62,10 @@ def power_iteration_norm(
     """
     if iterations < 1:
         raise ValueError(f"iterations must be at least 1, got {iterations}")
-    at = linearize(row_map, logits)
-    return linearized_norm(at, logits, iterations=iterations, tolerance=tolerance, mask=mask, generator=generator)
+    linearization = linearize(row_map, logits)
+    return linearized_norm(
+        linearization, logits, iterations=iterations, tolerance=tolerance, mask=mask, generator=generator
+    )
 
 
 def linearized_norm(

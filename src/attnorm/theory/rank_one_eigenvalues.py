@@ -48,8 +48,8 @@ def rank_one_eigenvalue(
 
 
 def _rank_one(u: Tensor, at_zero: Tensor | None = None) -> Tensor:
-    first, where = u.max(-1, keepdim=True)
-    rest = u.scatter(-1, where, 0.0)
+    first, largest_index = u.max(-1, keepdim=True)
+    rest = u.scatter(-1, largest_index, 0.0)
     return rank_one_root(first, rest.amax(-1, keepdim=True), rest, at_zero).squeeze(-1)
 
 
@@ -245,11 +245,11 @@ def _gauss_nodes(m0: Tensor, m1: Tensor, m2: Tensor, m3: Tensor) -> list[tuple[T
         for power, moment in enumerate((m1, m2, m3), start=1)
     )
     spread = m2 - m1.square()
-    one = spread <= 1e-6 * m2  # below the rounding of sums in float32
-    spread = torch.where(one, 1.0, spread)
+    single_node = spread <= 1e-6 * m2  # below the rounding of sums in float32
+    spread = torch.where(single_node, 1.0, spread)
     a, b = (m3 - m1 * m2) / spread, (m1 * m3 - m2.square()) / spread
     half = (a.square() / 4 - b).clamp(min=0).sqrt()
     high, low = a / 2 + half, (a / 2 - half).clamp(min=0)
-    share = torch.where(one, 1.0, (m1 - low) / (high - low).clamp(min=_TINY)).clamp(0, 1)
-    high = torch.where(one, m1, high)
+    share = torch.where(single_node, 1.0, (m1 - low) / (high - low).clamp(min=_TINY)).clamp(0, 1)
+    high = torch.where(single_node, m1, high)
     return [(scale * high, total * share), (scale * low, total * (1 - share))]

@@ -77,7 +77,7 @@ class Finding:
             return "VIOLATED"
         if claim.status == "vacuous":
             return "says nothing" if (self.says_nothing_share or 0) >= VACUOUS_SHARE else "NOT VACUOUS"
-        if any(least is not None and found < least for least, found in zip(claim.attained, self.reached, strict=False)):
+        if any(least is not None and ratio < least for least, ratio in zip(claim.attained, self.reached, strict=False)):
             return "NOT ATTAINED"
         return "survived"
 
@@ -220,7 +220,7 @@ class _Search:
 
     def _keep_smallest(self, case: ClaimCase, ratios: Tensor) -> None:
         row = int(ratios.argmax())
-        found = Counterexample(
+        counterexample = Counterexample(
             claim=self.claim.id,
             seed=self.seed,
             round=self.rounds,
@@ -231,8 +231,8 @@ class _Search:
             width=case.width,
             temperature=case.temperature,
         )
-        if self.smallest is None or _size(found) < _size(self.smallest):
-            self.smallest = found
+        if self.smallest is None or _size(counterexample) < _size(self.smallest):
+            self.smallest = counterexample
 
     def finding(self) -> Finding:
         reached = () if self.reached is None else tuple(self.reached.tolist())
@@ -249,8 +249,8 @@ class _Search:
         )
 
 
-def _size(found: Counterexample) -> tuple[int, int, int]:
-    return found.keys, found.width, found.top_n
+def _size(counterexample: Counterexample) -> tuple[int, int, int]:
+    return counterexample.keys, counterexample.width, counterexample.top_n
 
 
 def _quantiles(ratios: list[Tensor]) -> tuple[float, float, float] | None:
@@ -270,13 +270,13 @@ def _ascend(ratio: Callable[[ClaimCase], Tensor], case: ClaimCase) -> ClaimCase:
     best, best_ratio = case, torch.full_like(case.dial, -torch.inf)
     for _ in range(ASCENT_STEPS):
         trial = _with_numbers(case, free)
-        found = ratio(trial)
-        best, best_ratio = _better(best, best_ratio, trial, found.detach())
-        usable = torch.isfinite(found) & (found > 0)
-        if not found.requires_grad or not bool(usable.any()):
+        trial_ratio = ratio(trial)
+        best, best_ratio = _better(best, best_ratio, trial, trial_ratio.detach())
+        usable = torch.isfinite(trial_ratio) & (trial_ratio > 0)
+        if not trial_ratio.requires_grad or not bool(usable.any()):
             break
         optimizer.zero_grad()
-        (-torch.log(torch.where(usable, found, 1.0))).sum().backward()
+        (-torch.log(torch.where(usable, trial_ratio, 1.0))).sum().backward()
         for parameter in free:
             if parameter.grad is not None:
                 parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
@@ -322,9 +322,9 @@ def _where(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
     return torch.where(rows.reshape(-1, *([1] * (new.dim() - 1))), new, old)
 
 
-def _better(best: ClaimCase, best_ratio: Tensor, trial: ClaimCase, found: Tensor) -> tuple[ClaimCase, Tensor]:
+def _better(best: ClaimCase, best_ratio: Tensor, trial: ClaimCase, trial_ratio: Tensor) -> tuple[ClaimCase, Tensor]:
     """Return for each row the case with the higher ratio."""
-    gain = torch.nan_to_num(found, nan=-torch.inf) > torch.nan_to_num(best_ratio, nan=-torch.inf)
+    gain = torch.nan_to_num(trial_ratio, nan=-torch.inf) > torch.nan_to_num(best_ratio, nan=-torch.inf)
     merged = replace(
         best,
         logits=_where(gain, trial.logits.detach(), best.logits),
@@ -332,4 +332,4 @@ def _better(best: ClaimCase, best_ratio: Tensor, trial: ClaimCase, found: Tensor
         dial=_where(gain, trial.dial.detach(), best.dial),
         matrices=_where(gain, trial.matrices.detach(), best.matrices),
     )
-    return merged, torch.where(gain, found, best_ratio)
+    return merged, torch.where(gain, trial_ratio, best_ratio)

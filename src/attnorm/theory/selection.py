@@ -113,10 +113,10 @@ class SelectedRows:
     def chosen_vectors(self) -> Tensor:
         """The N selected vectors of each row, heaviest first: (..., Q, N, d)."""
         *sets, queries, top_n = self.indices.shape
-        every = self.vectors.expand(*sets, *self.vectors.shape[-2:]).reshape(-1, self.vectors.shape[-1])
-        offsets = torch.arange(0, len(every), self.vectors.shape[-2], device=every.device)
+        all_vectors = self.vectors.expand(*sets, *self.vectors.shape[-2:]).reshape(-1, self.vectors.shape[-1])
+        offsets = torch.arange(0, len(all_vectors), self.vectors.shape[-2], device=all_vectors.device)
         indices = self.indices.reshape(len(offsets), queries * top_n) + offsets.unsqueeze(-1)
-        return every.index_select(0, indices.flatten()).reshape(*self.indices.shape, -1)
+        return all_vectors.index_select(0, indices.flatten()).reshape(*self.indices.shape, -1)
 
     @property
     def applies(self) -> Tensor:
@@ -307,5 +307,5 @@ def as_near_as_outsiders(rows: SelectedRows) -> tuple[Tensor, Tensor]:
     """Return two masks: selected keys that are at least as close to s as every visible key outside; finite rows."""
     q = closeness(rows)
     nearest = q.masked_fill(~rows.outside, -torch.inf).amax(-1, keepdim=True)
-    known = q.masked_fill(~rows.visible, 0.0).sum(-1).isfinite()
-    return rows.chosen & (q >= nearest), known
+    finite = q.masked_fill(~rows.visible, 0.0).sum(-1).isfinite()
+    return rows.chosen & (q >= nearest), finite

@@ -60,9 +60,9 @@ def proposition31_tight(
     query_weight, query_inputs = _augmented(query_weight, query_bias, query_inputs)
     # With the QR factorisation W_Q^T = U R, W_Q^T W_K = U (R W_K) has the singular values of the small R W_K.
     product = torch.linalg.qr(query_weight.mT).R @ _for_each_head(key_weight, query_weight.shape[-3], dim=-3)
-    seen = torch.ones_like(key_inputs[..., 0], dtype=torch.bool) if mask is None else mask.any(-2)
-    key_inputs = torch.where(seen.unsqueeze(-1), key_inputs, 0.0)
-    centre = key_inputs.sum(-2, keepdim=True) / seen.sum(-1).clamp(min=1)[..., None, None]
+    seen_keys = torch.ones_like(key_inputs[..., 0], dtype=torch.bool) if mask is None else mask.any(-2)
+    key_inputs = torch.where(seen_keys.unsqueeze(-1), key_inputs, 0.0)
+    centre = key_inputs.sum(-2, keepdim=True) / seen_keys.sum(-1).clamp(min=1)[..., None, None]
     size = _largest_singular(product)
     return torch.minimum(
         _bound(size, query_inputs, key_inputs, scaling, mask),

@@ -212,8 +212,8 @@ def _structured_vectors(keys: int, width: int, generator: torch.Generator) -> Te
 
 def _one_of(shapes: list[Tensor], generator: torch.Generator) -> Tensor:
     """Row by row one of the shapes (each (rows, ...))."""
-    chosen = torch.randint(len(shapes), (ROWS,), generator=generator)
-    return torch.stack(shapes)[chosen, torch.arange(ROWS)].clone()
+    shape_indices = torch.randint(len(shapes), (ROWS,), generator=generator)
+    return torch.stack(shapes)[shape_indices, torch.arange(ROWS)].clone()
 
 
 def _normal(*shape: int, generator: torch.Generator) -> Tensor:

@@ -23,15 +23,15 @@ def _per_row(ratio: Tensor) -> Tensor:
 
 
 def _independence(case: ClaimCase) -> Tensor:
-    found = _coverage(case)
-    return _per_row(at_least(found.union, found.independent))
+    measured = _coverage(case)
+    return _per_row(at_least(measured.union, measured.independent))
 
 
 def _union(case: ClaimCase) -> Tensor:
-    found = _coverage(case)
-    lower, upper = coverage.union_bounds(found.per_head)
+    measured = _coverage(case)
+    lower, upper = coverage.union_bounds(measured.per_head)
     rounding = torch.finfo(upper.dtype).eps * 8
-    return _per_row(between(found.union, lower * (1 - rounding), upper * (1 + rounding)))
+    return _per_row(between(measured.union, lower * (1 - rounding), upper * (1 + rounding)))
 
 
 CLAIMS = [

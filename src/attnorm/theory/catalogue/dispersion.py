@@ -95,8 +95,8 @@ def _proposition31(case: ClaimCase, bound: Callable[..., Tensor]) -> Tensor:
     query_weight, key_weight = case.matrices[:, :1], case.matrices[:, 1:]
     queries = case.vectors[:, :1]
     q, k = queries.unsqueeze(1) @ query_weight.mT, case.vectors.unsqueeze(1) @ key_weight.mT
-    found = spread.logit_spread(q @ k.mT)
-    return at_most(found, bound(query_weight, key_weight, queries, case.vectors), ROUNDING)[:, 0, 0]
+    logit_spread = spread.logit_spread(q @ k.mT)
+    return at_most(logit_spread, bound(query_weight, key_weight, queries, case.vectors), ROUNDING)[:, 0, 0]
 
 
 CLAIMS = [

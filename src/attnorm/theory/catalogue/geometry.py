@@ -55,16 +55,16 @@ def _lower_is_negative(case: ClaimCase) -> Tensor:
 
 
 def _lower_printed(case: ClaimCase) -> Tensor:
-    found, lower, _ = _printed(case)
-    return at_least(found, lower)
+    share, lower, _ = _printed(case)
+    return at_least(share, lower)
 
 
 def _upper_printed(case: ClaimCase) -> Tensor:
     """Only where r >= every xi_i, so that N_s = N for certain and no expectation is needed."""
     rows, radius = _sphere(case)
     xi = geometry.xi(rows, 1.0, geometry.minimum_separation(rows.vectors))
-    found, _, upper = _printed(case)
-    return torch.where(radius > xi.amax(-1), found / upper, torch.nan)
+    share, _, upper = _printed(case)
+    return torch.where(radius > xi.amax(-1), share / upper, torch.nan)
 
 
 def _upper_printed_below(case: ClaimCase) -> Tensor:
@@ -81,10 +81,10 @@ def _upper_printed_below(case: ClaimCase) -> Tensor:
 def _xi(case: ClaimCase) -> Tensor:
     """||Y_i|| of every selected key against xi_i; the others are added up, as s - y_i would cancel."""
     rows, _ = _sphere(case)
-    chosen = rows.indices[:, 0, :, None].expand(-1, -1, case.width)
-    y = rows.chosen_weights[:, 0, :, None] * rows.vectors.gather(-2, chosen)
-    found = torch.linalg.vector_norm((1 - torch.eye(case.top_n, dtype=y.dtype)) @ y, dim=-1)
-    return at_most(found, geometry.xi(rows, 1.0, geometry.minimum_separation(rows.vectors)), ROUNDING).amax(-1)
+    key_indices = rows.indices[:, 0, :, None].expand(-1, -1, case.width)
+    y = rows.chosen_weights[:, 0, :, None] * rows.vectors.gather(-2, key_indices)
+    norms = torch.linalg.vector_norm((1 - torch.eye(case.top_n, dtype=y.dtype)) @ y, dim=-1)
+    return at_most(norms, geometry.xi(rows, 1.0, geometry.minimum_separation(rows.vectors)), ROUNDING).amax(-1)
 
 
 def _exact_law(case: ClaimCase) -> Tensor:
@@ -118,27 +118,29 @@ def _cantelli(case: ClaimCase) -> Tensor:
 def _permuted(case: ClaimCase) -> Tensor:
     """Bounds from moments against all permutations of the vectors."""
     orders = list(itertools.permutations(range(case.keys)))
-    return _dealt(case, "permuted", [list(order) for order in orders])
+    return _compare_assignments(case, "permuted", [list(order) for order in orders])
 
 
 def _independent(case: ClaimCase) -> Tensor:
     """Bounds from moments against all ways to give every selected key one of the vectors, repeats allowed."""
-    return _dealt(case, "independent", [list(draw) for draw in itertools.product(range(case.keys), repeat=case.keys)])
+    return _compare_assignments(
+        case, "independent", [list(draw) for draw in itertools.product(range(case.keys), repeat=case.keys)]
+    )
 
 
-def _dealt(case: ClaimCase, draws: Literal["permuted", "independent"], ways: list[list[int]]) -> Tensor:
+def _compare_assignments(case: ClaimCase, draws: Literal["permuted", "independent"], ways: list[list[int]]) -> Tensor:
     few = case.rows(slice(FEW_ROWS))
     rows = few.selected
     radius = few.dial.sqrt() * rows.distances.mean((-2, -1))
     bounds = geometry.anisotropic_bounds(rows, radius, draws)
-    dealt = SelectedRows(
+    assigned = SelectedRows(
         rows.weights.expand(len(ways), *rows.weights.shape),
         rows.vectors[:, torch.tensor(ways)].transpose(0, 1),
         rows.visible.expand(len(ways), *rows.visible.shape),
         rows.indices.expand(len(ways), *rows.indices.shape),
         True,
     )
-    share = geometry.separability(dealt, radius.expand(len(ways), -1)).mean(0)
+    share = geometry.separability(assigned, radius.expand(len(ways), -1)).mean(0)
     return case.padded(between(share, bounds.lower, bounds.upper, ROUNDING))
 
 
@@ -156,23 +158,23 @@ def _row_moments(case: ClaimCase, *, repeats: bool) -> Tensor:
     few = case.rows(slice(FEW_ROWS))
     rows, keys = few.selected, range(case.keys)
     draws = itertools.product(keys, repeat=case.top_n) if repeats else itertools.permutations(keys, case.top_n)
-    dealt = rows.vectors[:, torch.tensor(list(draws))].transpose(0, 1)
+    assigned = rows.vectors[:, torch.tensor(list(draws))].transpose(0, 1)
     moments = geometry.population_moments(rows)
-    each = geometry.PopulationMoments(**{name: value.unsqueeze(-1) for name, value in vars(moments).items()})
+    moments_per_key = geometry.PopulationMoments(**{name: value.unsqueeze(-1) for name, value in vars(moments).items()})
     power_sums = tuple(geometry.without_each(rows.chosen_weights**p)[0] for p in range(1, 5))
     formula = geometry.independent_norm_moments if repeats else geometry.permuted_norm_moments
-    return case.padded(_same_moments(rows, dealt, formula(power_sums, each)))
+    return case.padded(_same_moments(rows, assigned, formula(power_sums, moments_per_key)))
 
 
-def _same_moments(rows: SelectedRows, dealt: Tensor, expected: tuple[Tensor, Tensor]) -> Tensor:
+def _same_moments(rows: SelectedRows, assigned: Tensor, expected: tuple[Tensor, Tensor]) -> Tensor:
     """Mean and variance of ||Y_i||^2 over the ways to assign vectors (ways, rows, N, d) to the selected keys."""
-    y = rows.chosen_weights[:, 0, :, None] * dealt
+    y = rows.chosen_weights[:, 0, :, None] * assigned
     squares = (y.sum(-2, keepdim=True) - y).square().sum(-1)
     largest = squares.amax((0, -1)).clamp(min=1e-30)
-    found = squares.mean(0), squares.var(0, correction=0)
+    mean_and_variance = squares.mean(0), squares.var(0, correction=0)
     ratios = [
         equals(value, formula[:, 0], 1e-9 * largest[:, None] ** power)
-        for power, value, formula in zip((1, 2), found, expected, strict=True)
+        for power, value, formula in zip((1, 2), mean_and_variance, expected, strict=True)
     ]
     return torch.stack(ratios).amax((0, -1))
 

@@ -27,14 +27,14 @@ ROUNDING = 1e-12
 def _kernel(case: ClaimCase) -> tuple[Tensor, Tensor]:
     """F and F' on each row: softplus, elu + 1, or the line F(l) = l on positive logits, of any shape or one winner."""
     z = case.scaled
-    known = [(FUNCTIONS[name].value(z), FUNCTIONS[name].derivative(z)) for name in ("softplus", "elu+1")]
+    from_catalogue = [(FUNCTIONS[name].value(z), FUNCTIONS[name].derivative(z)) for name in ("softplus", "elu+1")]
     lines = [
         z - z.amin(-1, keepdim=True) + 1 / case.keys,
         torch.where(torch.arange(case.keys) == 0, case.dial[:, None], 1 / case.keys),
     ]
-    rows = known + [(line, torch.ones_like(line)) for line in lines]
-    which = (case.pick % KERNELS)[None, :, None].expand(1, -1, case.keys)
-    values, slopes = (torch.stack(parts).gather(0, which)[0] for parts in zip(*rows, strict=True))
+    rows = from_catalogue + [(line, torch.ones_like(line)) for line in lines]
+    kernel_index = (case.pick % KERNELS)[None, :, None].expand(1, -1, case.keys)
+    values, slopes = (torch.stack(parts).gather(0, kernel_index)[0] for parts in zip(*rows, strict=True))
     return values, slopes
 
 
@@ -69,8 +69,8 @@ def _slopes(case: ClaimCase) -> Tensor:
 def _threshold_norm(case: ClaimCase) -> Tensor:
     u = _slopes(case)
     jacobian = torch.diag_embed(u) - u[..., :, None] * (u / u.sum(-1, keepdim=True))[..., None, :]
-    found = gradient.threshold_jacobian_norm(u, case.temperature) * case.temperature
-    return equals(found, torch.linalg.matrix_norm(jacobian, ord=2), 1e-9 * u.amax(-1))
+    norm = gradient.threshold_jacobian_norm(u, case.temperature) * case.temperature
+    return equals(norm, torch.linalg.matrix_norm(jacobian, ord=2), 1e-9 * u.amax(-1))
 
 
 def _bracket(case: ClaimCase) -> Tensor:
@@ -90,14 +90,14 @@ def _gain(case: ClaimCase, bound: Callable[..., Tensor]) -> Tensor:
     ratios = []
     for logits, direction, dial in zip(case.logits, worst, case.dial.tolist(), strict=True):
         epsilon = dial * 4 * case.temperature
-        found = gradient.finite_difference_gain(
+        gains = gradient.finite_difference_gain(
             lambda z: torch.softmax(z, dim=-1),
             logits,
             epsilon,
             temperature=case.temperature,
             directions=torch.stack([direction, -direction]),
         )
-        ratios.append(at_most(found.amax(), bound(epsilon, case.temperature)))
+        ratios.append(at_most(gains.amax(), bound(epsilon, case.temperature)))
     return torch.stack(ratios)
 
 

@@ -90,8 +90,8 @@ def _no_zero(case: ClaimCase) -> Tensor:
     depth = least * (1 + 1e-3 * case.dial.log().clamp(-1, 1))
     last = torch.where(torch.arange(n) < n - 1, depth[:, None], 0.0)
     logits = torch.where((case.pick % 4 == 0)[:, None], last, case.logits)
-    some = (_weights(case, logits) == 0).any(-1)
-    return torch.where(some, at_least(logits.amax(-1) - logits.amin(-1), least), torch.nan)
+    has_zero = (_weights(case, logits) == 0).any(-1)
+    return torch.where(has_zero, at_least(logits.amax(-1) - logits.amin(-1), least), torch.nan)
 
 
 KNEE = 0.25  # of nearmax
