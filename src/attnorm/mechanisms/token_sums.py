@@ -19,7 +19,7 @@ def sum_over_tokens(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _sum_by_chunks(a: Tensor, b: Tensor) -> Tensor:
-    whole = a.shape[-2] // CHUNK * CHUNK
-    chunks_of_a, chunks_of_b = (t[..., :whole, :].unflatten(-2, (-1, CHUNK)) for t in (a, b))
+    chunked_length = a.shape[-2] // CHUNK * CHUNK
+    chunks_of_a, chunks_of_b = (t[..., :chunked_length, :].unflatten(-2, (-1, CHUNK)) for t in (a, b))
     total: Tensor = (chunks_of_a.transpose(-1, -2) @ chunks_of_b).sum(-3)
-    return total + a[..., whole:, :].transpose(-1, -2) @ b[..., whole:, :]
+    return total + a[..., chunked_length:, :].transpose(-1, -2) @ b[..., chunked_length:, :]
