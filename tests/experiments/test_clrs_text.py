@@ -153,6 +153,12 @@ def test_records_of_several_machines_merge(finished: ClrsWorkspace, tmp_path: Pa
     assert len(replace(elsewhere, plan=replace(TINY, seeds=9)).lines()) == len(lines), "more seeds use the same lines"
 
 
+def test_records_of_other_experiments_in_the_same_file_are_left_alone(tmp_path: Path) -> None:
+    line = {"run": "a", "stage": "main", "label": "softmax", "seed": 0}
+    (tmp_path / "records.jsonl").write_text(f'{json.dumps(line)}\n{{"stage": "model", "images": "x"}}\n')
+    assert read_lines(tmp_path) == [line]
+
+
 def test_an_item_that_another_process_trains_is_left_to_it(
     finished: ClrsWorkspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -152,7 +152,7 @@ def records_of(plan: VisionPlan, subject: ExperimentSubject, progress: ProgressC
 
 def _finished_records(parts: Path) -> dict[str, Record]:
     files = [parts.parent.parent / name for name in (RECORDS, f"{RECORDS}.xz")] + [parts / RESULTS]
-    records = [record for file in files if file.exists() for record in read_jsonl(file)]
+    records = [record for file in files if file.exists() for record in read_jsonl(file) if "images" in record]
     return {_key(record["settings"], record["images"]): record for record in records}
 
 

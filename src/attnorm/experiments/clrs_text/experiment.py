@@ -42,8 +42,9 @@ def _run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) ->
     if not lines:
         if not subject.quick and not (subject.texts and subject.valid):
             raise ValueError(
-                f"{out} has no records of clrs-text. Give --text TRAIN.jsonl and --valid TEST.jsonl to train here, use "
-                "--stage train on a machine with a GPU, or --quick"
+                f"expected records of clrs-text in {out} (records.jsonl or clrs-text*.jsonl, plain or .xz), got none. "
+                "Copy them there, give --text TRAIN.jsonl and --valid TEST.jsonl to train here, use --stage train on a "
+                "machine with a GPU, or --quick."
             )
         import torch
 
@@ -190,21 +191,35 @@ def _mostly_better(outside: Sequence[ClrsComparison]) -> Verdict:
 
 def summary_of(results: ClrsResults, comparisons: Comparisons) -> str:
     largest = max(results.training_sizes)
-    trained = f"{results.base}, {results.steps:,} steps, {len(results.algorithms)} algorithms"
-    parts = [f"{trained}, sizes up to {largest} in training."]
+    ranges = [where for where in RANGES if results.sizes.get(where)]
+    shares = []
     for variant in results.variants:
-        shares = []
-        for where, words in RANGES.items():
-            counts = [variant.counts(algorithm, results.sizes[where]) for algorithm in results.algorithms]
-            right, total = (sum(column) for column in zip(*counts, strict=True))
-            if total:
-                shares.append(f"{100 * right / total:.1f} % at {words}")
-        outside = comparisons.get((variant.name, "out"))
-        against = f"; against softmax at larger sizes {_describe_comparisons(outside)}" if outside else ""
-        parts.append(f"{variant.name} ({_format_seeds(variant)}): right in {', '.join(shares)}{against}.")
+        by_range = " / ".join(_share_right(results, variant, where) for where in ranges)
+        shares.append(f"{variant.name} {by_range} % ({_format_seeds(variant)})")
+    judged = [
+        f"{variant.name} {_count(outside, 'better')} / {_count(outside, 'worse')}"
+        for variant in results.variants
+        if (outside := comparisons.get((variant.name, "out")))
+    ]
+    trained = f"{results.base}, {results.steps:,} steps, {len(results.algorithms)} algorithms"
+    parts = [
+        f"{trained}, sizes up to {largest} in training.",
+        f"Right answers at {' / '.join(RANGES[where] for where in ranges)}: {' · '.join(shares)}.",
+    ]
+    if judged:
+        parts.append(
+            f"Of {len(results.algorithms)} algorithms at {RANGES['out']}, better / worse than softmax beyond chance: "
+            f"{' · '.join(judged)}."
+        )
     if results.missing:
         parts.append(f"Not finished: {', '.join(results.missing)}.")
     return " ".join(parts)
+
+
+def _share_right(results: ClrsResults, variant: ClrsVariant, where: Range) -> str:
+    counts = [variant.counts(algorithm, results.sizes[where]) for algorithm in results.algorithms]
+    right, total = (sum(column) for column in zip(*counts, strict=True))
+    return f"{100 * right / total:.1f}" if total else "-"
 
 
 def _format_seeds(variant: ClrsVariant) -> str:

@@ -1,7 +1,7 @@
 """Train and test the missing items of a plan under a time limit, and append one JSON line per finished item.
 
-The lines are all that the results need, so lines of several machines merge: every file clrs-text*.jsonl or
-clrs-text*.jsonl.xz of the folder is read. A line belongs to a plan if it has its key, a hash of everything that decides
+The lines are all that the results need, so lines of several machines merge: every file of the folder that
+RECORD_FILES names is read. A line belongs to a plan if it has its key, a hash of everything that decides
 the result. An item that is stopped by the time limit leaves a checkpoint in the folder, from which the next call there
 continues. Several processes may work in one folder: each takes the next item that no other is training.
 """
@@ -24,6 +24,7 @@ from attnorm.training.clrs.train import NotFiniteError
 from attnorm.training.device import chosen_device
 
 RECORDS = "clrs-text.jsonl"
+RECORD_FILES = ("clrs-text*.jsonl", "clrs-text*.jsonl.xz", "records.jsonl", "records.jsonl.xz")
 RUNS = "runs"
 LOCKS = "locks"
 SLACK = 1.1  # an item starts only if this many times its expected duration is left
@@ -32,11 +33,15 @@ Log = Callable[[str], None]
 
 
 def read_lines(folder: Path) -> list[Line]:
-    """Return the lines of all record files of a folder, without duplicates."""
+    """Return the lines of all record files of a folder, without duplicates.
+
+    records.jsonl is read as by the other experiments; it may hold records of those too.
+    """
     lines: dict[tuple[Any, ...], Line] = {}
-    for path in sorted((*folder.glob("clrs-text*.jsonl"), *folder.glob("clrs-text*.jsonl.xz"))):
+    for path in sorted(path for pattern in RECORD_FILES for path in folder.glob(pattern)):
         for line in read_jsonl(path):
-            lines.setdefault((line["run"], *_line_key(line)), line)
+            if "run" in line:
+                lines.setdefault((line["run"], *_line_key(line)), line)
     return list(lines.values())
 
 

@@ -98,7 +98,7 @@ def records_of(plan: GridPlan, subject: ExperimentSubject, progress: ProgressCal
 def _known_records(workspace: Workspace[GridPlan], parts: Path) -> dict[str, Record]:
     files = [parts.parent.parent / name for name in (RECORDS, f"{RECORDS}.xz")]
     elsewhere = [record for file in files if file.exists() for record in read_results(file)]
-    records = [record for record in [*elsewhere, *workspace.results()] if record["stage"] == "model"]
+    records = [record for record in [*elsewhere, *workspace.results()] if record.get("stage") == "model"]
     return {_record_key(record["label"], record["settings"]): record for record in records}
 
 
