@@ -222,7 +222,7 @@ def _measure_call(call: AttentionCall, rows: Tensor, longest_from: int, top_n: i
     n, broken = statistics.n[0], statistics.broken[0]
     # As in analysis: rows of very different n are not averaged into one number.
     long = n > (n.amax(-1, keepdim=True) / 2**0.5).floor()
-    long[:, :longest_from] = False  # in a sliding window, rows before them see as many keys
+    long[:, :longest_from].fill_(False)  # in a sliding window, rows before them see as many keys
     few = evenly_spaced(torch.arange(longest_from, len(rows), device=rows.device), SEPARABILITY_ROWS)
     at_few = sent_to(n.device, few)
     means = dict(zip(OF_ROWS, _means(torch.stack([statistics.values[name][0] for name in OF_ROWS]), long), strict=True))
