@@ -249,7 +249,7 @@ def merged(manifests: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "texts": _join_values([m["texts"] for m in manifests]),
         "parts": _join_values([m["parts"] for m in manifests]),
         "settings": settings,
-        "reading": {text: one for m in manifests for text, one in (m.get("reading") or {}).items()},
+        "reading": {text: facts for m in manifests for text, facts in (m.get("reading") or {}).items()},
         "notes": _join_values([m["notes"] for m in manifests]),
         "merged": [original for m in manifests for original in m.get("merged", [m])],
     }

@@ -212,7 +212,7 @@ def _curve(loaded: LoadedModel, windows: Sequence[Tensor], context_count: int, w
         states.append(output.last_hidden_state[0, :-1].cpu())
         targets.append(ids[0, 1:].cpu())
     hidden, nexts = torch.cat(states)[:context_count], torch.cat(targets)[:context_count]
-    left, values, right = _decomposed(loaded, hidden, kind)
+    left, values, right = _decompose_logits(loaded, hidden, kind)
     tolerance = float(values[0]) * max(len(hidden), len(right)) * torch.finfo(torch.float32).eps
     rank = int((values > tolerance).sum())
     grid = _grid(rank, width)
@@ -224,7 +224,7 @@ def _curve(loaded: LoadedModel, windows: Sequence[Tensor], context_count: int, w
     return curve, len(hidden)
 
 
-def _decomposed(loaded: LoadedModel, hidden: Tensor, kind: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _decompose_logits(loaded: LoadedModel, hidden: Tensor, kind: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return U (N, r), singular values (r,) and V (vocabulary, r) of the logits, centred over the vocabulary.
 
     A linear head is decomposed by its factors, H (N, d) and W (vocabulary, d); the product is never made.
@@ -236,7 +236,7 @@ def _decomposed(loaded: LoadedModel, hidden: Tensor, kind: Any) -> tuple[Tensor,
     exact = head_logits(
         loaded.model, torch.zeros(1, len(sample), dtype=torch.long, device=sample.device), sample[None], kind
     )
-    exact = _centred(exact[0].double().cpu())
+    exact = _centre_logits(exact[0].double().cpu())
     H = hidden.double()
     if bias is not None:
         H, W = torch.cat([H, torch.ones(len(H), 1, dtype=H.dtype)], 1), torch.cat([W, bias.double().cpu()[:, None]], 1)
@@ -254,11 +254,11 @@ def _decomposed(loaded: LoadedModel, hidden: Tensor, kind: Any) -> tuple[Tensor,
         )
     ids = torch.zeros(1, len(hidden), dtype=torch.long, device=sample.device)
     logits = head_logits(loaded.model, ids, hidden[None].to(sample.device), kind)[0].double().cpu()
-    U, values, V = torch.linalg.svd(_centred(logits), full_matrices=False)
+    U, values, V = torch.linalg.svd(_centre_logits(logits), full_matrices=False)
     return U, values, V.T
 
 
-def _centred(logits: Tensor) -> Tensor:
+def _centre_logits(logits: Tensor) -> Tensor:
     return logits - logits.mean(-1, keepdim=True)
 
 

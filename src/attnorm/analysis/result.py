@@ -328,15 +328,16 @@ def text_summary(heads: pa.Table, manifest: Mapping[str, Any], verdict: ModelVer
 
 def notebook_summary(heads: pa.Table, manifest: Mapping[str, Any], verdict: ModelVerdict) -> str:
     """Return HTML without scripts and styles; names are escaped and hidden characters spelled out."""
-    head = "".join(f"<th>{_escaped(name)}</th>" for name in _SHOWN)
+    head = "".join(f"<th>{_escape_html(name)}</th>" for name in _SHOWN)
     rows = "".join(
-        "<tr>" + "".join(f"<td>{_escaped(str(row[name]))}</td>" for name in _SHOWN) + "</tr>" for row in _worst(heads)
+        "<tr>" + "".join(f"<td>{_escape_html(str(row[name]))}</td>" for name in _SHOWN) + "</tr>"
+        for row in _worst(heads)
     )
     about = "<br>".join(
-        _escaped(line) for line in [*_describe_run(heads, manifest), _counts(verdict), *manifest["notes"]]
+        _escape_html(line) for line in [*_describe_run(heads, manifest), _counts(verdict), *manifest["notes"]]
     )
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>" if rows else ""
-    return f"<div><p><b>{_escaped(verdict.headline)}</b></p><p>{about}</p>{table}</div>"
+    return f"<div><p><b>{_escape_html(verdict.headline)}</b></p><p>{about}</p>{table}</div>"
 
 
 def measured_on(heads: pa.Table, manifest: Mapping[str, Any]) -> str:
@@ -346,7 +347,7 @@ def measured_on(heads: pa.Table, manifest: Mapping[str, Any]) -> str:
     return f"{f'{most} windows of ' if most > 1 else ''}{lengths} tokens"
 
 
-def _escaped(value: Any) -> str:
+def _escape_html(value: Any) -> str:
     return html.escape(visible(str(value)))
 
 

@@ -250,12 +250,12 @@ ADDED_IN_3 = ("blocks", "windows")
 def upgraded(tables: Mapping[str, pa.Table]) -> dict[str, pa.Table]:
     """Return tables of version 2 with the columns of the current version."""
     return {
-        **{name: _upgraded(name, table) for name, table in tables.items()},
+        **{name: _upgrade_columns(name, table) for name, table in tables.items()},
         **{name: ALL_SCHEMAS[name].empty_table() for name in ADDED_IN_3},
     }
 
 
-def _upgraded(name: str, table: pa.Table) -> pa.Table:
+def _upgrade_columns(name: str, table: pa.Table) -> pa.Table:
     if name in ("heads", "by_length"):
         means = {f"{metric}_mean": table[metric] for metric in PER_ROW if metric in table.column_names}
         medians = {metric: table[f"{metric}_q50"] for metric in PER_ROW if f"{metric}_q50" in table.column_names}

@@ -91,13 +91,13 @@ class Selective(Mechanism):
         with without_autocast(q.device):
             logits = (q * inputs.scale) @ k.transpose(-1, -2)
             first_head = Block.of(logits[:, :1], None if mask is None else mask[:, :1])
-            selected = self._selected(first_head, inputs.offset + start)
+            selected = self._selection_scores(first_head, inputs.offset + start)
             earlier = carried + selected.cumsum(-2) - selected
             weights = self._softmax.weights(Block.of(logits - earlier, mask))
             return weights @ v, carried + selected.sum(-2, keepdim=True)
 
     @staticmethod
-    def _selected(block: Block, first_row: int) -> Tensor:
+    def _selection_scores(block: Block, first_row: int) -> Tensor:
         """S of head 0 for rows whose own keys start at `first_row`."""
         selected = block.hide(block.logits.relu())
         rows, keys = selected.shape[-2:]

@@ -114,7 +114,9 @@ def distances(rows: NestedSets) -> dict[str, Tensor]:
         parts = [_distances(_with_size(rows, N), shared) for N in rows.sizes]
     numbers = {name: torch.cat([part[name] for part in parts], -1) for name in parts[0]}
     gaps = _gaps(rows)
-    numbers["fixed_printed"] = torch.full_like(numbers["d_tilde"], torch.nan) if gaps is None else _printed(rows, gaps)
+    numbers["fixed_printed"] = (
+        torch.full_like(numbers["d_tilde"], torch.nan) if gaps is None else _printed_bound(rows, gaps)
+    )
     return {name: rows.applicable(value) for name, value in numbers.items()}
 
 
@@ -228,7 +230,7 @@ def _gaps(rows: NestedSets) -> Tensor | None:
     return largest_gaps(rows.selected(), rows.sizes)
 
 
-def _printed(rows: NestedSets, gaps: Tensor) -> Tensor:
+def _printed_bound(rows: NestedSets, gaps: Tensor) -> Tensor:
     """(1-A) d1 + max_I ||x_j|| (A(n-N) - (1-A)) for rows of weights that are not negative and sum to 1."""
     inside, squares = rows.inside, rows.vectors.square().sum(-1).unsqueeze(-2)
     of_chosen = squares.expand(rows.weights.shape).gather(-1, rows.order).unsqueeze(-2) * inside
@@ -276,16 +278,16 @@ def separabilities(rows: SelectedRows, targets: Tensor, top_n: Sequence[int]) ->
     kinds = torch.stack([torch.ones_like(norms), torch.where(norms > 0, 1 / norms, 0.0)], -2)  # (..., 2, w)
     of_keys = kinds[..., None, None, :, :]
     shares, beyond = (
-        _permuted(relative_weights(rows.weights, keys, rows.log_weights), targets).unsqueeze(-2) * of_keys
+        _permute_weights(relative_weights(rows.weights, keys, rows.log_weights), targets).unsqueeze(-2) * of_keys
         for keys in (rows.visible, rows.outside)
     )  # (..., d, r, 2, w)
 
     sizes = sent_to(x.device, torch.tensor(top_n))
     inside = torch.arange(selected.shape[-1], device=x.device) < sizes.unsqueeze(-1)  # (N, m)
     points, of_kind, lengths = (
-        _of_chosen(x, selected),
-        _of_chosen(kinds.mT, selected),
-        _of_chosen(norms[..., None], selected),
+        _gather_keys(x, selected),
+        _gather_keys(kinds.mT, selected),
+        _gather_keys(norms[..., None], selected),
     )
     of_kind = of_kind.mT.unsqueeze(-2)  # (..., d, r, 2, 1, m)
     of_chosen = shares.gather(-1, _for_both(selected)).unsqueeze(-2)  # (..., d, r, 2, 1, m)
@@ -311,7 +313,7 @@ def separabilities(rows: SelectedRows, targets: Tensor, top_n: Sequence[int]) ->
     return distinguishable
 
 
-def _of_chosen(numbers: Tensor, selected: Tensor) -> Tensor:
+def _gather_keys(numbers: Tensor, selected: Tensor) -> Tensor:
     """Return the numbers (..., w, c) at the selected keys (..., d, r, m): (..., d, r, m, c)."""
     sets = selected.shape[:-3]
     flat = numbers.reshape(-1, numbers.shape[-1])
@@ -320,7 +322,7 @@ def _of_chosen(numbers: Tensor, selected: Tensor) -> Tensor:
     return gathered
 
 
-def _permuted(weights: Tensor, targets: Tensor) -> Tensor:
+def _permute_weights(weights: Tensor, targets: Tensor) -> Tensor:
     return torch.empty(targets.shape, dtype=weights.dtype, device=weights.device).scatter_(
         -1, targets, weights.unsqueeze(-3).expand(targets.shape)
     )

@@ -94,7 +94,7 @@ def measure_vectors(
         view, x, targets = rows_block(call, block), _vectors_of(block, mixed), sent_to(mixed.device, drawn)
         for normalizer in resolved:
             weights, logs = weights_and_logs(normalizer, call, block, view)
-            numbers, null = _in_block(weights, logs, block.visible, x, local, targets, sizes[used])
+            numbers, null = _measure_block(weights, logs, block.visible, x, local, targets, sizes[used])
             results[normalizer.name][:, block.item, :, block.rows, used] = numbers
             if len(local):
                 row_indices = (
@@ -152,7 +152,7 @@ def _vectors_of(block: LogitBlock, mixed: Tensor) -> Tensor:
     return x if x.shape[-2] == width else pad(x, (0, 0, 0, width - x.shape[-2]))
 
 
-def _in_block(
+def _measure_block(
     weights: Tensor,
     logs: Tensor | None,
     visible: Tensor,
@@ -175,7 +175,7 @@ def _in_block(
         heads = slice(groups.start * per_group, groups.stop * per_group)
         vectors = x[groups.start : groups.stop]
         head_logs = None if logs is None else logs[heads]
-        parts[groups.start] = _of_groups(
+        parts[groups.start] = _measure_groups(
             weights[heads], head_logs, visible[heads], vectors, local, targets, owner[heads], sizes
         )
 
@@ -186,7 +186,7 @@ def _in_block(
     return torch.cat(numbers, 1), torch.cat(null)
 
 
-def _of_groups(
+def _measure_groups(
     weights: Tensor,
     logs: Tensor | None,
     visible: Tensor,
@@ -196,7 +196,7 @@ def _of_groups(
     owner: Tensor,
     sizes: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """Compute the same as `_in_block` for heads that are divided evenly among the sets of vectors x."""
+    """Compute the same as `_measure_block` for heads that are divided evenly among the sets of vectors x."""
     heads, rows, keys = weights.shape
     dtype = torch.promote_types(weights.dtype, x.dtype)
     # Rows that mix the same vectors are grouped, as in theory.

@@ -76,10 +76,10 @@ def _plain(config: Any) -> Any:
 
 def _first(config: Any, *names: str) -> int | None:
     """Return the first of these config entries that is a number for the whole model."""
-    return next((int(entry) for name in names if isinstance(entry := _stated(config, name), int)), None)
+    return next((int(entry) for name in names if isinstance(entry := _config_entry(config, name), int)), None)
 
 
-def _stated(config: Any, name: str) -> Any:
+def _config_entry(config: Any, name: str) -> Any:
     try:
         return getattr(config, name, None)
     except RuntimeError:  # the value differs between layers (width of Gemma 4's heads)

@@ -132,11 +132,11 @@ def _weight_files(
     kinds = [("model", "safetensors"), ("adapter_model", "safetensors")]
     for stem, suffix in [*kinds, *([("pytorch_model", "bin"), ("adapter_model", "bin")] if pickles else [])]:
         index = find_file(directory, f"{stem}.{suffix}.index{named}.json", **where)
-        names = {f"{stem}{named}.{suffix}"} if index is None else _indexed(index, pattern)
+        names = {f"{stem}{named}.{suffix}"} if index is None else _files_in_index(index, pattern)
         yield from (file for name in sorted(names) if (file := find_file(directory, name, **where)) is not None)
 
 
-def _indexed(index: Path, pattern: re.Pattern[str]) -> set[str]:
+def _files_in_index(index: Path, pattern: re.Pattern[str]) -> set[str]:
     weights = json.loads(index.read_text(encoding="utf-8")).get("weight_map") or {}
     names = {file for key, file in weights.items() if pattern.search(key)}
     if bad := [name for name in names if not isinstance(name, str) or not FILE_NAME.fullmatch(name)]:

@@ -64,7 +64,7 @@ class MixtureHead(nn.Linear):
     def forward(self, hidden: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch vocabulary"]:
         contexts, log_prior = self._components(hidden)
         if self.kind == "moc":
-            return F.linear(_mixed(contexts, log_prior), self.weight)
+            return F.linear(_mix_contexts(contexts, log_prior), self.weight)
         total = None  # one component after the other: K x vocabulary numbers are never held at once
         for index, context in enumerate(contexts):
             part = log_prior[..., index, None] + torch.log_softmax(F.linear(context, self.weight).float(), -1)
@@ -76,7 +76,7 @@ class MixtureHead(nn.Linear):
         """Return the mean of -log p(target). The backward pass computes the logits of each component again."""
         contexts, log_prior = self._components(hidden)
         if self.kind == "moc":
-            return -_target_log_probability(_mixed(contexts, log_prior), self.weight, targets).mean()
+            return -_target_log_probability(_mix_contexts(contexts, log_prior), self.weight, targets).mean()
         log_probabilities = [
             checkpoint(_target_log_probability, context, self.weight, targets, use_reentrant=False)
             for context in contexts
@@ -89,7 +89,7 @@ class MixtureHead(nn.Linear):
         return contexts, torch.log_softmax(F.linear(hidden, self.attnorm_prior).float(), -1)
 
 
-def _mixed(contexts: tuple[Tensor, ...], log_prior: Tensor) -> Tensor:
+def _mix_contexts(contexts: tuple[Tensor, ...], log_prior: Tensor) -> Tensor:
     weights = log_prior.exp().to(contexts[0].dtype)
     return (torch.stack(contexts, -1) * weights[..., None, :]).sum(-1)
 
@@ -125,7 +125,7 @@ def output_of(model: Any) -> str:
 
 def has_saved_output(directory: Any, **files: Any) -> bool:
     """Whether the weights of a folder or hub repository hold a mixture. files: as for read_weights."""
-    return bool(_saved(directory, files))
+    return bool(_read_saved_weights(directory, files))
 
 
 def restore_output(model: Any, directory: Any, **files: Any) -> None:
@@ -139,7 +139,7 @@ def restore_output(model: Any, directory: Any, **files: Any) -> None:
         return
     if model.get_output_embeddings() is None:  # the base model alone
         return
-    saved = {key.rpartition(".")[2]: value for key, value in _saved(directory, files).items()}
+    saved = {key.rpartition(".")[2]: value for key, value in _read_saved_weights(directory, files).items()}
     set_output(model, str(spec))
     head = model.get_output_embeddings()
     with torch.no_grad():
@@ -154,7 +154,7 @@ def restore_output(model: Any, directory: Any, **files: Any) -> None:
             target.copy_(value)
 
 
-def _saved(directory: Any, files: dict[str, Any]) -> dict[str, Tensor]:
+def _read_saved_weights(directory: Any, files: dict[str, Any]) -> dict[str, Tensor]:
     from attnorm.models.normalizer_files import read_weights  # imports transformers, which a plan does not need
 
     return read_weights(directory, SAVED, **files)

@@ -82,11 +82,11 @@ def _matrices(module: nn.Module) -> tuple[tuple[Tensor, Tensor | None], tuple[Te
     for query, key in NAMES:
         parts = [getattr(module, name, None) for name in (query, key)]
         if all(isinstance(part, nn.Linear) for part in parts):
-            return _of(parts[0]), _of(parts[1])  # type: ignore[arg-type]
+            return _weight_and_bias(parts[0]), _weight_and_bias(parts[1])  # type: ignore[arg-type]
     fused = next((part for name in FUSED if isinstance(part := getattr(module, name, None), nn.Module)), None)
     if fused is None or not isinstance(getattr(fused, "weight", None), Tensor):
         return None
-    weight, bias = _of(fused)
+    weight, bias = _weight_and_bias(fused)
     third = weight.shape[0] // 3
     if weight.shape[0] % 3:  # keys at another number of heads: where they start depends on the model
         return None
@@ -94,7 +94,7 @@ def _matrices(module: nn.Module) -> tuple[tuple[Tensor, Tensor | None], tuple[Te
     return (weight[:third], None if bias is None else bias[:third]), (weight[third:], rest)
 
 
-def _of(part: nn.Module) -> tuple[Tensor, Tensor | None]:
+def _weight_and_bias(part: nn.Module) -> tuple[Tensor, Tensor | None]:
     """Return weight (out, in) and bias; GPT-2's Conv1D stores the transposed matrix."""
     weight, bias = part.weight.detach().float(), part.bias  # type: ignore[operator]
     assert isinstance(weight, Tensor)
@@ -139,7 +139,7 @@ def before_rotation(model: nn.Module) -> Iterator[BeforeRotation]:
     with _lock:
         originals = rotary_files([*attention_sites(model)])
         for file, original in originals.items():
-            setattr(file, ROTARY_FUNCTION, _keeping(original, before))
+            setattr(file, ROTARY_FUNCTION, _record_before_rotation(original, before))
         try:
             yield before
         finally:
@@ -147,7 +147,7 @@ def before_rotation(model: nn.Module) -> Iterator[BeforeRotation]:
                 setattr(file, ROTARY_FUNCTION, original)
 
 
-def _keeping(original: Any, before: BeforeRotation) -> Any:
+def _record_before_rotation(original: Any, before: BeforeRotation) -> Any:
     @wraps(original)
     def rotate(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
         before.keep(q, k)
@@ -220,7 +220,7 @@ def query_key_weights(module: nn.Module, call: AttentionCall) -> QueryKeyWeights
     latent = _latent(module)
     if latent is not None:
         return latent
-    return next((weights for weights in _candidates(module, call) if _makes(weights, call)), None)
+    return next((weights for weights in _candidates(module, call) if _produces_states(weights, call)), None)
 
 
 def _candidates(module: nn.Module, call: AttentionCall) -> Iterator[QueryKeyWeights]:
@@ -249,7 +249,7 @@ def _rows(heads: int, width: int) -> Tensor:
     return torch.arange(heads * width).reshape(heads, width)
 
 
-def _makes(weights: QueryKeyWeights, call: AttentionCall) -> bool:
+def _produces_states(weights: QueryKeyWeights, call: AttentionCall) -> bool:
     if call.inputs_BKC is None:
         return False
     keys = call.inputs_BKC[0]

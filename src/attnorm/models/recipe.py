@@ -60,7 +60,7 @@ class SavedRecipe(nn.Module):
         nn.Module.__init__(self)
         self.recipe = recipe
         self.configs = configs  # model configs that list this recipe
-        self.register_buffer("json", self._encoded(""))
+        self.register_buffer("json", self._encode_recipe(""))
         self.register_state_dict_pre_hook(_write_path)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_keep_recipe)  # type: ignore[no-untyped-call]
 
@@ -69,13 +69,13 @@ class SavedRecipe(nn.Module):
         nn.Module.__setstate__(self, state)
         register()
 
-    def _encoded(self, path: str) -> Tensor:
+    def _encode_recipe(self, path: str) -> Tensor:
         content = json.dumps({"format": FORMAT, "path": path, **self.recipe.to_json()})
         return torch.frombuffer(bytearray(content.encode()), dtype=torch.uint8)
 
 
 def _write_path(saved: Any, prefix: str, keep_vars: bool) -> None:
-    saved.json = saved._encoded(prefix.removesuffix(f"{RECIPE}.").removesuffix(".")).to(saved.json.device)
+    saved.json = saved._encode_recipe(prefix.removesuffix(f"{RECIPE}.").removesuffix(".")).to(saved.json.device)
 
 
 def _keep_recipe(saved: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

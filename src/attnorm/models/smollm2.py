@@ -34,7 +34,7 @@ class CannotFetch(OSError):  # noqa: N818 - as UnsupportedModel
 def fetch(folder: str | Path, gguf: Path | None = None) -> Path:
     """The folder, made first where it is not there yet; from a local GGUF file, if one is given."""
     folder = Path(folder).expanduser().absolute()
-    if _complete(folder):
+    if _is_complete(folder):
         return folder
     if folder.exists() and any(folder.iterdir()):
         raise CannotFetch(f"{folder} holds something else; name an empty folder or one that does not exist yet")
@@ -44,7 +44,7 @@ def fetch(folder: str | Path, gguf: Path | None = None) -> Path:
         raise CannotFetch(f"fetching and unpacking it needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(folder.name + ".lock")):
-        if not _complete(folder):  # another process was faster
+        if not _is_complete(folder):  # another process was faster
             with tempfile.TemporaryDirectory(dir=folder.parent, prefix=folder.name + ".part") as temporary:
                 unpacked = _unpack(gguf or _download(Path(temporary)), Path(temporary) / "made")
                 shutil.rmtree(folder, ignore_errors=True)
@@ -52,7 +52,7 @@ def fetch(folder: str | Path, gguf: Path | None = None) -> Path:
     return folder
 
 
-def _complete(folder: Path) -> bool:
+def _is_complete(folder: Path) -> bool:
     return all((folder / name).is_file() for name in ("config.json", "model.safetensors", "tokenizer.json"))
 
 

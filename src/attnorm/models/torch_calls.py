@@ -196,10 +196,10 @@ class _Watch(TorchFunctionMode):
         # Gradient checkpointing runs a layer again during the backward pass: no new call of the model.
         if watched is not None and not in_backward_pass():
             with torch.no_grad():
-                self._saw(watched, result, args, kwargs)
+                self._record_call(watched, result, args, kwargs)
         return result
 
-    def _saw(self, watched: Watched, result: Any, args: Any, kwargs: Any) -> None:
+    def _record_call(self, watched: Watched, result: Any, args: Any, kwargs: Any) -> None:
         call = watched.read(*args, **kwargs)
         if call.query_BHQD.device.type == "meta" or not call.query_BHQD.numel() or not call.key_BGKD.numel():
             return

@@ -75,7 +75,7 @@ class Sampler:
             or sequence.bias is not None
             or (sequence.mask is not None and sequence.mask.shape[1] > 1)
         ):
-            return Sample(_copied(sequence), rows, longest_from, None)
+            return Sample(_copy_call(sequence), rows, longest_from, None)
         all_rows = takes_all_rows(sequence)
         mask = sequence.mask if all_rows else self._visible(call, sequence, item, rows)
         per_group = call.query_BHQD.shape[1] // call.key_BGKD.shape[1]
@@ -86,9 +86,9 @@ class Sampler:
         about = (call.kind, call.query_BHQD.shape[2], call.query_BHQD.device, call.query_BHQD.dtype)
         group = (*about, *shapes, *settings, id(shared))
         if all_rows:
-            return Sample(_copied(sequence), rows, longest_from, group)
+            return Sample(_copy_call(sequence), rows, longest_from, group)
         sampled = replace(sequence, query_BHQD=sequence.query_BHQD[:, :, rows], mask=mask, causal=False)
-        return Sample(_copied(sampled), torch.arange(len(rows), device=rows.device), longest_from, group)
+        return Sample(_copy_call(sampled), torch.arange(len(rows), device=rows.device), longest_from, group)
 
     def _item_and_rows(self, call: AttentionCall) -> tuple[int, Tensor, int]:
         """Return the sequence with the most tokens, its rows to measure, and where the longest of these begin.
@@ -142,7 +142,7 @@ def takes_all_rows(call: AttentionCall) -> bool:
     return _scales_softmax(call) or fused_maps.kernel_form(call.normalizer) is not None
 
 
-def _copied(call: AttentionCall) -> AttentionCall:
+def _copy_call(call: AttentionCall) -> AttentionCall:
     return replace(
         call,
         normalizer=None if call.normalizer is None else _with_own_tensors(call.normalizer),

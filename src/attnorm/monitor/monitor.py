@@ -95,10 +95,10 @@ class AttentionMonitor(TrainerCallback):
                 "`with monitor.step(model) as attention:` around the forward"
             )
         self._called = True
-        return self._entered(model)
+        return self._enter_step(model)
 
     @contextmanager
-    def _entered(self, model: nn.Module) -> Iterator[dict[str, float]]:
+    def _enter_step(self, model: nn.Module) -> Iterator[dict[str, float]]:
         self._called = False
         self.steps += 1
         numbers: dict[str, float] = {}

@@ -95,7 +95,7 @@ class QKClip(TrainerCallback):
     def begin(self, model: nn.Module) -> None:
         """Measure the training forwards of the model from now on."""
         self.close()
-        if self.on_alert and not self._alerted():
+        if self.on_alert and not self._logits_exploded():
             return
         check_observable(model)
         model = trained_model(model)
@@ -156,7 +156,7 @@ class QKClip(TrainerCallback):
         if opened is not None:
             opened.close()
 
-    def _alerted(self) -> bool:
+    def _logits_exploded(self) -> bool:
         assert self.monitor is not None
         return any(alert.kind == "exploding_logits" for alert in self.monitor.alerts)
 

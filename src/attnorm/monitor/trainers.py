@@ -100,10 +100,10 @@ def keep_off_the_terminal(callbacks: Iterable[TrainerCallback], prefix: str) -> 
     """Make these callbacks print their logs without the keys of that prefix."""
     for callback in callbacks:
         if isinstance(callback, PrinterCallback | ProgressCallback) and "on_log" not in vars(callback):
-            callback.on_log = _without(callback.on_log, prefix)  # type: ignore[method-assign]
+            callback.on_log = _hide_keys(callback.on_log, prefix)  # type: ignore[method-assign]
 
 
-def _without(on_log: Any, prefix: str) -> Any:
+def _hide_keys(on_log: Any, prefix: str) -> Any:
     def quiet(args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **others: Any) -> Any:
         shown = None if logs is None else {key: value for key, value in logs.items() if not key.startswith(prefix)}
         return on_log(args, state, control, logs=shown, **others)

@@ -50,10 +50,10 @@ class AdaptiveLengthScale(ScaleRule):
             self.from_hidden.bias[heads:] = raw_gamma
 
     def factor(self, n: Tensor, positions: Tensor | None, hidden_states: Tensor | None) -> Tensor:
-        raw_beta, raw_gamma = self._raw(hidden_states, n.dtype)
+        raw_beta, raw_gamma = self._raw_parameters(hidden_states, n.dtype)
         return self.delta + softplus(raw_beta) * torch.log(n.clamp(min=1) + 1) ** (2 * torch.tanh(raw_gamma))
 
-    def _raw(self, hidden_states: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _raw_parameters(self, hidden_states: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if self.from_hidden is None:
             parameters = (self.raw_beta.to(dtype), self.raw_gamma.to(dtype))
             beta, gamma = (p if p.dim() == 0 else p[:, None, None] for p in parameters)

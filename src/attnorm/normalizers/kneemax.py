@@ -34,10 +34,10 @@ def kneemax_rows(z: Tensor, knee: Tensor) -> Tensor:
     """
     reach = torch.where(knee <= 1, 1 + knee, 2 * knee.sqrt())  # phi^-1(1): a key 2 * reach below the largest gets 0
     below = (z - z.amax(-1, keepdim=True)).mul_(0.5)
-    return _rounded_once(below, solve_threshold(below + reach, _excess, _huber, 2 * knee), knee)
+    return _recompute_weights(below, solve_threshold(below + reach, _excess, _huber, 2 * knee), knee)
 
 
-def _rounded_once(below: Tensor, p: Tensor, knee: Tensor) -> Tensor:
+def _recompute_weights(below: Tensor, p: Tensor, knee: Tensor) -> Tensor:
     """The weights p again, from the threshold that the largest of them names; both arguments are overwritten.
 
     Newton's steps round a key at each of its stages, the first near 1. The difference to the threshold itself is

@@ -56,7 +56,7 @@ def critical_s(rho: float, size: float = 1.0) -> float:
     return 1 / (size * (1 - rho))
 
 
-def _started(s: float | None, rho: float | None, size: float, train_length: int) -> float:
+def _initial_s(s: float | None, rho: float | None, size: float, train_length: int) -> float:
     if s is not None and rho is not None:
         raise ValueError(f"expected s or rho, which sets it, got s={s} and rho={rho}.")
     if rho is not None:
@@ -67,7 +67,7 @@ def _started(s: float | None, rho: float | None, size: float, train_length: int)
 def _reference(
     row: Row, s: float | None = None, train_length: int = 1024, rho: float | None = None, size: float = 1.0, **_: Any
 ) -> Tensor:
-    start = _started(s, rho, size, train_length)
+    start = _initial_s(s, rho, size, train_length)
     factor = row.value("scale.0.s", start) * math.log(row.n) + row.value("scale.0.bias", 0.0)
     return softmax_row(row.z * factor)
 
@@ -112,5 +112,5 @@ def ssmax(
     s starts at 1 on average over a causal sequence of train_length (default), or where rho sets it: the critical scale
     of logits whose largest is `size` and whose others are rho times that.
     """
-    start = _started(s, rho, size, train_length)
+    start = _initial_s(s, rho, size, train_length)
     return Normalizer(Softmax(), scale=[LogLengthScale(start, bias=bias, learned=learned, heads=heads)], name="ssmax")

@@ -78,7 +78,7 @@ def heat_map(analysis: Analysis, metric: str, choice: Mapping[str, Any] | None =
     norm = _norm(about, values)
     figure, axes, _ = _grid(heads, f"{about.label} ({about.unit})" if about.unit else about.label, full_choice)
     for value, x, y in zip(values, *_coordinates(heads), strict=True):
-        _cell(axes, x, y, **({"facecolor": COLOURS(norm(value))} if _drawable(about, value) else MISSING))
+        _cell(axes, x, y, **({"facecolor": COLOURS(norm(value))} if _is_drawable(about, value) else MISSING))
     box, width = axes.get_position(), figure.get_figwidth()
     beside = figure.add_axes((box.x1 + 0.2 / width, box.y0, 0.12 / width, box.height))
     bar = figure.colorbar(ScalarMappable(norm, COLOURS), cax=beside)
@@ -92,12 +92,12 @@ def _cell(axes: Axes, x: int, y: int, **look: Any) -> None:
     axes.add_patch(Rectangle((x - 0.46, y - 0.46), 0.92, 0.92, **{"linewidth": 0, **look}))
 
 
-def _drawable(metric: Metric, value: float) -> bool:
+def _is_drawable(metric: Metric, value: float) -> bool:
     return bool(np.isfinite(value) and (value > 0 or not metric.logarithmic))
 
 
 def _norm(metric: Metric, values: NDArray[np.float64]) -> Normalize:
-    usable = [float(value) for value in values if _drawable(metric, value)] or [1.0]
+    usable = [float(value) for value in values if _is_drawable(metric, value)] or [1.0]
     low, high = metric.bounded or (min(usable), max(usable))
     if metric.logarithmic:
         return LogNorm(low, high) if high > low else LogNorm(0.9 * low, 1.1 * low)
@@ -143,9 +143,9 @@ def head_curves(analysis: Analysis, layer: int, head: int, choice: Mapping[str, 
     verdict = verdict_word(numbers.get("verdict")).label
     title = f"Layer {layer}, head {head}: {verdict} ({full_choice['text']}, {full_choice['normalizer']})"
     figure.suptitle(title, fontsize=9, x=0.01, ha="left")
-    lengths = _sorted(chosen_rows(analysis.by_length, full_choice), "n")
-    sets = _sorted(relative_distances(chosen_rows(analysis.top_n, full_choice)), "top_n")
-    steps = _sorted(chosen_rows(analysis.sensitivity, full_choice), "temperature")
+    lengths = _sort_by(chosen_rows(analysis.by_length, full_choice), "n")
+    sets = _sort_by(relative_distances(chosen_rows(analysis.top_n, full_choice)), "top_n")
+    steps = _sort_by(chosen_rows(analysis.sensitivity, full_choice), "temperature")
     _entropy(panels[0, 0], lengths)
     _gap(panels[0, 1], lengths, numbers.get("gap_slope"))
     _weight(panels[0, 2], lengths)
@@ -277,5 +277,5 @@ def _mark_horizon(axes: Axes, horizon: float | None) -> None:
         axes.text(horizon, 1.0, " horizon", transform=axes.get_xaxis_transform(), fontsize=6, color=WARM, va="top")
 
 
-def _sorted(table: pa.Table, name: str) -> pa.Table:
+def _sort_by(table: pa.Table, name: str) -> pa.Table:
     return table.sort_by(name) if table.num_rows else table

@@ -130,7 +130,7 @@ def _worst(heads: Sequence[Row]) -> Table | None:
     unhealthy = [row for row in heads if row["verdict"] not in ("healthy", None)]
     if not unhealthy:
         return None
-    shown = list(_taking_turns(unhealthy))[:WORST]
+    shown = list(_take_turns(unhealthy))[:WORST]
     several = len({row["kind"] for row in heads}) > 1
     title = (
         "Heads to look at" if len(shown) == len(unhealthy) else f"Heads to look at ({len(shown)} of {len(unhealthy)})"
@@ -153,7 +153,7 @@ def _evidence(row: Row) -> str:
     return f"{sentence}." if unknown else sentence
 
 
-def _taking_turns(rows: Sequence[Row]) -> Iterator[Row]:
+def _take_turns(rows: Sequence[Row]) -> Iterator[Row]:
     queues = [
         sorted(
             (row for row in rows if row["verdict"] == word.name), key=lambda row: -(number(row, "entropy_ratio") or 0)

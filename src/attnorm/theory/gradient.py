@@ -38,7 +38,7 @@ def threshold_jacobian_norm(
 
     Exact, in a fixed number of passes over the rows; 0 where fewer than two slopes are positive.
     """
-    u = _hidden(slopes, mask)
+    u = _hide(slopes, mask)
     if u.numel() and bool(u.amin() < 0):
         raise ValueError(f"slopes must not be negative, found {u.min().item():.3g}; a threshold map is increasing")
     return rank_one_eigenvalue(u) / positive_temperature(temperature)
@@ -215,7 +215,7 @@ def _gershgorin(u: Tensor) -> Tensor:
     return 2 * torch.maximum(largest * (rest / total), others * (1 - others / total)).amax(-1)
 
 
-def _hidden(rows: Tensor, mask: Tensor | None) -> Tensor:
+def _hide(rows: Tensor, mask: Tensor | None) -> Tensor:
     """The rows in at least float32, 0 at hidden keys."""
     rows = at_least_float32(rows)
     return rows if mask is None else torch.where(visible_keys(rows, mask), rows, 0.0)
@@ -225,7 +225,7 @@ def _distributions(weights: Tensor, mask: Tensor | None) -> Tensor:
     """The weights, 0 at hidden keys, checked to be non-negative with row sum 1 (or 0: a row without visible keys)."""
     # Rounding every weight to its dtype moves the sum by at most eps/2; the rest is for how the weights were computed.
     slack = torch.finfo(weights.dtype).eps + 1e-4
-    weights = _hidden(weights, mask)
+    weights = _hide(weights, mask)
     with torch.no_grad():
         total = weights.sum(-1)
         wrong = total[~((total - 1).abs() <= slack) & (total != 0)]  # NaN is wrong too

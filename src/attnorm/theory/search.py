@@ -299,7 +299,7 @@ def _climb(ratio: Callable[[ClaimCase], Tensor], case: ClaimCase, seed: int) -> 
         for _ in range(ASCENT_STEPS // 2):
             # A change that helped is tried again; the others give way to new ones, of sizes from 0.03 to 1.
             size = 10 ** (-1.5 * torch.rand(case.dial.shape, generator=generator, dtype=case.dial.dtype))
-            steps = [_where(helped, old, drawn(old, size)) for old in steps]
+            steps = [_choose_rows(helped, old, drawn(old, size)) for old in steps]
             trial = _with_numbers(best, [t + step for t, step in zip(_numbers(best), steps, strict=True)])
             before = best_ratio
             best, best_ratio = _better(best, best_ratio, trial, ratio(trial))
@@ -318,7 +318,7 @@ def _with_numbers(case: ClaimCase, numbers: list[Tensor]) -> ClaimCase:
     return replace(case, logits=logits, vectors=vectors, dial=dial, matrices=matrices)
 
 
-def _where(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
+def _choose_rows(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
     return torch.where(rows.reshape(-1, *([1] * (new.dim() - 1))), new, old)
 
 
@@ -327,9 +327,9 @@ def _better(best: ClaimCase, best_ratio: Tensor, trial: ClaimCase, trial_ratio: 
     gain = torch.nan_to_num(trial_ratio, nan=-torch.inf) > torch.nan_to_num(best_ratio, nan=-torch.inf)
     merged = replace(
         best,
-        logits=_where(gain, trial.logits.detach(), best.logits),
-        vectors=_where(gain, trial.vectors.detach(), best.vectors),
-        dial=_where(gain, trial.dial.detach(), best.dial),
-        matrices=_where(gain, trial.matrices.detach(), best.matrices),
+        logits=_choose_rows(gain, trial.logits.detach(), best.logits),
+        vectors=_choose_rows(gain, trial.vectors.detach(), best.vectors),
+        dial=_choose_rows(gain, trial.dial.detach(), best.dial),
+        matrices=_choose_rows(gain, trial.matrices.detach(), best.matrices),
     )
     return merged, torch.where(gain, trial_ratio, best_ratio)

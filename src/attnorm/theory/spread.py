@@ -36,8 +36,8 @@ def proposition31_bound(
     (RoPE) change no norm, so the bound stays. It says nothing about heads that normalise q and k (QK-norm) or add to
     the logits a term that depends on the key (ALiBi).
     """
-    query_weight, query_inputs = _augmented(query_weight, query_bias, query_inputs)
-    key_weight, key_inputs = _augmented(key_weight, key_bias, key_inputs)
+    query_weight, query_inputs = _append_bias(query_weight, query_bias, query_inputs)
+    key_weight, key_inputs = _append_bias(key_weight, key_bias, key_inputs)
     key_size = _for_each_head(_largest_singular(key_weight), query_weight.shape[-3], dim=-1)
     return _bound(_largest_singular(query_weight) * key_size, query_inputs, key_inputs, scaling, mask)
 
@@ -57,7 +57,7 @@ def proposition31_tight(
     Never above the printed bound, but only for heads that do not rotate q and k. A key bias, and a shift of all key
     inputs, move the logits of a row alike: neither can widen its spread.
     """
-    query_weight, query_inputs = _augmented(query_weight, query_bias, query_inputs)
+    query_weight, query_inputs = _append_bias(query_weight, query_bias, query_inputs)
     # With the QR factorisation W_Q^T = U R, W_Q^T W_K = U (R W_K) has the singular values of the small R W_K.
     product = torch.linalg.qr(query_weight.mT).R @ _for_each_head(key_weight, query_weight.shape[-3], dim=-3)
     seen_keys = torch.ones_like(key_inputs[..., 0], dtype=torch.bool) if mask is None else mask.any(-2)
@@ -78,7 +78,7 @@ def _bound(size: Tensor, query_inputs: Tensor, key_inputs: Tensor, scaling: floa
     return 2 * abs(scaling) * size.unsqueeze(-1) * reach.unsqueeze(-2)
 
 
-def _augmented(weight: Tensor, bias: Tensor | None, inputs: Tensor) -> tuple[Tensor, Tensor]:
+def _append_bias(weight: Tensor, bias: Tensor | None, inputs: Tensor) -> tuple[Tensor, Tensor]:
     if bias is None:
         return weight, inputs
     return torch.cat([weight, bias.unsqueeze(-1)], -1), torch.cat([inputs, torch.ones_like(inputs[..., :1])], -1)

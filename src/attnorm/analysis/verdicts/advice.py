@@ -62,11 +62,11 @@ def _broken(model_heads: Rows) -> Advice | None:
 
 def _top_k(model_heads: Rows, top_n: Rows, manifest: Mapping[str, Any]) -> Advice | None:
     """Advise to let top-k grow more slowly than the length, with the weight that two sizes of N hold."""
-    dispersed_heads = _unselective(model_heads, DISPERSED)
-    if not dispersed_heads:
+    unselective_heads = _unselective_heads(model_heads, DISPERSED)
+    if not unselective_heads:
         return None
     title = "Keep top-k sub-linear in the length"
-    measured = _same_heads(top_n, dispersed_heads)
+    measured = _same_heads(top_n, unselective_heads)
     longest = max(row["n_high"] for row in model_heads)
     sizes = sorted({row["top_n"] for row in measured if 1 < row["top_n"] < longest and number(row, "mass") is not None})
     small, large = sizes[-2:] if len(sizes) > 1 else (0, 0)
@@ -80,31 +80,31 @@ def _top_k(model_heads: Rows, top_n: Rows, manifest: Mapping[str, Any]) -> Advic
             title=title,
             text="A cut that grows as fast as the length keeps what it should leave out; how much weight a small one "
             "loses was not measured.",
-            heads=len(dispersed_heads),
+            heads=len(unselective_heads),
             command=repeat_command(manifest, top_n=[5, 20, 100]),
         )
     what_if += compare_medians(change, "keys distinguishable", "separability", pairs)
     before, after = what_if[0].before, what_if[0].after
     text = (
         f"The {small} heaviest of {longest:,} keys hold {before:.0%} of the weight of "
-        f"{count_words(len(dispersed_heads), 'head')}, the {large} heaviest {after:.0%}. Let a cut grow more slowly "
+        f"{count_words(len(unselective_heads), 'head')}, the {large} heaviest {after:.0%}. Let a cut grow more slowly "
         "than the length, and end where the weight does."
     )
-    return Advice(title=title, text=text, heads=len(dispersed_heads), what_if=tuple(what_if))
+    return Advice(title=title, text=text, heads=len(unselective_heads), what_if=tuple(what_if))
 
 
 def _more_heads(model_heads: Rows, coverage: Rows, manifest: Mapping[str, Any]) -> Advice | None:
-    dispersed_heads = _unselective(model_heads, ("dispersed-forced",))
-    if not dispersed_heads:
+    unselective_heads = _unselective_heads(model_heads, ("dispersed-forced",))
+    if not unselective_heads:
         return None
     title = "Broader heads are no way out: more heads reach further"
-    layers = {_layer_key(row) for row in dispersed_heads}
+    layers = {_layer_key(row) for row in unselective_heads}
     names = ("per_head", "union", "independent")
     layer_rows = [
         row
         for row in coverage
         if _layer_key(row) in layers
-        and row["top_n"] < max(head["n_high"] for head in dispersed_heads)
+        and row["top_n"] < max(head["n_high"] for head in unselective_heads)
         and all(number(row, name) is not None for name in names)
     ]
     if not layer_rows:
@@ -112,7 +112,7 @@ def _more_heads(model_heads: Rows, coverage: Rows, manifest: Mapping[str, Any]) 
             title=title,
             text="Several narrow selections reach more keys than a broad one; how far the heads of a layer overlap was "
             "not measured.",
-            heads=len(dispersed_heads),
+            heads=len(unselective_heads),
             command=repeat_command(manifest, metrics="all"),
             caution=True,
         )
@@ -127,14 +127,14 @@ def _more_heads(model_heads: Rows, coverage: Rows, manifest: Mapping[str, Any]) 
         title=title,
         text=f"In these layers the top {N} keys of one head are {one_head:.1%} of the context, of all heads together "
         f"{together:.1%}; heads that choose independently would reach {independent:.1%}. {overlap}",
-        heads=len(dispersed_heads),
+        heads=len(unselective_heads),
         what_if=(
             WhatIf(
                 change="all heads of the layer",
                 quantity=f"covered by top {N}",
                 before=one_head,
                 after=together,
-                heads=len(dispersed_heads),
+                heads=len(unselective_heads),
             ),
         ),
         caution=True,
@@ -142,7 +142,7 @@ def _more_heads(model_heads: Rows, coverage: Rows, manifest: Mapping[str, Any]) 
 
 
 def _temperature(model_heads: Rows, sensitivity: Rows, manifest: Mapping[str, Any]) -> Advice | None:
-    unselective_heads = _unselective(model_heads, (*DISPERSED, "sensitive"))
+    unselective_heads = _unselective_heads(model_heads, (*DISPERSED, "sensitive"))
     if not unselective_heads:
         return None
     title = "A lower temperature is no way out"
@@ -214,7 +214,7 @@ def _frozen(model_heads: Rows) -> Advice | None:
     )
 
 
-def _unselective(rows: Rows, verdicts: Sequence[str]) -> list[Row]:
+def _unselective_heads(rows: Rows, verdicts: Sequence[str]) -> list[Row]:
     """Return heads with one of the verdicts, and heads that are saturated."""
     return [row for row in rows if row["verdict"] in verdicts or row.get("saturation") == "saturated"]
 

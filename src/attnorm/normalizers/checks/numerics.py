@@ -56,7 +56,7 @@ def single_precision(subject: CheckedNormalizer) -> Complaints:
 
 def large_logits(subject: CheckedNormalizer) -> Complaints:
     """Logits of 1e4, of either sign or both, give finite weights and gradients."""
-    for size, logits in _large(subject).items():
+    for size, logits in _large_logits(subject).items():
         for dtype in (torch.float64, torch.float32, torch.bfloat16):
             weights, gradient, _ = subject.to(dtype).gradients(logits.to(dtype), some_mask(logits))
             for kind, values in (("weight", weights), ("gradient", gradient)):
@@ -66,10 +66,10 @@ def large_logits(subject: CheckedNormalizer) -> Complaints:
 
 def large_precision(subject: CheckedNormalizer) -> Complaints:
     """Logits of 1e4 keep their digits in float32 too."""
-    yield from _compare(subject, subject.to(torch.float32), torch.float32, list(_large(subject).values()))
+    yield from _compare(subject, subject.to(torch.float32), torch.float32, list(_large_logits(subject).values()))
 
 
-def _large(subject: CheckedNormalizer) -> dict[str, Tensor]:
+def _large_logits(subject: CheckedNormalizer) -> dict[str, Tensor]:
     near = subject.logits(5, 67)
     return {"+-1e4": near.sign() * 1e4, "1e4": near + 1e4, "-1e4": near - 1e4}
 

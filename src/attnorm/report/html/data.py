@@ -74,9 +74,9 @@ def payload(analysis: Analysis) -> dict[str, Any]:
             **_judgements(heads),
             "columns": _columns(heads, [*measured, *quantiles, "gap_slope_error"]),
         },
-        "byLength": _grouped(analysis.by_length, index, CURVES),
-        "topN": _grouped(relative_distances(analysis.top_n), index, SETS),
-        "sensitivity": _grouped(
+        "byLength": _sort_by_head(analysis.by_length, index, CURVES),
+        "topN": _sort_by_head(relative_distances(analysis.top_n), index, SETS),
+        "sensitivity": _sort_by_head(
             analysis.sensitivity,
             index,
             [name for name in analysis.sensitivity.column_names if name not in (*KEY, "rows")],
@@ -156,7 +156,7 @@ def _owned_rows(
     return np.searchsorted(owner[rows], np.arange(len(index) + 1)).tolist(), rows
 
 
-def _grouped(table: pa.Table, index: dict[tuple[Any, ...], int], names: Sequence[str]) -> dict[str, Any]:
+def _sort_by_head(table: pa.Table, index: dict[tuple[Any, ...], int], names: Sequence[str]) -> dict[str, Any]:
     """Sort rows by head, then by their own first column (n, N or T)."""
     if not table.num_rows:
         return {"starts": [0] * (len(index) + 1), "columns": {}}
@@ -232,9 +232,9 @@ def packed(values: NDArray[np.float64], *, logarithmic: bool = False) -> dict[st
     finite = np.where(np.isfinite(values), values, np.nan)
     levels, indices = np.unique(finite, return_inverse=True)  # NaN counts as one value
     if len(levels) <= 1:
-        return {"all": _rounded(float(levels[0])) if len(levels) else None}
+        return {"all": _round_digits(float(levels[0])) if len(levels) else None}
     if len(levels) <= FEW:
-        return {"levels": [_rounded(float(level)) for level in levels], "bytes": _text(indices.astype(np.uint8))}
+        return {"levels": [_round_digits(float(level)) for level in levels], "bytes": _text(indices.astype(np.uint8))}
     if logarithmic:
         finite = np.log10(finite, out=np.full_like(finite, np.nan), where=finite > 0)
     scale = float(np.nanmax(np.abs(finite))) / LARGEST or 1.0
@@ -252,7 +252,7 @@ def packed_whole(values: NDArray[np.integer[Any]]) -> dict[str, Any]:
     return {"whole": _text(values.astype(f"<u{width}")), "width": width}
 
 
-def _rounded(value: float) -> float | None:
+def _round_digits(value: float) -> float | None:
     return None if np.isnan(value) else float(f"{value:.6g}")
 
 

@@ -183,9 +183,9 @@ def sections(manifest: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str
     """Return the manifest as titled lists; deeper entries are named by their path."""
     titled: list[tuple[str, list[tuple[str, str]]]] = []
     manifest = {**manifest, "thresholds": _beside_defaults(manifest.get("thresholds") or {})}
-    loose = [(str(key), plain(value)) for key, value in manifest.items() if not _nested(value)]
+    loose = [(str(key), plain(value)) for key, value in manifest.items() if not _is_nested(value)]
     for key, value in manifest.items():
-        if _nested(value):
+        if _is_nested(value):
             titled.append((str(key).replace("_", " ").capitalize(), list(_leaves(value))))
     return [*titled, *([("Run", loose)] if loose else [])]
 
@@ -197,7 +197,7 @@ def _beside_defaults(thresholds: Mapping[str, Any]) -> dict[str, str]:
     return {name: f"{value:g}{default_texts.get(name, '')}" for name, value in thresholds.items()}
 
 
-def _nested(value: Any) -> bool:
+def _is_nested(value: Any) -> bool:
     if isinstance(value, list):
         return any(isinstance(item, Mapping) for item in value)
     return isinstance(value, Mapping) and bool(value)
@@ -207,7 +207,7 @@ def _leaves(value: Any, path: str = "") -> Iterable[tuple[str, str]]:
     entries = value.items() if isinstance(value, Mapping) else enumerate(value, start=1)
     for key, item in entries:
         name = f"{path} › {key}" if path else str(key)
-        if _nested(item):
+        if _is_nested(item):
             yield from _leaves(item, name)
         else:
             yield name, plain(item)

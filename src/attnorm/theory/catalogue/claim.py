@@ -186,7 +186,7 @@ def _structured_logits(keys: int, generator: torch.Generator) -> Tensor:
         -high * rank,
         torch.where(rank < leaders, high * rank / keys, -2 * high),
     ]
-    return _one_of(shapes, generator)
+    return _pick_shapes(shapes, generator)
 
 
 def _random_vectors(keys: int, width: int, generator: torch.Generator) -> Tensor:
@@ -207,10 +207,10 @@ def _structured_vectors(keys: int, width: int, generator: torch.Generator) -> Te
         plain / plain.norm(dim=-1, keepdim=True),
         torch.where(torch.arange(keys)[:, None] < 1, 10 * plain, 0.1 * plain),
     ]
-    return _one_of(shapes, generator)
+    return _pick_shapes(shapes, generator)
 
 
-def _one_of(shapes: list[Tensor], generator: torch.Generator) -> Tensor:
+def _pick_shapes(shapes: list[Tensor], generator: torch.Generator) -> Tensor:
     """Row by row one of the shapes (each (rows, ...))."""
     shape_indices = torch.randint(len(shapes), (ROWS,), generator=generator)
     return torch.stack(shapes)[shape_indices, torch.arange(ROWS)].clone()
