@@ -69,6 +69,38 @@ def test_hidden_keys_that_are_not_numbers_reach_nothing(kernel_calls: list[objec
         torch.testing.assert_close(ours, exact, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("normalised", [False, True], ids=["summed", "normalised"])
+def test_a_first_key_that_is_not_a_number_breaks_the_rows_that_see_it_and_no_others(
+    normalised: bool, kernel_calls: list[object]
+) -> None:
+    q, k, v = (t.detach() for t in draw(SMALL))
+    k[:, :, 0] = torch.nan
+    mask = torch.ones(20, 20, dtype=torch.bool, device=DEVICE)
+    mask[3:, 0] = False
+    in_kernel = attnorm.attention(q, k, v, Gaussian(normalised=normalised), mask=mask)
+    assert len(kernel_calls) == 1
+    in_blocks = attnorm.attention(q.double(), k.double(), v.double(), Gaussian(normalised=normalised), mask=mask)
+    for output in (in_kernel, in_blocks):
+        assert output[:, :, :3].isnan().all()
+        assert output[:, :, 3:].isfinite().all()
+
+
+@pytest.mark.parametrize("normalised", [False, True], ids=["summed", "normalised"])
+def test_squares_beyond_the_range_of_float16(normalised: bool) -> None:
+    q, k, v = (t.detach() for t in draw(SMALL, torch.float16, spread=0.5))
+    q, k = q + 200, k + 200  # of width 16: the squares are about 640,000, the largest number of float16 is 65,504
+    expected = attnorm.attention(q.double(), k.double(), v.double(), Gaussian(normalised=normalised))
+    found = attnorm.attention(q, k, v, Gaussian(normalised=normalised))
+    assert (found - expected).abs().max() < 2e-3 * expected.abs().max()
+
+
+def test_a_negative_scale_gives_the_same_in_float32_as_in_float64() -> None:
+    q, k, v = (t.detach() for t in draw(SMALL, spread=0.5))
+    expected = attnorm.attention(q.double(), k.double(), v.double(), "gaussian", scale=-0.1)
+    found = attnorm.attention(q, k, v, "gaussian", scale=-0.1)
+    assert (found - expected).abs().max() < FLOAT32 * expected.abs().max()
+
+
 @pytest.mark.parametrize("offset", [0.0, 10.0])
 def test_three_columns_of_bfloat16_have_the_digits_of_float32(offset: float) -> None:
     """The interpreter knows no bfloat16; its products, which are exact in float32, are computed here by torch."""

@@ -29,19 +29,24 @@ class Exp(Map):
         return block.hide(torch.exp(block.logits))
 
     def kernel_form(self) -> KernelForm:
-        return KernelForm("exp", float16=False)  # squares of queries and keys may exceed its range
+        return KernelForm("exp")
 
 
 def gaussian_logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """-scale ||q_i - k_j||^2 / 2, by the expanded square; rounding cannot make it positive.
 
-    Distances do not change when all points move: with the first key, which every query may see, at the origin the
-    squares stay small even where all points share a large offset.
+    Distances do not change when all points move: with the first key at the origin the squares stay small even where
+    all points share a large offset.
     """
-    origin = k[..., :1, :].detach()
+    origin = _origin(k)
     q, k = q - origin, k - origin
     squares = q.square().sum(-1)[..., :, None] + k.square().sum(-1)[..., None, :]
     return -0.5 * scale * (squares - 2 * q @ k.transpose(-1, -2)).relu()
+
+
+def _origin(k: Tensor) -> Tensor:
+    """Return the first key, or 0 where it is not finite: queries that do not see it must not notice."""
+    return k[..., :1, :].detach().nan_to_num(0.0, 0.0, 0.0)
 
 
 def as_dot_products(inputs: Inputs) -> Inputs:
@@ -52,7 +57,7 @@ def as_dot_products(inputs: Inputs) -> Inputs:
     """
     q, k = inputs.q_BHQD, inputs.k_BGKD
     if q.dtype == torch.float32:
-        origin = k[..., :1, :].detach()
+        origin = _origin(k)
         q, k = q - origin.repeat_interleave(inputs.groups, dim=1), k - origin
     with without_autocast(q.device):
         of_q, of_k = _square_columns(q), _square_columns(k)
@@ -105,7 +110,10 @@ class Gaussian(Mechanism):
         return self._attend(inputs).reshape(*q.shape[:-1], v.shape[-1])
 
     def _attend(self, inputs: Inputs) -> Tensor:
-        if one_pass.applies(inputs, self.normalizer):
+        # Squares of queries and keys may exceed the range of float16. With a negative scale the kernel of exp, which
+        # takes no positive logits, would be wrong.
+        in_range = inputs.q_BHQD.dtype != torch.float16 and inputs.scale >= 0
+        if in_range and one_pass.applies(inputs, self.normalizer):
             products = as_dot_products(inputs)
             if one_pass.applies(products, self.normalizer):  # not if they are too wide
                 return one_pass.one_pass(products, self.normalizer)
