@@ -155,7 +155,9 @@ def test_records_of_several_machines_merge(finished: ClrsWorkspace, tmp_path: Pa
 
 def test_records_of_other_experiments_in_the_same_file_are_left_alone(tmp_path: Path) -> None:
     line = {"run": "a", "stage": "main", "label": "softmax", "seed": 0}
-    (tmp_path / "records.jsonl").write_text(f'{json.dumps(line)}\n{{"stage": "model", "images": "x"}}\n')
+    vision, retrieval = {"stage": "model", "images": "x"}, {"run": "b", "task": "max", "size": 16, "seed": 0}
+    records = "\n".join(map(json.dumps, (line, vision, retrieval)))
+    (tmp_path / "records.jsonl").write_text(f"{records}\n")
     assert read_lines(tmp_path) == [line]
 
 

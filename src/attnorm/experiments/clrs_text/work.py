@@ -40,7 +40,7 @@ def read_lines(folder: Path) -> list[Line]:
     lines: dict[tuple[Any, ...], Line] = {}
     for path in sorted(path for pattern in RECORD_FILES for path in folder.glob(pattern)):
         for line in read_jsonl(path):
-            if "run" in line:
+            if {"run", "stage", "label"} <= line.keys():
                 lines.setdefault((line["run"], *_line_key(line)), line)
     return list(lines.values())
 
