@@ -144,7 +144,7 @@ def test_the_command_that_fetches_the_model(
     ("problem", "said"), [("it needs sentencepiece", "it needs sentencepiece"), (None, "none was")]
 )
 def test_why_there_is_no_tokenizer(problem: str | None, said: str) -> None:
-    loaded: Any = SimpleNamespace(name="a/model", tokenizer=None, tokenizer_problem=problem)
+    loaded: Any = SimpleNamespace(name="a/model", model=None, tokenizer=None, tokenizer_problem=problem)
     with pytest.raises(ValueError, match=rf"a/model has no tokenizer \({said}"):
         inputs.needs_tokenizer(loaded)
 

@@ -76,6 +76,23 @@ def test_the_command_line_takes_an_image(vit_folder: Path, image: Path) -> None:
     assert "cat.png" in done.output
 
 
+def test_a_model_of_images_or_sound_without_a_file_asks_for_one(vit_folder: Path, tmp_path: Path) -> None:
+    for folder, option in ((vit_folder, "--image"), (whisper(tmp_path / "whisper"), "--audio")):
+        refused = CliRunner().invoke(app, ["analyze", str(folder), "--no-html"])
+        assert refused.exit_code == 2
+        assert option in refused.output
+        assert "--tokenizer" not in refused.output
+
+
+def test_an_image_is_no_text_that_compare_reads_again(vit_folder: Path, image: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    attnorm.analyze(vit_folder, Media(image, "image"), metrics="core").save(run)
+    refused = CliRunner().invoke(app, ["compare", str(run), str(vit_folder)])
+    assert refused.exit_code == 2
+    assert "--image" in refused.output
+    assert "--text" not in refused.output
+
+
 @pytest.mark.parametrize("option", ["--image", "--audio"])
 def test_a_file_that_is_not_there_is_wrong_usage(vit_folder: Path, option: str) -> None:
     done = CliRunner().invoke(app, ["analyze", str(vit_folder), option, "missing.png"])

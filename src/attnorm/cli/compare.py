@@ -153,9 +153,15 @@ def settings_of_run(manifest: Mapping[str, Any]) -> dict[str, Any]:
 def texts_of_run(manifest: Mapping[str, Any], folder: str) -> dict[str, str]:
     """Return name -> content; texts are read again, since a run stores only their names and hashes."""
     from attnorm.analysis.manifest import content_hash
+    from attnorm.models.inputs import MEDIA_INPUTS
 
     texts: dict[str, str] = {}
     for text in manifest["texts"]:
+        if any(name in text.get("size", "") for name in MEDIA_INPUTS):
+            raise ValueError(
+                f"{folder} was measured on {text['name']!r}, which is no text. Measure each model by `attnorm "
+                "analyze MODEL --image FILE --out DIR` (or --audio FILE), and compare the folders."
+            )
         content = _content(text["name"])
         if content is None or content_hash(content) != text["sha256"]:
             what = "does not exist here" if content is None else "has changed"

@@ -19,6 +19,12 @@ MODEL_INPUTS = {
     *("input_ids", "inputs_embeds", "decoder_input_ids", "input_features", "input_values"),
     *("pixel_values", "pixel_values_videos", "past_values"),
 }
+# Main input of a model that reads no text -> what it reads, and which kind of Media that is.
+MEDIA_INPUTS = {
+    "pixel_values": ("images", "image"),
+    "input_features": ("sound", "audio"),
+    "input_values": ("sound", "audio"),
+}
 FILE_NAME = re.compile(r"\S+\.(txt|md|xz)")
 CHARACTERS_PER_TOKEN = 16  # more than any tokenizer has on average; limits how much of a long text is tokenized
 
@@ -88,6 +94,13 @@ def ready(text: Text, chosen: dict[str, Tensor], loaded: LoadedModel) -> dict[st
 def needs_tokenizer(loaded: LoadedModel) -> Any:
     """Return the tokenizer; raise ValueError if there is none."""
     if loaded.tokenizer is None:
+        main_input = getattr(loaded.model, "main_input_name", None)
+        if main_input in MEDIA_INPUTS:
+            reads, kind = MEDIA_INPUTS[main_input]
+            raise ValueError(
+                f"{loaded.name} reads {reads} and has no tokenizer for text; give `attnorm analyze` --{kind} FILE, in "
+                f'Python attnorm.models.inputs.Media(Path(FILE), "{kind}")'
+            )
         raise ValueError(
             f"{loaded.name} has no tokenizer ({loaded.tokenizer_problem or 'none was given'}); "
             "save its tokenizer in the same folder, or name one (tokenizer=..., --tokenizer on the command line); "
