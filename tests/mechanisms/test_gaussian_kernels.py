@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import attnorm
 from attnorm.engines.inputs import validate_inputs
@@ -120,3 +120,16 @@ def test_keys_too_wide_for_the_kernels_stay_in_blocks(kernel_calls: list[object]
     found = attnorm.attention(*wide, "gaussian")
     assert not kernel_calls
     assert (found - expected).abs().max() < 1e-4
+
+
+class Attention(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attnorm.attention(q, k, v, "gaussian")
+
+
+def test_an_exported_graph_has_none_of_our_kernels_and_takes_other_lengths() -> None:
+    traced, longer = (tuple(t.detach() for t in draw((1, 2, 2, n, n, 8, 8))) for n in (20, 40))
+    length = {2: torch.export.Dim("length", min=3, max=4096)}
+    program = torch.export.export(Attention(), traced, dynamic_shapes=(length,) * 3)
+    assert not [node for node in program.graph.nodes if "attnorm" in str(node.target)]
+    torch.testing.assert_close(program.module()(*longer), Attention()(*longer), rtol=1e-4, atol=1e-4)

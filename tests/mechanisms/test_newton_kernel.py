@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnorm.mechanisms import newton
 from attnorm.mechanisms.gaussian import gaussian_logits
@@ -77,3 +77,15 @@ def test_a_matrix_that_is_not_finite_leaves_the_others_alone() -> None:
     assert found[0, 1].isnan().all()
     assert found[0, 0].equal(expected[0, 0])
     assert found[1].equal(expected[1])
+
+
+class Inverse(nn.Module):
+    def forward(self, a: Tensor) -> Tensor:
+        return newton_inverse(a)
+
+
+def test_an_exported_graph_has_none_of_our_kernels(launches: list[torch.Size]) -> None:
+    a = kernel_matrices(9, 1.5).float()
+    program = torch.export.export(Inverse(), (a,))
+    assert not launches
+    torch.testing.assert_close(program.module()(a), newton_inverse(a), rtol=1e-4, atol=1e-3)

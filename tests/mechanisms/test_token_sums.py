@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from attnorm.mechanisms import token_sums
 
@@ -18,3 +19,14 @@ def test_chunks_give_the_product_and_its_gradients(tokens: int) -> None:
         strict=True,
     ):
         torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("exporting", [False, True])
+def test_a_gpu_takes_chunks_unless_the_graph_is_exported(exporting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_chunks: list[int] = []
+    monkeypatch.setattr(token_sums, "_sum_by_chunks", lambda a, b: by_chunks.append(a.shape[-2]))
+    monkeypatch.setattr(token_sums, "is_exporting", lambda: exporting)
+    with FakeTensorMode():
+        a = torch.empty(1, 2, 2 * token_sums.CHUNK, 4, device="cuda")
+        token_sums.sum_over_tokens(a, a)
+    assert by_chunks == ([] if exporting else [2 * token_sums.CHUNK])

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from attnorm.engines import one_pass
 from attnorm.engines.blocked import blocked
 from attnorm.engines.inputs import Inputs, validate_inputs, without_autocast
-from attnorm.normalizers.block import Block, Positions
+from attnorm.normalizers.block import Block, Positions, is_exporting
 from attnorm.normalizers.contract import KernelForm, Map, Mechanism, Normalizer, Properties
 from attnorm.normalizers.declaration import WarmStart, declare
 from attnorm.normalizers.softmax import Softmax
@@ -113,7 +113,7 @@ class Gaussian(Mechanism):
         # Squares of queries and keys may exceed the range of float16. With a negative scale the kernel of exp, which
         # takes no positive logits, would be wrong.
         in_range = inputs.q_BHQD.dtype != torch.float16 and inputs.scale >= 0
-        if in_range and one_pass.applies(inputs, self.normalizer):
+        if in_range and not is_exporting() and one_pass.applies(inputs, self.normalizer):
             products = as_dot_products(inputs)
             if one_pass.applies(products, self.normalizer):  # not if they are too wide
                 return one_pass.one_pass(products, self.normalizer)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnorm.engines.inputs import under_transform
 from attnorm.engines.triton_support import kernel_operator, runs_triton
+from attnorm.normalizers.block import is_exporting
 
 RIDGE = 0.01
 NEWTON_STEPS = 20
@@ -57,7 +58,7 @@ def _runs_kernel(a: Tensor) -> bool:
 
 def fits_kernel(a: Tensor) -> bool:
     small = a.dtype == torch.float32 and a.shape[-1] <= LARGEST_IN_KERNEL
-    return small and a.numel() > 0 and not under_transform() and runs_triton(a.device)
+    return small and a.numel() > 0 and not is_exporting() and not under_transform() and runs_triton(a.device)
 
 
 @kernel_operator("attnorm::newton_inverse")

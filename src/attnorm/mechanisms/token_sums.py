@@ -2,6 +2,8 @@
 
 from torch import Tensor
 
+from attnorm.normalizers.block import is_exporting
+
 CHUNK = 512  # tokens of one product
 ENOUGH_PRODUCTS = 256  # that keep a GPU busy
 
@@ -10,10 +12,10 @@ def sum_over_tokens(a: Tensor, b: Tensor) -> Tensor:
     """Return a^T b, (..., m, d), of a (..., L, m) and b (..., L, d).
 
     A GPU computes each of these products in a single program, which reads all tokens. A few long ones are divided into
-    chunks of tokens, whose products are added.
+    chunks of tokens, whose products are added; not in an exported graph, where their number may vary.
     """
     products, tokens = a.shape[:-2].numel(), a.shape[-2]
-    if not a.is_cuda or products >= ENOUGH_PRODUCTS or tokens < 2 * CHUNK:
+    if not a.is_cuda or is_exporting() or products >= ENOUGH_PRODUCTS or tokens < 2 * CHUNK:
         return a.transpose(-1, -2) @ b
     return _sum_by_chunks(a, b)
 
