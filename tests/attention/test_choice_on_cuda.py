@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnorm
 from attnorm.attention import choose_engine
-from attnorm.engines import triton_support
+from attnorm.engines import one_pass, triton_support
 from attnorm.engines.inputs import Inputs, validate_inputs
 from attnorm.mechanisms import attend as mechanisms
 from attnorm.normalizers.contract import Normalizer
@@ -113,6 +113,14 @@ def test_a_mechanism_does_not_round_q_either(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(module, name, lambda *_, name=name: name)
     assert mechanisms.attend(on_cuda(queries=1), normalizer("softmax")) == "fused"  # type: ignore[comparison-overlap]
     assert mechanisms.attend(on_cuda(queries=1), normalizer("ssmax")) == "blocked"  # type: ignore[comparison-overlap]
+
+
+def test_a_mechanism_in_an_exported_graph_runs_without_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((mechanisms.fused, "fused"), (mechanisms, "blocked"), (one_pass, "one_pass")):
+        monkeypatch.setattr(module, name, lambda *_, name=name: name)
+    assert mechanisms.attend(on_cuda(), normalizer("ssmax")) == "one_pass"  # type: ignore[comparison-overlap]
+    monkeypatch.setattr(torch.compiler, "_is_exporting_flag", True)
+    assert mechanisms.attend(on_cuda(), normalizer("ssmax")) == "blocked"  # type: ignore[comparison-overlap]
 
 
 def test_a_block_is_compiled_whole_where_a_kernel_takes_its_normalizer() -> None:

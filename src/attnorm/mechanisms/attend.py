@@ -6,6 +6,7 @@ from attnorm.engines import fused
 from attnorm.engines.blocked import blocked
 from attnorm.engines.inputs import Inputs, without_autocast
 from attnorm.engines.triton_support import MIN_QUERIES
+from attnorm.normalizers.block import is_exporting
 from attnorm.normalizers.contract import Normalizer
 
 
@@ -15,7 +16,7 @@ def attend(inputs: Inputs, normalizer: Normalizer) -> Tensor:
         if inputs.q_BHQD.numel() == 0:
             return blocked(inputs, normalizer)
         on_sdpa = fused.applies(inputs, normalizer) and not fused.rounds_q(inputs, normalizer)
-        if inputs.q_BHQD.is_cuda and not (on_sdpa and inputs.queries < MIN_QUERIES):
+        if inputs.q_BHQD.is_cuda and not is_exporting() and not (on_sdpa and inputs.queries < MIN_QUERIES):
             from attnorm.engines import one_pass  # loads Triton
 
             if one_pass.applies(inputs, normalizer):
