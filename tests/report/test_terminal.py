@@ -1,18 +1,22 @@
 """The terminal: everything can be read without colour, nothing a model or a file is named can take it over."""
 
 import io
+import re
 from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console, RenderableType
 
+import attnorm
 from attnorm.analysis.compare import compare
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.verdicts.thresholds import Thresholds
 from attnorm.report.terminal import STYLE, analysis_summary, comparison_tables
 from attnorm.report.vocabulary import VERDICTS
 from tests.analysis.synthetic import CAST, EXPECTED, synthetic_manifest, synthetic_tables
+from tests.analysis.tiny_models import vit
 
 
 @cache
@@ -55,6 +59,22 @@ def test_the_summary_tells_verdict_ceiling_rate_heads_and_advice() -> None:
     for part in ("heads still select", "Is the ceiling binding", "Rate test", "Heads to look at", "What to try"):
         assert part in text
     assert "attnorm analyze pretended/gpt" in text, "the command that measures what is missing"
+
+
+def test_a_head_over_an_image_reads_patches() -> None:
+    pixels = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    analysis = attnorm.analyze(vit(), {"pixel_values": pixels}, metrics="core")  # 4 x 4 patches after the class token
+    read = shown(analysis_summary(analysis)).partition("sharpest heads read")[2].partition("What to try")[0]
+    assert " 11 (row 3, column 3) " in read, "the row: the patch in the middle"
+    assert "(no text)" not in read
+    named = {
+        int(key): (int(row), int(column)) for key, row, column in re.findall(r"(\d+) \(row (\d), column (\d)", read)
+    }
+    assert len(named) > 2
+    assert named == {key: ((key - 1) // 4 + 1, (key - 1) % 4 + 1) for key in named}
+    for picture in analysis.manifest["pictures"].values():
+        picture["rows"] = 5  # as where attention is within windows: fewer keys than patches
+    assert "column" not in shown(analysis_summary(analysis))
 
 
 def test_what_ifs_are_shown_where_they_were_measured() -> None:

@@ -4,8 +4,9 @@ Every cell of the grid has letters too, so that it can be read without colours.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -208,22 +209,35 @@ def _reads_table(analysis: Analysis, heads: Sequence[Row]) -> Table | None:
     sharpest: dict[tuple[str, int], Row] = {}
     for row in sorted(heads, key=_sharpness):
         sharpest.setdefault((row["kind"], row["layer"]), row)
-    top_keys_per_head: list[TopKeys] = []
+    top_keys_per_head: list[tuple[Row, TopKeys]] = []
     for row in list(sharpest.values())[:READING_HEADS]:
         reads = chosen_rows(analysis.reads, {name: row[name] for name, _ in HEAD_KEY})
         if reads.num_rows:
-            top_keys_per_head.append(top_keys(reads, -1))
+            top_keys_per_head.append((row, top_keys(reads, -1)))
     if not top_keys_per_head:
         return None
-    title = "What some of the sharpest heads read (last row; position, token, weight)"
+    title = "What some of the sharpest heads read (last listed row; position, token or patch, weight)"
     table = titled_table(title, "head", "row", "reads")
-    for reading in sorted(top_keys_per_head, key=lambda reading: (reading.layer, reading.head)):
+    for row, reading in sorted(top_keys_per_head, key=lambda read: (read[1].layer, read[1].head)):
+        picture = (analysis.manifest.get("pictures") or {}).get(row["text"])
         read = ", ".join(
-            f"{key.key} {quoted(key.token, LONGEST_TOKEN)} {key.weight:.2f}" for key in reading.keys[:READ_KEYS]
+            f"{_position(key.key, key.token, row, picture)} {key.weight:.2f}" for key in reading.keys[:READ_KEYS]
         )
-        row_label = f"{reading.row} {quoted(reading.token, LONGEST_TOKEN)}"
+        row_label = _position(reading.row, reading.token, row, picture)
         table.add_row(Text(f"layer {reading.layer} head {reading.head}"), Text(row_label), Text(read))
     return table
+
+
+def _position(position: int, token: str | None, head: Row, picture: Mapping[str, Any] | None) -> str:
+    """Return a position with its token or, in an image, with the row and column of its patch, counted from 1."""
+    if token is None and picture is not None and head["kind"] != "cross":
+        columns, patches = picture["columns"], picture["rows"] * picture["columns"]
+        patch = position - (head["n_high"] - patches)  # patches are the last tokens
+        if position < patch:  # attention within windows: fewer keys than patches
+            return f"{position}"
+        place = f"row {patch // columns + 1}, column {patch % columns + 1}" if patch >= 0 else "no patch"
+        return f"{position} ({place})"
+    return f"{position} {quoted(token, LONGEST_TOKEN)}"
 
 
 def _sharpness(row: Row) -> float:
