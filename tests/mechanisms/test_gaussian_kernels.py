@@ -122,6 +122,17 @@ def test_keys_too_wide_for_the_kernels_stay_in_blocks(kernel_calls: list[object]
     assert (found - expected).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_second_derivatives_need_float64(dtype: torch.dtype) -> None:
+    q, k, v = draw((1, 1, 1, 20, 20, 4, 4), dtype)
+    (gradient,) = torch.autograd.grad(attnorm.attention(q, k, v, "gaussian").square().sum(), q, create_graph=True)
+    if dtype == torch.float32:
+        with pytest.raises(RuntimeError, match="float64"):
+            torch.autograd.grad(gradient.square().sum(), q)
+    else:
+        assert torch.autograd.grad(gradient.square().sum(), q)[0].isfinite().all()
+
+
 class Attention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attnorm.attention(q, k, v, "gaussian")

@@ -247,7 +247,10 @@ def _gradients(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
 
 
 def raise_second_gradient(*_: Any) -> Never:
-    raise RuntimeError("the one-pass kernels are differentiated once only; use engine='blocked'")
+    raise RuntimeError(
+        "the one-pass kernels are differentiated once only; use engine='blocked', or float64 for a mechanism such as "
+        "gaussian, which takes no engine"
+    )
 
 
 forward.register_autograd(_gradients, setup_context=_save_for_backward)
