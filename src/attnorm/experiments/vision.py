@@ -164,7 +164,7 @@ def image_source(subject: ExperimentSubject) -> str:
         return GENERATED
     raise ValueError(
         "vision needs images: give --images FILE, a .tar archive with train/CLASS/*.jpg and test/CLASS/*.jpg, or use "
-        "--quick, which generates them."
+        "--quick, which generates them. Records of finished models belong to one file: drawing them needs it too."
     )
 
 

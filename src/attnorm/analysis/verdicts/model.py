@@ -232,12 +232,13 @@ def confidence_sentences(heads: Sequence[Row], manifest: Mapping[str, Any], thre
     windows = max((text.get("windows") or 1 for text in manifest.get("texts", [])), default=1)
     rest = f"{windows} windows of the text" if windows > 1 else "one window of the text"
     unsure = sum(row["verdict"] == UNDECIDED for row in decidable)
+    are = "is" if unsure == 1 else "are"
     unanimous = [row for row in decidable if (number(row, "agreement") or 0) >= 1 and row["verdict"] != UNDECIDED]
     agree = f"; all windows agree on {len(unanimous)}" if windows > 1 else ""
     return [
         (
             f"Confidence: judged over {rest}, {len(decidable) - unsure} of {len(decidable)} heads have a verdict that "
-            f"holds in {thresholds.confidence:.0%} of resamples or more, {unsure} are undecided{agree}."
+            f"holds in {thresholds.confidence:.0%} of resamples or more, {unsure} {are} undecided{agree}."
         )
     ]
 

@@ -75,9 +75,10 @@ def texts_of(subject: ExperimentSubject, folder: Path) -> tuple[list[Path], Path
     if subject.texts and subject.valid:
         return list(subject.texts), subject.valid[0], list(subject.valid[1:])
     if subject.texts or subject.valid or not subject.quick:
+        given = "--text only" if subject.texts else "--valid only" if subject.valid else "neither"
         raise ValueError(
-            "language-models trains on --text and measures on --valid: give both (.txt or .txt.xz); --quick alone "
-            "uses text that is part of Python"
+            f"expected --text to train on and --valid to measure on (.txt or .txt.xz), got {given}. Give both, or "
+            "--quick alone, which uses text that is part of Python."
         )
     all_topics = topics()
     cut = all_topics.rfind("\n", 0, int((1 - HELD_OUT_SHARE) * len(all_topics))) + 1
