@@ -51,6 +51,13 @@ def test_an_offset_of_all_points_costs_no_precision(offset: float) -> None:
     assert (attnorm.attention(q + offset, k + offset, v, "gaussian") - exact).abs().max() < 2e-6
 
 
+def test_an_offset_behind_left_padding_costs_no_precision() -> None:
+    q, k, v = ((64 * t).round() / 64 for t in Call(queries=31, keys=31, width=16).tensors(torch.float32)[:3])
+    mask = torch.arange(31) >= 5
+    exact = reference.gaussian(q.double(), k.double(), v.double(), mask.expand(31, 31))
+    assert (attnorm.attention(q + 1000, k + 1000, v, "gaussian", mask=mask) - exact).abs().max() < 2e-6
+
+
 def test_the_scale_is_that_of_the_paper() -> None:
     q, k = torch.zeros(1, 9), torch.ones(1, 9)
     assert attnorm.attention(q, k, torch.ones(1, 1), "gaussian").item() == pytest.approx(2.718281828 ** (-9 / (2 * 3)))

@@ -35,8 +35,8 @@ class Exp(Map):
 def gaussian_logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """-scale ||q_i - k_j||^2 / 2, by the expanded square; rounding cannot make it positive.
 
-    Distances do not change when all points move: with the first key at the origin the squares stay small even where
-    all points share a large offset.
+    Distances do not change when all points move: with a key at the origin the squares stay small even where all points
+    share a large offset.
     """
     origin = _origin(k)
     q, k = q - origin, k - origin
@@ -45,8 +45,10 @@ def gaussian_logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 
 def _origin(k: Tensor) -> Tensor:
-    """Return the first key, or 0 where it is not finite: queries that do not see it must not notice."""
-    return k[..., :1, :].detach().nan_to_num(0.0, 0.0, 0.0)
+    """Return the longest key. Padding is 0 here; keys that are not finite count as 0: queries may not see them."""
+    finite = k.detach().nan_to_num(0.0, 0.0, 0.0)
+    longest = finite.square().sum(-1).argmax(-1)[..., None, None]
+    return finite.gather(-2, longest.expand(*finite.shape[:-2], 1, finite.shape[-1]))
 
 
 def as_dot_products(inputs: Inputs) -> Inputs:
