@@ -34,11 +34,10 @@ def test_the_crossing_is_where_it_stays_faster() -> None:
 def test_more_landmarks_and_steps_lose_less() -> None:
     errors = list(measure_errors(quick=True))
     for kind in ("smooth image", "independent tokens"):
-        some = [one for one in errors if one.setting.startswith(kind)]
-        by_steps = [one.inverse_error for one in some[-2:]]
-        assert by_steps[0] > 0.1
-        assert by_steps[1] < 1e-10
-    few, many = [one.error for one in errors if one.pooling == "squares"][:2]
+        after_all_steps, after_one = [error.inverse_error for error in errors if error.setting.startswith(kind)][-2:]
+        assert after_one > 0.1
+        assert after_all_steps < 1e-10
+    few, many = [error.error for error in errors if error.pooling == "squares"][:2]
     assert many < few
 
 

@@ -31,7 +31,7 @@ LONGEST_SOFTMAX_ON_CPU = 4096  # each doubling takes four times as long
 QUICK_LENGTHS = (128, 256, 512)
 SQUARES = (4, 7, 10, 14, 20, 28)  # landmarks along each side of the image
 SCALE = WIDTH**-0.5
-STEPS = (1, 2, 4, 6, 8, 10, 12, 16, 20, 24)
+STEPS = (1, 2, 4, 6, 8, 10, 12, 16, 24)  # besides NEWTON_STEPS
 PIXELS = 32  # side of the image whose pixels are the tokens
 MEGABYTE = 1e6
 
@@ -91,7 +91,7 @@ def measure_errors(*, quick: bool = False) -> Iterator[ApproximationError]:
         for pooling in POOLINGS:
             for square in sides:
                 yield measured(pooling, square**2, NEWTON_STEPS)
-        for steps in (1, 20) if quick else STEPS:
+        for steps in (1,) if quick else STEPS:
             yield measured("squares", sides[1] ** 2, steps)
 
 

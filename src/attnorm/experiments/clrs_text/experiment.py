@@ -192,13 +192,14 @@ def _mostly_better(outside: Sequence[ClrsComparison]) -> Verdict:
 def summary_of(results: ClrsResults, comparisons: Comparisons) -> str:
     largest = max(results.training_sizes)
     ranges = [where for where in RANGES if results.sizes.get(where)]
+    variants = sorted(results.variants, key=lambda variant: variant.name != SOFTMAX)
     shares = []
-    for variant in results.variants:
+    for variant in variants:
         by_range = " / ".join(_share_right(results, variant, where) for where in ranges)
         shares.append(f"{variant.name} {by_range} % ({_format_seeds(variant)})")
     judged = [
         f"{variant.name} {_count(outside, 'better')} / {_count(outside, 'worse')}"
-        for variant in results.variants
+        for variant in variants
         if (outside := comparisons.get((variant.name, "out")))
     ]
     trained = f"{results.base}, {results.steps:,} steps, {len(results.algorithms)} algorithms"
