@@ -45,10 +45,13 @@ def gaussian_logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 
 def _origin(k: Tensor) -> Tensor:
-    """Return the longest key. Padding is 0 here; keys that are not finite count as 0: queries may not see them."""
+    """Return the first key that is not 0: padding is 0 here, and a later key would change the rounding of earlier rows.
+
+    Keys that are not finite count as 0: queries that do not see them must not notice.
+    """
     finite = k.detach().nan_to_num(0.0, 0.0, 0.0)
-    longest = finite.square().sum(-1).argmax(-1)[..., None, None]
-    return finite.gather(-2, longest.expand(*finite.shape[:-2], 1, finite.shape[-1]))
+    first = finite.ne(0).any(-1).to(torch.uint8).argmax(-1)[..., None, None]
+    return finite.gather(-2, first.expand(*finite.shape[:-2], 1, finite.shape[-1]))
 
 
 def as_dot_products(inputs: Inputs) -> Inputs:
