@@ -263,7 +263,7 @@ def test_what_a_logit_of_the_top_k_must_exceed_is_asked_for_each_row(
     assert not fixed.requires_grad
     assert (count.shape, count.dtype) == ((1, 4, 4), torch.int32)
     assert count[0, 0].tolist() == ([3] * 4 if k == 3 else [2, 2, 3, 3])  # of 3, 4, 5 and 6 keys
-    assert rest == [2.0, True, 5, 0.3]
+    assert rest == [3 if k == 3 else 64, 2.0, True, 5, 0.3]
 
 
 @pytest.mark.parametrize("name", ["relu", "softpick"])

@@ -114,7 +114,7 @@ def test_shapes_of_logits_that_are_compared() -> None:
     found = one_pass_operators.extreme_logits.operator(Q, K, None, None, None, True, None, 0.5)
     assert shapes(found) == [((2, 6, 5), dtype) for dtype in (torch.float32,) * 2 + (torch.int32,) * 2]
     count = ROWS.to(torch.int32)
-    assert shapes(one_pass_operators.top_k_cutoff.operator(Q, K, None, None, count, None, True, None, 0.5)) == like(
+    assert shapes(one_pass_operators.top_k_cutoff.operator(Q, K, None, None, count, 3, None, True, None, 0.5)) == like(
         ROWS
     )
     assert shapes(one_pass_operators.row_dots.operator(Q, Q)) == like(ROWS)

@@ -11,8 +11,8 @@ Some normalizers need a number of each row first, from another kernel:
                           which the gradient reaches q and k
     sa_softmax            the extreme logits; the smallest becomes the shift of the     kernels/extremes.py
                           row, and the output is divided by the range
-    top-k                 a number between the k-th logit and the next one (cutoff);    kernels/kth_largest.py
-                          then softmax over the keys above it
+    top-k                 a number between the k-th logit and the next one (cutoff);    kernels/top_lists.py,
+                          then softmax over the keys above it                           kernels/kth_largest.py
 """
 
 from dataclasses import dataclass, replace
@@ -248,8 +248,9 @@ def _top_k_cutoff(inputs: Inputs, factor: Tensor | None, form: LoweredNormalizer
     mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
     fixed = None if factor is None else factor.detach()
     return one_pass_operators.top_k_cutoff(  # type: ignore[no-any-return]
-        q, k, mask, fixed, count.expand(q.shape[:3]), form.softcap, inputs.causal, form.window, inputs.scale
-    )
+        q, k, mask, fixed, count.expand(q.shape[:3]), top.most(inputs.keys), form.softcap, inputs.causal, form.window,
+        inputs.scale,
+    )  # fmt: skip
 
 
 def _row_factor_and_shift(

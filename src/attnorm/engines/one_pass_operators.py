@@ -114,19 +114,19 @@ def _(a: Tensor, b: Tensor) -> Tensor:
 
 @kernel_operator("attnorm::top_k_cutoff")
 def top_k_cutoff(
-    q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, count: Tensor, softcap: float | None,
-    causal: bool, window: int | None, scale: float,
+    q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, count: Tensor, most: int,
+    softcap: float | None, causal: bool, window: int | None, scale: float,
 ) -> Tensor:  # fmt: skip
     from attnorm.kernels import one_pass_attention
 
     form = _form("softmax", 1, 0.0, "none", softcap, causal, window, scale)
-    return one_pass_attention.top_k_cutoff(q, k, mask, factor, count, form)
+    return one_pass_attention.top_k_cutoff(q, k, mask, factor, count, most, form)
 
 
 @top_k_cutoff.register_fake
 def _(
-    q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, count: Tensor, softcap: float | None,
-    causal: bool, window: int | None, scale: float,
+    q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, count: Tensor, most: int,
+    softcap: float | None, causal: bool, window: int | None, scale: float,
 ) -> Tensor:  # fmt: skip
     return q.new_empty(q.shape[:3], dtype=torch.float32)
 

@@ -6,6 +6,8 @@ logits next to t on both sides. So a bracket of two logits of the row shrinks ar
 ties count as one. Probes come from the normal distribution first, then from interpolation of the counts and of their
 logarithms in turn, and from bisection of the bits if that takes long. Where a count is off by a few, the logits next to
 t lead to the k-th: every column keeps its own.
+
+For small k kernels/top_lists.py has found most rows in one pass. Then this kernel searches the others (RESUMED).
 """
 
 import triton
@@ -18,6 +20,7 @@ from attnorm.kernels.tiles import plain_logits
 EARLY = tl.constexpr(10)  # passes of interpolation; 64 rows of normal numbers need three or four
 NEAR = tl.constexpr(16)  # places from the k-th at which the logits next to the probe lead to it
 MAX_STEPS = tl.constexpr(48)  # a bisection takes 32
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
@@ -88,13 +91,17 @@ def _next(cells, start, places, sign: tl.constexpr):
 
 @triton.jit
 def kth_largest(
-    q, k, mask, factor, wanted, cutoff,
+    q, k, mask, factor, wanted, cutoff, largest,
     q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_column,
     heads, groups, queries, keys, offset, window, width, scale, cap,
     CAPPED: tl.constexpr, FACTORED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
+    RESUMED: tl.constexpr,
 ):  # fmt: skip
-    """wanted (B, H, Q): k of each row. cutoff (B, H, Q), in bits: -inf where all keys are kept."""
+    """wanted (B, H, Q): k of each row. cutoff (B, H, Q), in bits: -inf where all keys are kept.
+
+    RESUMED: `cutoff` and `largest` hold what `kth_of_lists` has found.
+    """
     C: tl.constexpr = Constants(CAUSAL, WINDOWED, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL)
     own, rows, inside, q_tile, k, sight = queries_and_keys(
         q, k, mask, q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_column,
@@ -107,25 +114,30 @@ def kth_largest(
     FIRST: tl.constexpr = 0 if WINDOWED or MASKED else 1
 
     zeros = tl.zeros([ROWS, COLUMNS], tl.float32)
-    none = tl.zeros([ROWS], tl.int32)
-    low, high, total, squares, count = zeros + float("inf"), zeros - float("inf"), zeros, zeros, none
-    for part in tl.static_range(FIRST, 3):
-        low, high, total, squares, count = _survey(
-            low, high, total, squares, count, borders[part], borders[part + 1], q_tile, k, rows, row_factor, sight,
-            scale, cap, CAPPED, FACTORED, C, part != 1,
-        )  # fmt: skip
-
+    target = places.to(tl.float32)
     # The k-th logit lies between lower and upper, two logits of the row. `most` logits, more than k, lie at or above
     # lower, and `fewest`, less than k, above upper.
-    lower, upper = tl.min(low, 1), tl.max(high, 1)
-    most, fewest = tl.maximum(count, 1).to(tl.float32), tl.zeros([ROWS], tl.float32)
-    target = places.to(tl.float32)
-    settled = (count <= places) | (inside == 0)
-    found = tl.full([ROWS], float("-inf"), tl.float32)
-    mean = tl.sum(total, 1) / most
-    deviation = tl.sqrt(tl.maximum(tl.sum(squares, 1) / most - mean * mean, 0.0))
-    t = mean + deviation * _normal_quantile(target / most)
-    t = tl.where((t > lower) & (t < upper), t, upper)
+    fewest = tl.zeros([ROWS], tl.float32)
+    if RESUMED:
+        lower = tl.load(cutoff + row_at, mask=inside, other=0.0)
+        upper = tl.load(largest + row_at, mask=inside, other=float("nan"))
+        most, found, settled = target, lower, upper != upper
+        t = tl.maximum(lower, LOWEST)
+    else:
+        none = tl.zeros([ROWS], tl.int32)
+        low, high, total, squares, count = zeros + float("inf"), zeros - float("inf"), zeros, zeros, none
+        for part in tl.static_range(FIRST, 3):
+            low, high, total, squares, count = _survey(
+                low, high, total, squares, count, borders[part], borders[part + 1], q_tile, k, rows, row_factor, sight,
+                scale, cap, CAPPED, FACTORED, C, part != 1,
+            )  # fmt: skip
+        lower, upper = tl.min(low, 1), tl.max(high, 1)
+        most, found = tl.maximum(count, 1).to(tl.float32), tl.full([ROWS], float("-inf"), tl.float32)
+        settled = (count <= places) | (inside == 0)
+        mean = tl.sum(total, 1) / most
+        deviation = tl.sqrt(tl.maximum(tl.sum(squares, 1) / most - mean * mean, 0.0))
+        t = mean + deviation * _normal_quantile(target / most)
+        t = tl.where((t > lower) & (t < upper), t, upper)
     steps = 0
     while (tl.max(tl.where(settled, 0, 1), 0) > 0) & (steps < MAX_STEPS):
         cells = tl.zeros([ROWS, COLUMNS], tl.int32)
@@ -136,6 +148,8 @@ def kth_largest(
                 scale, cap, CAPPED, FACTORED, C, part != 1,
             )  # fmt: skip
         reached = tl.sum(cells, 1)
+        if RESUMED:
+            settled = settled | ((t == LOWEST) & (reached < places))  # all keys are kept
         over, under = tl.min(above, 1), tl.max(below, 1)
         hit = (settled == 0) & (reached >= places) & ((reached == places) | (over >= upper))
         halfway = over - 0.5 * (over - under)

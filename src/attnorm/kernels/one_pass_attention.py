@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from attnorm.kernels import entropy, extremes, kth_largest, one_pass, one_pass_backward
+from attnorm.kernels import entropy, extremes, kth_largest, one_pass, one_pass_backward, top_lists
 from attnorm.kernels.launch import Launch, device_of, in_rows, padded
 from attnorm.kernels.maps import MAPS, RULES, Reference
 from attnorm.kernels.row_dots import row_dots
@@ -126,7 +126,7 @@ def extreme_logits(
     """Return smallest and largest logit of each row, (B, H, Q), 0 for rows without keys, and the first such keys."""
     low_key, high_key = (torch.empty(q.shape[:3], dtype=torch.int32, device=q.device) for _ in range(2))
     low, high = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
-    _search(extremes.extreme_logits, q, k, mask, factor, (low_key, high_key, low, high), form)
+    _search(extremes.extreme_logits, q, k, mask, factor, (low_key, high_key, low, high), form, search_tile(q))
     return low, high, low_key, high_key
 
 
@@ -145,28 +145,37 @@ def sum_by_key(rows: Tensor, index: Tensor, keys: int, groups: int) -> Tensor:
     return sums
 
 
-def top_k_cutoff(q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, count: Tensor, form: Form) -> Tensor:
-    """Return the number that the `count` largest logits of a row exceed, (B, H, Q), in bits; -inf: all are kept."""
-    cutoff = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    _search(kth_largest.kth_largest, q, k, mask, factor, (count.contiguous(), cutoff), form)
+def top_k_cutoff(
+    q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, count: Tensor, most: int, form: Form
+) -> Tensor:
+    """Return the number that the `count` largest logits of a row exceed, (B, H, Q), in bits; -inf: all are kept.
+
+    most: the largest count of all rows. It chooses the kernel and may be too large.
+    """
+    cutoff, largest = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
+    rows_of = count.contiguous(), cutoff, largest
+    tile = lists_tile(q) if most <= MOST_LISTED else None
+    if tile is not None:
+        _search(top_lists.kth_of_lists, q, k, mask, factor, rows_of, form, tile, FAST=q.is_cuda)
+    _search(kth_largest.kth_largest, q, k, mask, factor, rows_of, form, search_tile(q), RESUMED=tile is not None)
     return cutoff
 
 
 def _search(
     kernel: Any, q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, rows_of: tuple[Tensor, ...],
-    form: Form,
+    form: Form, tile: tuple[int, int, int, int], **more_constants: bool,
 ) -> None:  # fmt: skip
     """Launch a kernel that reads queries and keys and writes numbers of rows."""
     call = OnePassLaunch.of(q, k, k, mask, factor, None, None, None, None, form)
-    rows, columns, warps, stages = search_tile(q)
+    rows, columns, warps, stages = tile
     q_in, k_in, _, mask_in, factor_in, *_ = call.tensors
     names = ("CAPPED", "FACTORED", "CAUSAL", "WINDOWED", "MASKED", "PRECISION", "WIDTH", "FULL")
     with call.device:
         kernel[(triton.cdiv(q.shape[-2], rows) * q.shape[0] * q.shape[1],)](
             q_in, k_in, mask_in, factor_in, *rows_of, *call.strides[:6], *call.strides[9:],
             *call.lengths, form.window or 0, q.shape[-1], form.scale * _LOG2E, (form.softcap or 1.0) * _LOG2E,
-            **{name: call.constants[name] for name in names}, ROWS=rows, COLUMNS=columns, num_warps=warps,
-            num_stages=stages,
+            **{name: call.constants[name] for name in names}, **more_constants, ROWS=rows, COLUMNS=columns,
+            num_warps=warps, num_stages=stages,
         )  # fmt: skip
 
 
@@ -245,3 +254,16 @@ def search_tile(q: Tensor) -> tuple[int, int, int, int]:
     if q.dtype == torch.float32:
         return (32, 32, 4, 2) if padded(q) <= 64 else (32, 16, 4, 2)
     return (64, 32, 4, 4) if padded(q) <= 64 else (64, 64, 4, 2) if padded(q) <= 128 else (64, 32, 4, 2)
+
+
+MOST_LISTED = 64  # with more than one of the k largest per lane, too many lanes would lose one
+
+
+def lists_tile(q: Tensor) -> tuple[int, int, int, int] | None:
+    """For kernels/top_lists.py, which has eight numbers of each of 64 lanes in registers: 254 per thread, none spilled.
+
+    None: keys of width 256 or in float32 leave too little shared memory for a tile.
+    """
+    if q.is_cuda and (q.dtype == torch.float32 or padded(q) > 128):
+        return None
+    return (64, 256, 8, 3) if padded(q) <= 64 else (64, 256, 8, 2)

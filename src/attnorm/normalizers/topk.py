@@ -56,6 +56,14 @@ class TopK(Selection):
             kept = (RULES[self.k] if isinstance(self.k, str) else self.k)(n)
         return kept.clamp(min=1).minimum(n.clamp(min=1)).long()
 
+    def most(self, keys: int) -> int:
+        """Return a bound on how many keys a row of at most `keys` visible keys keeps."""
+        if isinstance(self.k, int):
+            return self.k
+        if self.k == "log" or (self.k == "sqrt" and keys <= 4096):
+            return 64
+        return keys
+
     def extra_repr(self) -> str:
         return f"k={self.k}"
 
