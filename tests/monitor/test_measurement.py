@@ -101,7 +101,7 @@ def test_where_kernels_measure_all_rows_the_largest_logit_is_that_of_all(
     model, ids = tiny(family).double(), tokens(2, 40)
     monitor = AttentionMonitor(rows=ALL, top_n=5)
     longest_only = measured(model, monitor, input_ids=ids)
-    monkeypatch.setattr(measure, "takes_all_rows", lambda call: True)
+    monkeypatch.setattr(measure, "takes_all_rows", lambda *_: True)
     found = measured(model, monitor, input_ids=ids)
     seen: list[AttentionCall] = []
     with observe(model, seen.append):

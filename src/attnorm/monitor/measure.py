@@ -68,15 +68,16 @@ class Sampler:
 
     @torch.no_grad()
     def take(self, call: AttentionCall) -> Sample:
-        item, rows, longest_from = self._item_and_rows(call)
+        scales_softmax = _scales_softmax(call)
+        all_rows = takes_all_rows(call, scales_softmax)
+        item, rows, longest_from = self._item_and_rows(call, all_rows)
         sequence = replace(one_sequence(call, item), inputs_BKC=None)
         if (
-            not _scales_softmax(call)
+            not scales_softmax
             or sequence.bias is not None
             or (sequence.mask is not None and sequence.mask.shape[1] > 1)
         ):
             return Sample(_copy_call(sequence), rows, longest_from, None)
-        all_rows = takes_all_rows(sequence)
         mask = sequence.mask if all_rows else self._visible(call, sequence, item, rows)
         per_group = call.query_BHQD.shape[1] // call.key_BGKD.shape[1]
         shapes = (len(rows), per_group, *call.key_BGKD.shape[2:], call.value_BGKE.shape[3])
@@ -90,13 +91,12 @@ class Sampler:
         sampled = replace(sequence, query_BHQD=sequence.query_BHQD[:, :, rows], mask=mask, causal=False)
         return Sample(_copy_call(sampled), torch.arange(len(rows), device=rows.device), longest_from, group)
 
-    def _item_and_rows(self, call: AttentionCall) -> tuple[int, Tensor, int]:
+    def _item_and_rows(self, call: AttentionCall, all_rows: bool) -> tuple[int, Tensor, int]:
         """Return the sequence with the most tokens, its rows to measure, and where the longest of these begin.
 
         The longest are the last bin of n, as in analysis. Without a kernel only some of these are measured.
         """
         batch, queries, device = call.query_BHQD.shape[0], call.query_BHQD.shape[2], call.query_BHQD.device
-        all_rows = takes_all_rows(call)
         device = torch.device("cpu") if all_rows else device  # the kernel's launch needs them there
         key = (call.kind, batch, queries, device, all_rows)
         if key not in self._rows:
@@ -135,11 +135,11 @@ class Sampler:
         return self._seen[key][1]
 
 
-def takes_all_rows(call: AttentionCall) -> bool:
+def takes_all_rows(call: AttentionCall, scales_softmax: bool) -> bool:
     """Whether a Triton kernel measures the call: softmax, a rescaling, or a map of metrics.fused_maps, on a GPU."""
     if not (call.query_BHQD.is_cuda and fused_rows.applies(call)) or isinstance(call.normalizer, Mechanism):
         return False
-    return _scales_softmax(call) or fused_maps.kernel_form(call.normalizer) is not None
+    return scales_softmax or fused_maps.kernel_form(call.normalizer) is not None
 
 
 def _copy_call(call: AttentionCall) -> AttentionCall:
@@ -253,12 +253,15 @@ def _separability(call: AttentionCall, rows: Tensor, top_n: int) -> Tensor:
     parts = []
     with without_autocast(values.device):
         for block in logit_blocks(call, rows, all_heads=True):
-            weights = normalizer.weights(rows_block(call, block))[0]
             # A softmax's logits are its weights' logarithms: what underflows keeps its order.
             logs = None
             if measured.scaled_softmax:
                 factor = measured.factor(call, block)
-                logs = (block.logits if factor is None else block.logits * factor).to(weights.dtype)
+                logs = block.logits if factor is None else block.logits * factor
+            if logs is None or normalizer.sink is not None:
+                weights = normalizer.weights(rows_block(call, block))[0]
+            else:
+                weights = torch.softmax(logs.masked_fill(~block.visible, -torch.inf), dim=-1)
             keys = slice(block.first_key, block.first_key + weights.shape[-1])
             x = values[:, keys].to(weights.dtype)
             parts.append(separability_and_null(weights, block.visible, x, scores[block.rows, keys], top_n, logs))
@@ -269,20 +272,33 @@ def _stack_layers(calls: Sequence[AttentionCall]) -> AttentionCall:
     """One call with the heads of all calls."""
 
     normalizers = [call.normalizer for call in calls if isinstance(call.normalizer, Normalizer)]
-    heads = [call.query_BHQD.shape[1] for call in calls]
-    normalizer = Normalizer(Softmax(), scale=[_EachItsOwn(normalizers, heads)]) if normalizers else None
+    heads, keys = [call.query_BHQD.shape[1] for call in calls], calls[0].key_BGKD.shape[2]
+    normalizer = Normalizer(Softmax(), scale=[_EachItsOwn(normalizers, heads, keys)]) if normalizers else None
     return replace(stack_calls(calls), normalizer=normalizer)
 
 
 class _EachItsOwn(ScaleRule):
-    """The factors of several normalizers, each for its own heads."""
+    """The factors of several normalizers, each for its own heads.
 
-    def __init__(self, normalizers: Iterable[Normalizer], heads: Sequence[int]) -> None:
+    They are computed once, for every n up to the number of keys: a few small kernels per layer take longer than that.
+    """
+
+    def __init__(self, normalizers: Iterable[Normalizer], heads: Sequence[int], keys: int) -> None:
         super().__init__()
         self.normalizers = nn.ModuleList(normalizers)
-        self.heads = heads
+        self.heads, self.keys = heads, keys
+        self._table: Tensor | None = None  # (H, keys + 1)
 
     def factor(self, n: Tensor, positions: Tensor | None, hidden_states: Tensor | None) -> Tensor:
+        if self._table is None or self._table.dtype != n.dtype:
+            self._table = self._factors(torch.arange(self.keys + 1, dtype=n.dtype, device=n.device)[:, None])
+        heads = len(self._table)
+        index = n.long().squeeze(-1)
+        index = index.expand(*index.shape[:-2], heads, index.shape[-1])
+        return self._table.expand(*index.shape[:-1], -1).gather(-1, index).unsqueeze(-1)
+
+    def _factors(self, n: Tensor) -> Tensor:
+        """Return the factors for rows of n keys (N, 1): (H, N)."""
         factors = []
         for normalizer, heads in zip(self.normalizers, self.heads, strict=True):
             assert isinstance(normalizer, Normalizer)
@@ -290,9 +306,8 @@ class _EachItsOwn(ScaleRule):
             factor = reduce(
                 torch.mul, [rule.factor(n, None, None).to(n.dtype) for rule in rules] or [torch.ones_like(n)]
             )
-            all_heads = (*n.shape[:-3], heads, *n.shape[-2:])
-            factors.append(factor.expand(torch.broadcast_shapes(factor.shape, all_heads)))
-        return torch.cat(factors, dim=-3)
+            factors.append(factor.expand(heads, *n.shape))
+        return torch.cat(factors).squeeze(-1)
 
 
 @lru_cache(maxsize=8)

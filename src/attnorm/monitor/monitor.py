@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from torch import distributed, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from attnorm.models.dispatch import check_observable
+from attnorm.models.dispatch import check_model, check_observable
 from attnorm.monitor.alerts import MEANING, Alert, AlertThresholds, AttentionAlert, largest_logit, states
 from attnorm.monitor.heads import History, PerHead, check_per_head, head_keys, worst_keys, worst_of_layer
 from attnorm.monitor.measure import REPORTED
@@ -123,8 +123,7 @@ class AttentionMonitor(TrainerCallback):
     def begin(self, model: nn.Module) -> None:
         """Measure the next training forward of the model."""
         self.close()
-        check_observable(model)
-        model = trained_model(model)
+        model = trained_model(check_model(model))
         with ExitStack() as opened:
             check = self._checked is not model
             self._watch = opened.enter_context(watch(model, rows=self.rows, top_n=self.top_n, check=check))

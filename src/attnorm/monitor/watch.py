@@ -28,7 +28,6 @@ Layers = dict[str, dict[str, list[float]]]  # layer -> metric -> one number per 
 @contextmanager
 def watch(model: nn.Module, *, rows: int, top_n: int, check: bool) -> Iterator["ForwardWatch"]:
     """Run compiled models uncompiled meanwhile: compiled code calls no attention function that could be observed."""
-    model = trained_model(model)
     watched = ForwardWatch(rows, top_n)
     with ExitStack() as until_exit:
         until_exit.enter_context(torch.compiler.set_stance("force_eager"))
