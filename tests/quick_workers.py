@@ -16,7 +16,7 @@ from multiprocessing import forkserver, util
 
 import pytest
 
-from attnorm.sweep import local_engine
+from attnorm.sweep import engines
 
 IMPORTED = [
     "attnorm.sweep.work",
@@ -29,7 +29,7 @@ IMPORTED = [
 
 @pytest.fixture
 def quick_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_engine, "START_METHOD", "forkserver")
+    monkeypatch.setattr(engines, "START_METHOD", "forkserver")
     for name in IMPORTED:
         importlib.import_module(name)
     with monkeypatch.context() as patch:

@@ -21,7 +21,7 @@ from attnorm.analysis import parts, store
 from attnorm.analysis.result import Analysis
 from attnorm.cli import app
 from attnorm.cli.analysis_options import texts_of
-from attnorm.cli.progress import duration, memory_words
+from attnorm.cli.output import duration, memory_words
 from tests.cli.saved_model import save_model, save_text
 from tests.fresh import run_fresh
 

@@ -19,7 +19,7 @@ from attnorm.search import run as searching
 from attnorm.search.plan import read_search_plan
 from attnorm.search.results import SearchResult, TrialResult, _front
 from attnorm.search.run import open_storage, quiet_optuna, run_trial, search, uniform_parameters
-from attnorm.sweep.engine import WorkerDied
+from attnorm.sweep.engines import WorkerDied
 from attnorm.sweep.plan import Item
 from attnorm.sweep.work import Outcome, run_item
 from tests.models.tiny import llama

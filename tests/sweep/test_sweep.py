@@ -18,10 +18,9 @@ from typer.testing import CliRunner
 
 from attnorm.cli import app
 from attnorm.run_folder import lock
-from attnorm.sweep import engines, ray_engine, work
-from attnorm.sweep.engine import ClusterLost, WorkerDied
+from attnorm.sweep import engines, work
+from attnorm.sweep.engines import ClusterLost, LocalEngine, WorkerDied, processes_that_fit
 from attnorm.sweep.folder import item_folder, lock_of, open_sweep, result_of, states
-from attnorm.sweep.local_engine import LocalEngine, processes_that_fit
 from attnorm.sweep.plan import Item, Resources, read_plan
 from attnorm.sweep.run import merge, run_items, sweep
 from attnorm.sweep.work import Outcome, run_item
@@ -168,11 +167,10 @@ def test_a_killed_process_takes_its_item_only(tmp_path: Path) -> None:
 DRIVER = """
 import os, sys, time
 from pathlib import Path
-from attnorm.sweep import local_engine
-from attnorm.sweep.local_engine import LocalEngine
+from attnorm.sweep import engines
 from attnorm.sweep.plan import Resources
-local_engine.START_METHOD = "fork"  # a new interpreter would import the libraries first
-engine = LocalEngine(Path(sys.argv[1]), Resources(), 1, None)
+engines.START_METHOD = "fork"  # a new interpreter would import the libraries first
+engine = engines.LocalEngine(Path(sys.argv[1]), Resources(), 1, None)
 print(engine._pool().submit(os.getpid).result(), flush=True)
 time.sleep(600)
 """
@@ -298,9 +296,9 @@ def test_a_cluster_that_refuses_says_why(cause: str, named: str, monkeypatch: py
         def init(self, *_: Any, **__: Any) -> None:
             raise ConnectionError("Failed to connect") from RuntimeError(cause)
 
-    monkeypatch.setattr(ray_engine, "_check_reachable", lambda address: None)
+    monkeypatch.setattr(engines, "_check_reachable", lambda address: None)
     with pytest.raises(ClusterLost, match=named):
-        ray_engine._join_cluster(Ray(), "here:1", None)
+        engines._join_cluster(Ray(), "here:1", None)
 
 
 @pytest.mark.parametrize(
@@ -317,9 +315,9 @@ def test_a_cluster_is_joined_whatever_the_number_of_workers(
         def init(self, named: str, num_cpus: int | None = None, **_: Any) -> None:
             calls.append((named, num_cpus))
 
-    monkeypatch.setattr(ray_engine, "_check_reachable", lambda address: None)
+    monkeypatch.setattr(engines, "_check_reachable", lambda address: None)
     monkeypatch.setenv("RAY_ADDRESS", from_environment)
-    ray_engine._join_cluster(Ray(), address, workers)
+    engines._join_cluster(Ray(), address, workers)
     assert calls == [(joined, None)]
 
 
@@ -336,7 +334,7 @@ def test_without_a_cluster_ray_starts_here_with_the_workers_as_cpus(
                 raise ConnectionError("no cluster")
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    ray_engine._join_cluster(Ray(), address, 4)
+    engines._join_cluster(Ray(), address, 4)
     assert calls == [*tried, ("local", 4)]
 
 
@@ -361,7 +359,7 @@ def test_a_cluster_lost_in_mid_run_is_an_error_and_finished_items_stay(
         get_runtime_context=lambda: SimpleNamespace(gcs_address="127.0.0.1:9"),
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "ray", ray)
-    monkeypatch.setattr(ray_engine, "WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(engines, "WATCH_SECONDS", 0.01)
     plan = plan_of(3)
     open_sweep(tmp_path, plan)
     engine = engines.open_engine("ray", tmp_path, plan.resources, hook=counted)

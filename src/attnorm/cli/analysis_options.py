@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnorm.cli.output import failures, say
-from attnorm.cli.progress import AnalysisBar, ProgressBar
+from attnorm.cli.output import AnalysisBar, ProgressBar, failures, say
 
 if TYPE_CHECKING:
     from attnorm.analysis.parts import AnalysisProgress

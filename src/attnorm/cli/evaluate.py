@@ -7,8 +7,7 @@ import typer
 from rich.table import Table
 
 from attnorm.cli import analysis_options as options
-from attnorm.cli.output import Json, failures, say, show, show_json, usage_errors
-from attnorm.cli.progress import ProgressBar
+from attnorm.cli.output import Json, ProgressBar, failures, say, show, show_json, usage_errors
 
 if TYPE_CHECKING:
     from attnorm.evaluation.result import Evaluation

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from attnorm.cli.output import ByWidth, Json, say, show, show_json, usage_errors
-from attnorm.cli.progress import ProgressBar
+from attnorm.cli.output import ByWidth, Json, ProgressBar, say, show, show_json, usage_errors
 
 
 def normalizers(as_json: Json = False) -> None:

@@ -1,25 +1,34 @@
-"""Output and exit codes of all commands: results go to stdout, everything else to stderr.
+"""Output, progress and exit codes of all commands: results go to stdout, everything else to stderr.
 
 All output passes through this file. Names, tokens and messages may contain escape sequences, which a terminal would
-obey; here they become visible characters.
+obey; here they become visible characters. Progress is a live bar in a terminal. A log gets a line when a stage starts,
+when it ends, when the caller asks for one, and every LOG_SECONDS; both show the time left.
 """
 
 import errno
 import inspect
 import json
+import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
 from typer.core import TyperGroup
 
 from attnorm.safe_text import escaped_json, visible_lines
+
+if TYPE_CHECKING:
+    from attnorm.analysis.parts import AnalysisProgress
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
@@ -163,3 +172,138 @@ def show_version(asked: bool) -> bool:
         say_result(f"attnorm {__version__}")
         raise typer.Exit
     return asked
+
+
+LOG_SECONDS = 30.0
+
+
+class ProgressBar:
+    """Use it as a context manager and call it with the stage and the amount of work done."""
+
+    def __init__(self, stage: str = "starting", now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._stage = self._line = ""
+        self._started = self._logged = now()
+        self._first = 0.0  # work done before this process measured the stage
+        console = SafeConsole(stderr=True)
+        columns = (
+            TextColumn("{task.description}", markup=False), BarColumn(bar_width=10),
+            TextColumn("{task.fields[words]}", markup=False), TimeElapsedColumn(),
+        )  # fmt: skip
+        self._live = console.is_terminal
+        self._bar = Progress(*columns, console=console, transient=True, disable=not self._live)
+        self._task = self._bar.add_task(stage, total=None, words="")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def __call__(
+        self,
+        stage: str,
+        done: float = 0,
+        total: float | None = None,
+        *,
+        detail: str = "",
+        skipped: float = 0,
+        left: str | None = None,
+        unit: str = "",
+        log: bool = False,
+    ) -> None:
+        """Show progress.
+
+        done, total: amount of work in the stage; a total of type int is shown as a count, float as a percentage.
+        detail: more words to show. skipped: the part of `done` that an earlier run did, which took no time now.
+        left: words about the time left (default: an estimate). unit: show the speed in this unit per second.
+        log: write a line to a log now.
+        """
+        changed = stage != self._stage
+        if changed:
+            self._stage, self._started, self._first = stage, self._now(), done - skipped
+        pace = self._pace(done - skipped)
+        if left is None:
+            left = f"{duration((total - done) / pace)} left" if pace and total and done < total else ""
+        speed = f"{pace:,.0f} {unit}/s" if pace and unit else ""
+        words = ", ".join(filter(None, (_count(done, total), detail, speed, left)))
+        self._bar.update(self._task, description=stage, completed=done, total=total, words=words)
+        finished = total is not None and total > 1 and done >= total
+        if not self._live and (changed or log or finished or self._now() - self._logged >= LOG_SECONDS):
+            line = f"{stage}: {words}" if words else stage
+            if line != self._line:
+                say(line)
+            self._line, self._logged = line, self._now()
+
+    def _pace(self, done: float) -> float:
+        seconds = self._now() - self._started
+        return max(done - self._first, 0.0) / seconds if seconds > 0 else 0.0
+
+
+class AnalysisBar:
+    """Shows the states of analyze() on a ProgressBar; pass it as `progress`."""
+
+    def __init__(self, bar: ProgressBar) -> None:
+        self._bar = bar
+        self._resumed = 0  # tokens of parts that were finished before
+        self.last: AnalysisProgress | None = None
+
+    def __call__(self, state: "AnalysisProgress") -> None:
+        before = self.last
+        if state.resumed:
+            self._resumed += state.tokens_done - (0 if before is None else before.tokens_done)
+        self.last = state
+        part_finished = before is not None and state.parts_done > before.parts_done
+        running = state.parts_done < state.parts_total and not part_finished
+        per_layer = (state.length or 0) / max(state.layers_total, 1) if running else 0.0
+        part = state.parts_done + (not part_finished)
+        length = "" if state.length is None else f", {state.length:,} tokens"
+        detail = f"part {min(part, state.parts_total)} of {state.parts_total}{length}"
+        if part_finished:
+            detail += f", {state.text}, {'found finished' if state.resumed else 'measured'}"
+        else:
+            detail += f", layer {state.layers_done}/{state.layers_total}"
+        self._bar(
+            "measuring",
+            state.tokens_done + per_layer * state.layers_done,
+            float(state.tokens_total),
+            detail=f"{detail}, {memory_words()}",
+            skipped=self._resumed + per_layer * state.layers_found,
+            unit="tokens",
+            log=part_finished,
+        )
+
+
+def duration(seconds: float) -> str:
+    """42 s, 3 min, 2.5 h"""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def memory_words() -> str:
+    """Return the memory of this process and of its GPU, for example "1.2 GB"."""
+    words = []
+    statm = Path("/proc/self/statm")
+    if statm.is_file():
+        import resource
+
+        words.append(f"{int(statm.read_text().split()[1]) * resource.getpagesize() / 1e9:.1f} GB")
+    elif sys.platform != "win32":
+        import resource
+
+        kilobyte = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes
+        words.append(f"at most {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilobyte / 1e9:.1f} GB")
+    torch = sys.modules.get("torch")  # do not import it for this
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        words.append(f"{torch.cuda.memory_allocated() / 1e9:.1f} GB on the GPU")
+    return ", ".join(words)
+
+
+def _count(done: float, total: float | None) -> str:
+    if total is None or (total <= 1 and isinstance(total, int)):
+        return ""
+    return f"{done:,} of {total:,}" if isinstance(total, int) else f"{done / max(total, 1e-12):.0%}"

@@ -12,8 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from attnorm.cli.analysis_options import names_of, numbers_of
-from attnorm.cli.output import Json, failures, say, show, show_json, usage_errors
-from attnorm.cli.progress import ProgressBar
+from attnorm.cli.output import Json, ProgressBar, failures, say, show, show_json, usage_errors
 from attnorm.provenance import recorded_command
 
 if TYPE_CHECKING:

@@ -1,20 +1,24 @@
-"""attnorm sweep: run a plan of many items on this machine, on Ray or on Slurm."""
+"""attnorm sweep: run a plan of many items; attnorm search: find the best normalizer of every layer with Optuna.
+
+Both run on this machine, on Ray or on Slurm, and share the options about it.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Group
 from rich.table import Table
 
-from attnorm.cli.output import Json, failures, say, show, show_json, usage_errors
-from attnorm.cli.progress import ProgressBar, duration
+from attnorm.cli.output import Json, ProgressBar, duration, failures, say, show, show_json, usage_errors
 
 if TYPE_CHECKING:
+    from attnorm.search.results import SearchResult, TrialResult
     from attnorm.sweep.folder import ItemState
     from attnorm.sweep.work import Outcome
 
-_KEPT = "Interrupted; finished items are kept, and the same command resumes."
-_SHOWN = 40  # items in the table of --status
+_ITEMS_KEPT = "Interrupted; finished items are kept, and the same command resumes."
+_SHOWN_ITEMS = 40  # items in the table of --status
 
 On = Annotated[str, typer.Option("--on", metavar="local|ray|slurm", help="Where the items run.")]
 Workers = Annotated[
@@ -69,7 +73,7 @@ def sweep(
         if plan is None:
             raise ValueError("expected a plan, got none. Write one (docs/scaling.md), or show a sweep with --status.")
         planned = read_plan(plan)
-    with failures(lambda: _KEPT, writes_to=out), ProgressBar("starting") as progress:
+    with failures(lambda: _ITEMS_KEPT, writes_to=out), ProgressBar("starting") as progress:
 
         def report(outcome: "Outcome", done: int, total: int) -> None:
             if outcome.error:
@@ -100,11 +104,11 @@ def _show_states(states: "list[ItemState]", as_json: bool) -> None:
     for name in ("item", "values", "state", "time", "host or error"):
         table.add_column(name)
     order = ("failed", "running", "finished", "pruned", "waiting")
-    for each in sorted(states, key=lambda each: order.index(each.state))[:_SHOWN]:
+    for each in sorted(states, key=lambda each: order.index(each.state))[:_SHOWN_ITEMS]:
         seconds = "" if each.seconds is None else duration(each.seconds)
         table.add_row(each.item.id, each.item.label, each.state, seconds, each.error or each.host)
-    if len(states) > _SHOWN:
-        table.caption = f"{len(states) - _SHOWN:,} more; --json lists all"
+    if len(states) > _SHOWN_ITEMS:
+        table.caption = f"{len(states) - _SHOWN_ITEMS:,} more; --json lists all"
     show(table)
 
 
@@ -113,3 +117,121 @@ def _as_dict(each: "ItemState") -> dict[str, Any]:
         "item": each.item.id, "values": each.item.varied, "state": each.state, "seconds": each.seconds,
         "host": each.host, "error": each.error,
     }  # fmt: skip
+
+
+_TRIALS_KEPT = "Interrupted; all trials are kept, and the same command resumes."
+_SHOWN_TRIALS = 10
+
+
+def search(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="Search plan in TOML.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for all trials; the same command resumes.")] = Path(
+        "search"
+    ),
+    on: On = "local",
+    workers: Workers = None,
+    address: Address = None,
+    storage: Annotated[
+        str | None, typer.Option(metavar="URL", help="Database of the studies.", show_default="a journal in DIR")
+    ] = None,
+    retries: Retries = 3,
+    as_json: Json = False,
+) -> None:
+    """Search for the normalizer of every layer, its options and the learning rate with Optuna.
+
+    Each trial trains a small language model, as `attnorm train lm` does. Several objectives give a Pareto front. The
+    best recipe is written to DIR/recipe.toml, which `attnorm train lm --recipe` and attnorm.patch read. If
+    the plan has a table `confirm`, the best mixed and the best uniform recipe are trained again with other seeds.
+
+    Exit codes: 0 done; 1 no disk space or memory; 2 wrong usage or input; 3 no trial finished; 130 interrupted.
+
+    Example: attnorm search plan.toml --out search --workers 2
+    """
+    with usage_errors():
+        from attnorm.search.plan import read_search_plan
+        from attnorm.search.run import search as run
+
+        planned = read_search_plan(plan)
+    with failures(lambda: _TRIALS_KEPT, writes_to=out), ProgressBar("starting") as progress:
+
+        def report(outcome: "Outcome", done: int, total: int) -> None:
+            if outcome.error:
+                say(f"failed: {outcome.id}: {outcome.error}")
+            progress("trials", done, total, detail="pruned" if outcome.pruned else f"{outcome.seconds:.1f} s")
+
+        result = run(
+            planned, out, on=on, workers=workers, address=address, storage=storage, retries=retries, report=report
+        )
+    if as_json:
+        from dataclasses import asdict
+
+        show_json(asdict(result))
+    else:
+        show(_search_tables(result))
+    if result.best is None:
+        say("no trial finished; `attnorm sweep --status --out DIR` shows the errors")
+        raise typer.Exit(3)
+    say(f"recipe: {out / 'recipe.toml'}")
+    say(f"page: {out / 'index.html'}")
+
+
+def _search_tables(result: "SearchResult") -> Group:
+    counts: dict[str, int] = {}
+    for trial in result.trials:
+        counts[trial.state] = counts.get(trial.state, 0) + 1
+    done = [trial for trial in result.trials if trial.values]
+    names = list(done[0].values) if done else []
+    table = Table(
+        title=f"{len(result.trials)} trials: {', '.join(f'{count} {state}' for state, count in counts.items())}",
+        title_justify="left", box=None, padding=(0, 2, 0, 0),
+    )  # fmt: skip
+    for name in ("trial", *names, "learning rate", "recipe"):
+        table.add_column(name)
+    front = {trial.number for trial in result.front}
+    first = sorted(done, key=lambda trial: (trial.number not in front, trial is not result.best))
+    for trial in (
+        *first[:_SHOWN_TRIALS],
+        *(each for each in (result.best_uniform,) if each and each not in first[:_SHOWN_TRIALS]),
+    ):
+        mark = " *" if trial.number in front else ""
+        cells = (f"{value:.4g}" for value in trial.values.values())
+        table.add_row(f"{trial.number}{mark}", *cells, f"{trial.learning_rate:.3g}", _recipe(trial))
+    table.caption = "*: no other trial is better in every objective"
+    table.caption_justify = "left"
+    parts: list[Any] = [table]
+    if result.importance:
+        parts.append(_importance(result))
+    if result.confirmation:
+        parts.append(_confirmation(result.confirmation))
+    return Group(*parts)
+
+
+def _recipe(trial: "TrialResult") -> str:
+    return " ".join(f"{layers}:{spec}" for layers, spec in trial.recipe.items())
+
+
+def _importance(result: "SearchResult") -> Table:
+    table = Table(title="Importance of each choice", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("choice")
+    for name in result.importance:
+        table.add_column(name, justify="right")
+    for choice in next(iter(result.importance.values())):
+        table.add_row(choice, *(f"{100 * shares.get(choice, 0):.0f} %" for shares in result.importance.values()))
+    return table
+
+
+def _confirmation(confirmation: dict[str, Any]) -> Table:
+    table = Table(
+        title=f"Best mixed and best uniform recipe, {len(confirmation['seeds'])} other seeds", title_justify="left",
+        box=None,
+        padding=(0, 2, 0, 0),
+    )  # fmt: skip
+    for name in ("objective", "mixed", "uniform", "mixed - uniform", "p"):
+        table.add_column(name)
+    for name, comparison in confirmation["objectives"].items():
+        means = [f"{sum(values) / len(values):.4g}" if (values := comparison["values"].get(side)) else "-" for side in
+                 ("mixed", "uniform")]  # fmt: skip
+        known = comparison["difference"] is not None and comparison["half_width"] is not None
+        difference = f"{comparison['difference']:+.4g} ± {comparison['half_width']:.2g}" if known else "-"
+        table.add_row(name, *means, difference, "-" if comparison["p"] is None else f"{comparison['p']:.2g}")
+    return table

@@ -7,8 +7,7 @@ import typer
 from rich.table import Table
 
 from attnorm.cli.analysis_options import numbers_of
-from attnorm.cli.output import Json, add_command, failures, say, show, show_json, usage_errors
-from attnorm.cli.progress import ProgressBar
+from attnorm.cli.output import Json, ProgressBar, add_command, failures, say, show, show_json, usage_errors
 from attnorm.cli.train_clrs import clrs
 from attnorm.cli.train_retrieval import Device, retrieval
 from attnorm.cli.train_vision import vision

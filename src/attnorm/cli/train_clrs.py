@@ -7,8 +7,7 @@ import typer
 from rich.table import Table
 
 from attnorm.cli.analysis_options import names_of, numbers_of
-from attnorm.cli.output import Json, failures, say, show, show_json, usage_errors
-from attnorm.cli.progress import ProgressBar
+from attnorm.cli.output import Json, ProgressBar, failures, say, show, show_json, usage_errors
 from attnorm.cli.train_retrieval import Device
 
 if TYPE_CHECKING:

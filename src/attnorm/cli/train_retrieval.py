@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attnorm.cli.analysis_options import names_of
-from attnorm.cli.output import Json, failures, say, show, show_json, usage_errors
-from attnorm.cli.progress import ProgressBar, duration
+from attnorm.cli.output import Json, ProgressBar, duration, failures, say, show, show_json, usage_errors
 from attnorm.provenance import recorded_command
 
 if TYPE_CHECKING:

@@ -5,8 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from attnorm.cli.output import Json, failures, say, say_result, show_json, usage_errors
-from attnorm.cli.progress import ProgressBar
+from attnorm.cli.output import Json, ProgressBar, failures, say, say_result, show_json, usage_errors
 from attnorm.cli.train_retrieval import Device
 
 

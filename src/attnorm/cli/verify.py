@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from attnorm.cli.output import Json, say, show, show_json, usage_errors
-from attnorm.cli.progress import ProgressBar
+from attnorm.cli.output import Json, ProgressBar, say, show, show_json, usage_errors
 
 if TYPE_CHECKING:
     from attnorm.theory import Claim

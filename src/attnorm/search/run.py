@@ -20,8 +20,7 @@ from attnorm.files import write_json
 from attnorm.run_folder import make_writable, only_process, read_record, require_only, require_same_run
 from attnorm.search.plan import COMMAND, SearchPlan, read_content
 from attnorm.search.results import SearchResult, confirm, is_uniform, summarize
-from attnorm.sweep.engine import Engine, WorkerDied
-from attnorm.sweep.engines import open_engine
+from attnorm.sweep.engines import Engine, WorkerDied, open_engine
 from attnorm.sweep.folder import FORMAT, PAGE, RECORD, merged_rows, states, write_failure, write_table
 from attnorm.sweep.page import write_page
 from attnorm.sweep.plan import Item

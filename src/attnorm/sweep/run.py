@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from attnorm.run_folder import only_process
-from attnorm.sweep.engine import Engine, WorkerDied
-from attnorm.sweep.engines import open_engine
+from attnorm.sweep.engines import Engine, WorkerDied, open_engine
 from attnorm.sweep.folder import (
     PAGE,
     ItemState,

@@ -1,4 +1,4 @@
-"""attnorm bench: time and memory against the usual alternatives."""
+"""attnorm bench and attnorm doctor: how fast attnorm is on this machine, and whether it works there."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,8 +6,7 @@ from typing import Annotated
 import typer
 
 from attnorm.bench.suites import Suite
-from attnorm.cli.output import Json, say, say_result, show, show_json, usage_errors
-from attnorm.cli.progress import ProgressBar
+from attnorm.cli.output import Json, ProgressBar, say, say_result, show, show_json, usage_errors
 
 
 def bench(
@@ -62,4 +61,23 @@ def bench(
         for growth in results.growth:
             say(f"wrote {save_growth_figure(growth, out)}")
     if results.missed:
+        raise typer.Exit(1)
+
+
+def doctor(as_json: Json = False) -> None:
+    """Show versions, devices and optional packages, and check that attnorm works on this machine.
+
+    Exit code 1: a check failed.
+
+    Example: attnorm doctor --json
+    """
+    from attnorm.cli.health import examine, health_tables
+
+    with ProgressBar() as progress:
+        health = examine(lambda check, done, total: progress("checking", done, total, detail=check))
+    if as_json:
+        show_json(health.as_dict())
+    else:
+        show(health_tables(health))
+    if not health.well:
         raise typer.Exit(1)
