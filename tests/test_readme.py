@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import attnorm
-from attnorm.analysis.default_text import passage
+from attnorm.analysis.settings import passage
 from attnorm.bench.dispersion import dispersion, percent
 from attnorm.cli import app
 from attnorm.cli.normalizer_table import describe_all, promises

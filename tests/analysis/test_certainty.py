@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnorm.analysis.analyze import analyze
+from attnorm.analysis.compare import passages, same_numbers, stability
 from attnorm.analysis.result import Analysis
-from attnorm.analysis.stability import passages, same_numbers, stability
 from attnorm.analysis.tables import WINDOW_NUMBERS, WINDOWS
 from attnorm.analysis.verdicts import Thresholds, judge
 from attnorm.analysis.verdicts.judge import judge_all, judge_head, saturation

@@ -17,7 +17,7 @@ from attnorm.analysis.circuits import (
 )
 from attnorm.analysis.own_models import measure
 from attnorm.analysis.settings import GROUPS, groups
-from attnorm.analysis.verdicts.circuits import circuit_of, circuit_sentences, circuit_words, reach
+from attnorm.analysis.verdicts.reach import circuit_of, circuit_sentences, circuit_words, reach
 from attnorm.models.load import load
 from attnorm.normalizers import get
 from tests.analysis.planted import planted

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from attnorm.analysis.default_text import default_text, topics
 from attnorm.analysis.manifest import text_facts
 from attnorm.analysis.plan import BUDGET, plan
+from attnorm.analysis.settings import default_text, topics
 from attnorm.models.inputs import texts_from
 from attnorm.models.load import load
 from tests.analysis.tiny_models import gpt2, ids, llama, vit

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnorm.analysis.analyze import analyze
-from attnorm.analysis.default_text import passage
+from attnorm.analysis.settings import passage
 from attnorm.models.load import load
 
 LENGTH = 128

@@ -10,8 +10,8 @@ import pytest
 
 from attnorm.analysis.verdicts import VERDICTS, ModelVerdict, Thresholds, judge, model_verdict, representative_rows
 from attnorm.analysis.verdicts.advice import advise
-from attnorm.analysis.verdicts.ceiling import binding_length
 from attnorm.analysis.verdicts.judge import Judgement, judge_head
+from attnorm.analysis.verdicts.reach import binding_length
 from attnorm.analysis.verdicts.rows import format_keys
 from attnorm.analysis.verdicts.rules import HeadCase, is_selecting, worst_norm
 from attnorm.analysis.verdicts.what_if import repeat_command

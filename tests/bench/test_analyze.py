@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import attnorm
 from attnorm.bench import analyze as bench_analyze
-from attnorm.bench import model_passes, subprocess_measure
+from attnorm.bench import model_passes, timing
 from attnorm.bench.analyze import WORDS, measure_analysis
 from attnorm.bench.figures import save_growth_figure
 from attnorm.bench.model_passes import (
@@ -41,7 +41,7 @@ from tests.forked import forked
 
 SMALL = Shape(48, layers=2, heads=2)
 
-linux_only = pytest.mark.skipif(not subprocess_measure.RESET.exists(), reason="needs /proc/self/clear_refs")
+linux_only = pytest.mark.skipif(not timing.RESET.exists(), reason="needs /proc/self/clear_refs")
 
 
 def growth(*megabytes: float, target: float | None = 1.1) -> Growth:
@@ -136,9 +136,7 @@ def _process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_process_of_its_own_tells_time_and_memory() -> None:
     cost = cost_in_new_process("core", Shape(512, layers=2, heads=2), least_seconds=0)
     assert cost.seconds > 0
-    assert (
-        512 * 128 * 4 / subprocess_measure.MEGABYTE < cost.extra_mb < cost.peak_mb
-    )  # the hidden states of one layer, at least
+    assert 512 * 128 * 4 / timing.MEGABYTE < cost.extra_mb < cost.peak_mb  # the hidden states of one layer, at least
     assert cost.peak_mb > 100  # torch alone
 
 

@@ -9,14 +9,13 @@ import pytest
 import torch
 
 import attnorm
-from attnorm.bench import attention, normalizers, subprocess_measure, timing
+from attnorm.bench import attention, normalizers, timing
 from attnorm.bench.attention import adaptive_as_printed, blocked_normalizers, dense
 from attnorm.bench.normalizers import by_bisection, compare_normalizers
-from attnorm.bench.subprocess_measure import peak_above
 from attnorm.bench.suites import run_benchmarks
-from attnorm.bench.timing import time_alternating
+from attnorm.bench.timing import peak_above, time_alternating
 
-linux_only = pytest.mark.skipif(not subprocess_measure.RESET.exists(), reason="needs /proc/self/clear_refs")
+linux_only = pytest.mark.skipif(not timing.RESET.exists(), reason="needs /proc/self/clear_refs")
 
 
 @pytest.mark.as_installed
@@ -135,7 +134,7 @@ def test_the_peak_of_a_call_is_what_it_touched_for_a_moment() -> None:
 def test_memory_is_not_measured_where_the_allocator_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[torch.Tensor] = []
     ones = torch.ones
-    monkeypatch.setattr(subprocess_measure, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(timing, "PATIENCE_SECONDS", 0.1)
     monkeypatch.setattr(torch, "ones", lambda count: kept.append(ones(count)) or kept[-1])
     with pytest.raises(RuntimeError, match="allocator"):
         peak_above(lambda: None)
@@ -145,8 +144,8 @@ def test_memory_is_not_measured_where_the_allocator_keeps_it(monkeypatch: pytest
 def test_memory_is_not_measured_where_the_kernel_keeps_its_mark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subprocess_measure, "RESET", tmp_path / "does_nothing")
-    torch.ones(2 * subprocess_measure.PROBE_BYTES // 4)
+    monkeypatch.setattr(timing, "RESET", tmp_path / "does_nothing")
+    torch.ones(2 * timing.PROBE_BYTES // 4)
     with pytest.raises(RuntimeError, match="VmHWM"):
         peak_above(lambda: None)
 

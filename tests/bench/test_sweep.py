@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
+from attnorm.bench.analyze import measure_sweep
 from attnorm.bench.results import Benchmarks, SweepCost, benchmark_markdown
 from attnorm.bench.suites import run_benchmarks
-from attnorm.bench.sweep import measure_sweep
 from attnorm.bench.timing import this_machine
 
 LIMITS = {"most_times_ideal": 1.3, "most_overhead_seconds": 1.0}
@@ -40,7 +40,7 @@ def test_both_limits_count(wall: float, items: float, count: int, met: bool) -> 
 
 @pytest.mark.usefixtures("quick_workers")
 def test_a_quick_run_measures_local_processes_and_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnorm.bench.sweep.WORKERS", 1)
+    monkeypatch.setattr("attnorm.bench.analyze.SWEEP_WORKERS", 1)
     monkeypatch.setitem(sys.modules, "ray", None)
     results = run_benchmarks("sweep", quick=True)
     (found,) = results.sweeps

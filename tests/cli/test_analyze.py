@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 import attnorm
 from attnorm.analysis import analyze as analysis_module
-from attnorm.analysis import parts, store
+from attnorm.analysis import store
 from attnorm.analysis.result import Analysis
 from attnorm.cli import app
 from attnorm.cli.analysis_options import texts_of
@@ -295,7 +295,7 @@ def test_thresholds_are_those_asked_for_and_may_change_later(model: Path, text: 
 def test_ctrl_c_exits_with_130_and_the_next_run_goes_on(
     model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward, calls = parts.run, []
+    forward, calls = analysis_module.run, []
 
     def interrupted(*arguments: Any) -> Any:
         calls.append(1)
@@ -306,7 +306,7 @@ def test_ctrl_c_exits_with_130_and_the_next_run_goes_on(
     out = tmp_path / "run"
     command = [str(model), "--text", str(text), *QUICK, "--lengths", "16,32", "--windows", "1", "--out", str(out)]
     with monkeypatch.context() as patched:
-        patched.setattr(parts, "run", interrupted)
+        patched.setattr(analysis_module, "run", interrupted)
         stopped = runner.invoke(app, ["analyze", *command])
     assert stopped.exit_code == 130
     assert "1 of 2 parts" in flat(stopped.stderr)
@@ -325,7 +325,7 @@ def test_ctrl_c_without_a_folder_says_that_nothing_is_kept(
     def interrupted(*arguments: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(parts, "run", interrupted)
+    monkeypatch.setattr(analysis_module, "run", interrupted)
     result = run(model, text)
     assert result.exit_code == 130
     assert "Nothing is kept" in result.stderr
@@ -358,7 +358,7 @@ def test_out_of_memory_exits_with_1_and_says_what_helps(
     def greedy(*arguments: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(parts, "run", greedy)
+    monkeypatch.setattr(analysis_module, "run", greedy)
     result = run(model, text)
     assert result.exit_code == 1
     assert "--metrics core" in result.stderr

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from attnorm.analysis.parts import AnalysisProgress
+from attnorm.analysis.analyze import AnalysisProgress
 from attnorm.cli import output
 
 

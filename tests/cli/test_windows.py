@@ -162,7 +162,7 @@ def test_stability_measures_every_passage_and_counts_seeds_of_the_same_numbers_o
 def test_a_seed_that_changes_numbers_is_measured_on_every_passage(
     tmp_path: Path, model: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("attnorm.analysis.stability.same_numbers", lambda run, window: False)
+    monkeypatch.setattr("attnorm.analysis.compare.same_numbers", lambda run, window: False)
     options = ["--passages", "2", "--seeds", "0,1", "--lengths", "16", "--windows", "2", "--json"]
     found = ran("stability", model, "--text", text, *options, "--out", str(tmp_path / "runs"))
     assert (found["runs"], found["seeds_alike"]) == (4, [0])

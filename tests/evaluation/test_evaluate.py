@@ -42,7 +42,7 @@ def test_both_sides_see_the_same_documents_and_the_change_is_their_difference(bu
 
 
 def test_perplexity_is_the_loss_that_training_reports(bundled: Any) -> None:
-    from attnorm.analysis.default_text import passage
+    from attnorm.analysis.settings import passage
     from attnorm.evaluation.tasks import score_perplexity, token_ids
 
     tokens = token_ids(bundled, passage())

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import attnorm
-from attnorm.analysis.default_text import passage
+from attnorm.analysis.settings import passage
 from attnorm.models.load import load
 from attnorm.models.patch import swap
 

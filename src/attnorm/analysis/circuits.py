@@ -22,8 +22,8 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from attnorm.analysis.default_text import default_text
-from attnorm.analysis.verdicts.circuits import circuit_of, reach
+from attnorm.analysis.settings import default_text
+from attnorm.analysis.verdicts.reach import circuit_of, reach
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.reads import measure_targets
 from attnorm.metrics.sampling import evenly_spaced

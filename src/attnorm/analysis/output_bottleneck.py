@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnorm.analysis.default_text import default_text
+from attnorm.analysis.settings import default_text
 from attnorm.models.forward_pass import head_logits, predicts_next_token, run
 from attnorm.models.inputs import texts_from
 from attnorm.models.load import BUNDLED, LoadedModel, load

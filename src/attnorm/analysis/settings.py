@@ -1,9 +1,10 @@
-"""The settings of a run: validated once, in the form that identifies its parts; and the normalizers it measures."""
+"""The settings of a run: validated once, in the form that identifies its parts; normalizers and default text."""
 
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.resources import files
 from typing import Any, Literal, get_args
 
 import torch
@@ -237,3 +238,30 @@ def _read_rows(value: Any) -> int | tuple[int, ...]:
 
 def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+PASSAGE = "the bundled model's own passage"
+TOPICS = "pydoc_data.topics"
+DEFAULT_TEXTS = (PASSAGE, TOPICS)
+
+
+def default_text(*, bundled: bool) -> dict[str, str]:
+    """Return {name: text}, to be measured if none is given: available offline, and readable for the model.
+
+    The bundled model is measured on a passage that it wrote itself. Three books that it had not seen (loss 3.3 to 3.7
+    nats per token) give the same 13 dispersed heads as the passage. Python's help topics (loss 5.07), which it cannot
+    read, differ in two heads.
+    """
+    return {PASSAGE: passage()} if bundled else {TOPICS: topics()}
+
+
+def passage() -> str:
+    """Return 3,000 tokens that the bundled model wrote, from a fixed random seed."""
+    return (files("attnorm.models") / "bundled" / "passage.txt").read_text(encoding="utf-8")
+
+
+def topics() -> str:
+    """Return the topics of Python's help() in alphabetical order: about 65,000 words of technical English."""
+    from pydoc_data.topics import topics  # half a megabyte, needed here only
+
+    return "\n\n".join(topics[name] for name in sorted(topics))

@@ -1,10 +1,17 @@
-"""Benchmark analyze() against a forward pass with torch SDPA and `output_attentions=True`: time, memory, growth."""
+"""Benchmark analyze(): one run against the forward pass alone and `output_attentions=True`, and many in a sweep.
+
+One run: time, memory and its growth with the length. A sweep: 64 small items with two workers, in local processes and
+on Ray. Ideal are the seconds that the items take inside their workers, divided by the number of workers; they include
+loading the model. The wall time also has the start of Ray and of the workers, scheduling, and the merged table and
+page.
+"""
 
 import json
 import os
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -12,9 +19,8 @@ from pathlib import Path
 import torch
 
 from attnorm.bench.model_passes import Cost, Shape, Way, cost, cost_in_new_process, pass_of, random_model, tokens
-from attnorm.bench.results import Growth, GrowthPoint, ModelRun, Ratio
-from attnorm.bench.subprocess_measure import MEGABYTE, run_and_read_json
-from attnorm.bench.timing import time_alternating
+from attnorm.bench.results import Growth, GrowthPoint, ModelRun, Ratio, SweepCost
+from attnorm.bench.timing import MEGABYTE, run_and_read_json, time_alternating
 
 CORE, FULL, EAGER = 1 / 4, 1 / 2, 4.0  # promised speedups: over the plain pass (core, full), over eager
 MEMORY = 1.5  # promised: at most this many times the plain pass
@@ -137,3 +143,56 @@ def report(folder: str, text: str | None, length: int, threads: int) -> None:
     heads = analyze(folder, inputs, lengths=length, rows="last", metrics="all").heads.num_rows
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MEGABYTE
     sys.stdout.write(json.dumps({"heads": heads, "peak_mb": peak}))
+
+
+SWEEP_WORKERS = 2
+MAX_TIMES_IDEAL = 1.3  # promised for Ray
+MAX_SECONDS_PER_ITEM = 1.0  # promised for Ray
+SWEEP_PLAN = """
+command = "analyze"
+[grid]
+model = ["bundled"]
+length = {lengths}
+seed = {seeds}
+[options]
+{options}
+"""
+SWEEP_OPTIONS = 'windows = 2\nrows = 64\nnormalizers = ["model", "entmax15"]'
+QUICK_SWEEP_OPTIONS = "windows = 1\nrows = 4\nread_keys = 0"
+
+
+def measure_sweep(
+    *, quick: bool = False, notes: list[str], places: Sequence[str] = ("local", "ray")
+) -> Iterator[SweepCost]:
+    """Yield the cost on each of the places; one that cannot be used becomes a note."""
+    lengths, seeds = ([16], [0, 1]) if quick else (list(range(64, 128, 8)), list(range(8)))
+    text = SWEEP_PLAN.format(lengths=lengths, seeds=seeds, options=QUICK_SWEEP_OPTIONS if quick else SWEEP_OPTIONS)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.toml"
+        path.write_text(text, encoding="utf-8")
+        for engine in places:
+            try:
+                yield _measure_sweep(path, engine, quick=quick)
+            except (ImportError, RuntimeError) as error:
+                notes.append(f"sweep on {engine} was not measured: {error}")
+
+
+def _measure_sweep(path: Path, engine: str, *, quick: bool) -> SweepCost:
+    from attnorm.sweep.plan import read_plan
+    from attnorm.sweep.run import sweep
+
+    plan, out = read_plan(path), path.parent / engine
+    start = time.perf_counter()
+    done = sweep(plan, out, on=engine, workers=SWEEP_WORKERS, address="local" if engine == "ray" else None)
+    wall = time.perf_counter() - start
+    if failed := [state.error for state in done.states if state.state != "finished"]:
+        raise RuntimeError(f"{len(failed)} of {len(plan.items)} items failed: {failed[0]}")
+    results = [json.loads(file.read_text(encoding="utf-8")) for file in (out / "results").iterdir()]
+    judged = engine == "ray" and not quick
+    return SweepCost(
+        what={"local": "local processes", "ray": "Ray"}[engine], items=len(plan.items), workers=SWEEP_WORKERS,
+        wall_seconds=wall, item_seconds=sum(result["seconds"] for result in results),
+        models_loaded=sum(result["models_loaded"] for result in results),
+        most_times_ideal=MAX_TIMES_IDEAL if judged else None,
+        most_overhead_seconds=MAX_SECONDS_PER_ITEM if judged else None,
+    )  # fmt: skip

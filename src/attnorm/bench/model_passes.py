@@ -20,8 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from attnorm.bench.subprocess_measure import MEGABYTE, peak_above, resident, run_and_read_json
-from attnorm.bench.timing import Call
+from attnorm.bench.timing import MEGABYTE, Call, peak_above, resident, run_and_read_json
 
 Way = Literal["plain", "core", "full", "eager"]
 

@@ -9,7 +9,7 @@ import typer
 from attnorm.cli.output import AnalysisBar, ProgressBar, failures, say
 
 if TYPE_CHECKING:
-    from attnorm.analysis.parts import AnalysisProgress
+    from attnorm.analysis.analyze import AnalysisProgress
     from attnorm.analysis.result import Analysis
     from attnorm.analysis.verdicts.thresholds import Thresholds
     from attnorm.evaluation.result import Evaluation

@@ -15,8 +15,8 @@ from attnorm.cli.output import Json, failures, show, show_json, usage_errors
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from attnorm.analysis.compare import Stability
     from attnorm.analysis.result import Analysis
-    from attnorm.analysis.stability import Stability
     from attnorm.evaluation.result import Evaluation
 
 SETTINGS = (
@@ -178,7 +178,7 @@ def texts_of_run(manifest: Mapping[str, Any], folder: str) -> dict[str, str]:
 
 
 def _content(name: str) -> str | None:
-    from attnorm.analysis.default_text import PASSAGE, TOPICS, passage, topics
+    from attnorm.analysis.settings import PASSAGE, TOPICS, passage, topics
     from attnorm.files import read_text
 
     if name in (PASSAGE, TOPICS):
@@ -213,9 +213,9 @@ def stability(
     gives the same numbers adds no run; any other is measured on every passage.
     Example: attnorm stability bundled --text war-and-peace.txt --lengths 512
     """
-    from attnorm.analysis.stability import passages as parts_of
-    from attnorm.analysis.stability import same_numbers
-    from attnorm.analysis.stability import stability as of_runs
+    from attnorm.analysis.compare import passages as parts_of
+    from attnorm.analysis.compare import same_numbers
+    from attnorm.analysis.compare import stability as of_runs
     from attnorm.files import read_text
     from attnorm.models.inputs import Text
 

@@ -27,7 +27,7 @@ from typer.core import TyperGroup
 from attnorm.safe_text import escaped_json, visible_lines
 
 if TYPE_CHECKING:
-    from attnorm.analysis.parts import AnalysisProgress
+    from attnorm.analysis.analyze import AnalysisProgress
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]

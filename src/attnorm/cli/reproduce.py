@@ -259,7 +259,7 @@ def _models_to_run(asked: list[str] | None, names: list[str], quick: bool) -> li
 
 def _note_default_text(model: str, texts: list[Path] | None) -> None:
     """Say which text is used: the paper's model without the paper's text is not the paper's setting."""
-    from attnorm.analysis.default_text import TOPICS
+    from attnorm.analysis.settings import TOPICS
     from attnorm.experiments.subject import PAPER_MODEL, PAPER_TEXT
 
     if model.rsplit("/", 1)[-1] == PAPER_MODEL and not texts:

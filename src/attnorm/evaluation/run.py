@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attnorm.analysis.default_text import default_text
+from attnorm.analysis.settings import default_text
 from attnorm.evaluation.harness import Harness, all_tasks, require_lm_eval
 from attnorm.evaluation.result import AS_LOADED, PAGE, PARTS, RECORD, Evaluation, EvaluationPart, Scores
 from attnorm.evaluation.tasks import (

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from attnorm.analysis.circuits import SEQUENCES, SHORTEST, circuit_columns, measure_circuits, probe_lengths
 from attnorm.analysis.settings import named_normalizers, started_at_length
-from attnorm.analysis.verdicts.circuits import CIRCUITS, NAMED_FROM, SHARP, circuit_of
+from attnorm.analysis.verdicts.reach import CIRCUITS, NAMED_FROM, SHARP, circuit_of
 from attnorm.analysis.verdicts.rows import format_keys
 from attnorm.experiments.experiment import Experiment, ExperimentFinding, Floats, Outcome, Verdict
 from attnorm.experiments.figure_style import CORRECTED, MEASURED, NULL, PALE, PRINTED, letter, note, tidy

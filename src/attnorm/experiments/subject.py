@@ -159,7 +159,7 @@ def _passages(files: tuple[Path, ...], bundled: bool) -> "list[Text]":
     from attnorm.models.inputs import texts_from
 
     if not files:
-        from attnorm.analysis.default_text import default_text
+        from attnorm.analysis.settings import default_text
 
         return texts_from(default_text(bundled=bundled))
     names = [path.name for path in files]

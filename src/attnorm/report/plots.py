@@ -18,16 +18,30 @@ from typing import Any
 import matplotlib
 import numpy as np
 import pyarrow as pa
+from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize
+from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from numpy.typing import NDArray
 
 from attnorm.analysis.result import Analysis
-from attnorm.metrics.catalogue import BY_NAME, PER_ROW
-from attnorm.report.head_figures import COLOURS, head_curves, heat_map, verdict_map
-from attnorm.report.selection import chosen_rows, column, default_choice, measured_rows
-from attnorm.report.vocabulary import ACCENT, INK, LETTERING, PALE, PANEL_METRICS, VERDICTS
+from attnorm.metrics.catalogue import BY_NAME, PER_ROW, Metric
+from attnorm.report.selection import chosen_rows, column, default_choice, measured_rows, relative_distances
+from attnorm.report.vocabulary import (
+    ACCENT,
+    INK,
+    LETTERING,
+    OTHER_COLOURS,
+    PALE,
+    PANEL_METRICS,
+    SCALE,
+    VERDICT_COLOURS,
+    VERDICTS,
+    WARM,
+    verdict_word,
+)
 from attnorm.safe_text import visible
 
 KINDS = ("verdicts", "heads", "curves", "head")
@@ -99,7 +113,7 @@ def metric_curves(
     about = BY_NAME[metric]
     figure = Figure(figsize=(6.0, 3.6), facecolor="white", layout="constrained")
     axes = figure.subplots()
-    lines = _lines(table, metric)
+    lines = _lines_by_head(table, metric)
     layers = [layer_and_head[0] for layer_and_head in lines]
     norm = Normalize(min(layers), max(max(layers), min(layers) + 1))
     for (own_layer, _), (n, values) in lines.items():
@@ -143,7 +157,7 @@ def metric_curves(
     return figure
 
 
-def _lines(table: pa.Table, metric: str) -> dict[tuple[int, int], tuple[Any, Any]]:
+def _lines_by_head(table: pa.Table, metric: str) -> dict[tuple[int, int], tuple[Any, Any]]:
     """Return (layer, head) -> n and the metric, sorted by n."""
     layer, head = (table.column(name).to_numpy() for name in ("layer", "head"))
     n, values = column(table, "n"), column(table, metric)
@@ -210,3 +224,255 @@ def _save_formats(draw: Callable[[], Figure], stem: Path) -> list[Path]:
         figure.savefig(svg, metadata={"Date": None})
         figure.savefig(pdf, metadata={"CreationDate": None})
     return [svg, pdf]
+
+
+COLOURS = LinearSegmentedColormap.from_list("attnorm", SCALE)
+LARGEST_CELL, WIDEST = 0.34, 6.2  # inches: of one cell, of all columns
+LEFT, RIGHT, TOP, BOTTOM = 0.55, 1.95, 0.5, 0.5  # inches around the cells
+MISSING: dict[str, Any] = {"facecolor": "white", "edgecolor": "#bdbab2", "hatch": "////", "linewidth": 0.4}
+ROOM = {"left": 0.06, "right": 0.985, "top": 0.885, "bottom": 0.085, "wspace": 0.26, "hspace": 0.42}
+MEASURED: dict[str, Any] = {"color": ACCENT, "linewidth": 1.6, "marker": "o", "markersize": 2.5}
+BOUND: dict[str, Any] = {"color": INK, "linewidth": 1.0, "linestyle": "--"}
+PRINTED: dict[str, Any] = {"color": INK, "linewidth": 1.0, "linestyle": ":"}
+WARM_PRINTED: dict[str, Any] = {**PRINTED, "color": WARM}
+FAINT: dict[str, Any] = {"color": PALE, "linewidth": 0.8}
+
+
+def verdict_map(analysis: Analysis, choice: Mapping[str, Any] | None = None) -> Figure:
+    """Draw verdicts as colours and marks. choice: text, length, normalizer and kind."""
+    full_choice = {**default_choice(analysis), **(choice or {})}
+    heads = measured_rows(analysis.heads, full_choice)
+    words = [verdict_word(name) for name in heads.column("verdict").to_pylist()]
+    figure, axes, size = _grid(heads, "Verdicts", full_choice)
+    for word, x, y in zip(words, *_coordinates(heads), strict=True):
+        fill, ink = VERDICT_COLOURS.get(word.name, OTHER_COLOURS)
+        _cell(axes, x, y, facecolor=fill)
+        axes.text(x, y, word.mark, ha="center", va="center", color=ink, fontsize=size, fontweight="bold")
+    order = [word for word in dict.fromkeys([*VERDICTS, *words]) if word in words]
+    axes.legend(
+        handles=[
+            Patch(
+                facecolor=VERDICT_COLOURS.get(word.name, OTHER_COLOURS)[0],
+                label=f"{word.mark}  {word.label} ({words.count(word)})",
+            )
+            for word in order
+        ],
+        loc="upper left",
+        bbox_to_anchor=(1.0, 1.0),
+        frameon=False,
+        fontsize=7,
+    )
+    return figure
+
+
+def heat_map(analysis: Analysis, metric: str, choice: Mapping[str, Any] | None = None) -> Figure:
+    """Draw one metric of the catalogue; missing values are hatched."""
+    if metric not in BY_NAME:
+        raise ValueError(f"unknown metric {metric!r}; expected one of {', '.join(map(repr, BY_NAME))}")
+    full_choice = {**default_choice(analysis), **(choice or {})}
+    heads, about = measured_rows(analysis.heads, full_choice), BY_NAME[metric]
+    values = column(heads, metric)
+    norm = _norm(about, values)
+    figure, axes, _ = _grid(heads, f"{about.label} ({about.unit})" if about.unit else about.label, full_choice)
+    for value, x, y in zip(values, *_coordinates(heads), strict=True):
+        _cell(axes, x, y, **({"facecolor": COLOURS(norm(value))} if _is_drawable(about, value) else MISSING))
+    box, width = axes.get_position(), figure.get_figwidth()
+    beside = figure.add_axes((box.x1 + 0.2 / width, box.y0, 0.12 / width, box.height))
+    bar = figure.colorbar(ScalarMappable(norm, COLOURS), cax=beside)
+    bar.outline.set_linewidth(0)
+    beside.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    beside.yaxis.set_minor_locator(NullLocator())
+    return figure
+
+
+def _cell(axes: Axes, x: int, y: int, **look: Any) -> None:
+    axes.add_patch(Rectangle((x - 0.46, y - 0.46), 0.92, 0.92, **{"linewidth": 0, **look}))
+
+
+def _is_drawable(metric: Metric, value: float) -> bool:
+    return bool(np.isfinite(value) and (value > 0 or not metric.logarithmic))
+
+
+def _norm(metric: Metric, values: NDArray[np.float64]) -> Normalize:
+    usable = [float(value) for value in values if _is_drawable(metric, value)] or [1.0]
+    low, high = metric.bounded or (min(usable), max(usable))
+    if metric.logarithmic:
+        return LogNorm(low, high) if high > low else LogNorm(0.9 * low, 1.1 * low)
+    return Normalize(low, high) if high > low else Normalize(low - 0.5, low + 0.5)
+
+
+def _grid(heads: pa.Table, title: str, choice: Mapping[str, Any]) -> tuple[Figure, Axes, float]:
+    """Return an empty map for these layers and heads, and the font size that fits a cell."""
+    layers, columns = (sorted(set(heads.column(name).to_pylist())) for name in ("layer", "head"))
+    cell = min(LARGEST_CELL, WIDEST / len(columns))
+    width, height = LEFT + cell * len(columns) + RIGHT, TOP + max(cell * len(layers), 1.4) + BOTTOM
+    figure = Figure(figsize=(width, height), facecolor="white")
+    across, down = cell * len(columns) / width, cell * len(layers) / height
+    axes = figure.add_axes((LEFT / width, 1 - TOP / height - down, across, down))
+    axes.set_xlim(-0.5, len(columns) - 0.5)
+    axes.set_ylim(len(layers) - 0.5, -0.5)
+    for values, ticks in ((columns, axes.set_xticks), (layers, axes.set_yticks)):
+        tick_step = math.ceil(len(values) / 24)
+        ticks(range(0, len(values), tick_step), [str(value) for value in values[::tick_step]])
+    axes.tick_params(length=0)
+    axes.set_xlabel("head")
+    axes.set_ylabel("layer")
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    subtitle = ", ".join(str(choice[name]) for name in ("text", "length", "normalizer") if choice[name] is not None)
+    axes.set_title(f"{title}\n{subtitle}", fontsize=8, loc="left")
+    return figure, axes, max(3.0, 22 * cell)
+
+
+def _coordinates(heads: pa.Table) -> tuple[list[int], list[int]]:
+    """Return column and row of every head on the map."""
+    columns, layers = (heads[name].to_pylist() for name in ("head", "layer"))
+    heads_shown, layers_shown = sorted(set(columns)), sorted(set(layers))
+    return [heads_shown.index(head) for head in columns], [layers_shown.index(layer) for layer in layers]
+
+
+def head_curves(analysis: Analysis, layer: int, head: int, choice: Mapping[str, Any] | None = None) -> Figure:
+    """Draw entropy, gap and largest weight against n, separability and distance against N, sensitivity against T."""
+    full_choice = {**default_choice(analysis), **(choice or {}), "layer": layer, "head": head}
+    numbers = measured_rows(analysis.heads, full_choice).to_pylist()[0]
+    figure = Figure(figsize=(7.2, 4.4), facecolor="white")
+    panels = figure.subplots(2, 3, gridspec_kw=ROOM)
+    verdict = verdict_word(numbers.get("verdict")).label
+    title = f"Layer {layer}, head {head}: {verdict} ({full_choice['text']}, {full_choice['normalizer']})"
+    figure.suptitle(title, fontsize=9, x=0.01, ha="left")
+    lengths = _sort_by(chosen_rows(analysis.by_length, full_choice), "n")
+    sets = _sort_by(relative_distances(chosen_rows(analysis.top_n, full_choice)), "top_n")
+    steps = _sort_by(chosen_rows(analysis.sensitivity, full_choice), "temperature")
+    _entropy(panels[0, 0], lengths)
+    _gap(panels[0, 1], lengths, numbers.get("gap_slope"))
+    _weight(panels[0, 2], lengths)
+    _separability(panels[1, 0], sets)
+    _distance(panels[1, 1], sets)
+    _sensitivity(panels[1, 2], steps)
+    for axes in panels[0]:
+        _mark_horizon(axes, numbers.get("horizon"))
+    return figure
+
+
+def _entropy(axes: Axes, table: pa.Table) -> None:
+    n = column(table, "n")
+    _band(axes, table, "n", "entropy_nats_q25", "entropy_nats_q75", ACCENT)
+    axes.plot(n, np.log(n), **FAINT, label="log n")
+    axes.plot(n, column(table, "entropy_nats"), **MEASURED, label="entropy")
+    axes.plot(n, column(table, "entropy_floor"), **BOUND, label="floor")
+    _finish(axes, "Entropy (nats)", "n", n)
+
+
+def _gap(axes: Axes, table: pa.Table, slope: float | None) -> None:
+    n, gap = column(table, "n"), column(table, "effective_gap")
+    _band(axes, table, "n", "effective_gap_q25", "effective_gap_q75", ACCENT)
+    axes.plot(n, gap, **MEASURED, label="gap")
+    finite = np.isfinite(gap) & np.isfinite(n)
+    if finite.sum() > 1:
+        logs = np.log(n[finite])
+        for tilt, style in ((1, "-"), (0, ":")):
+            line = gap[finite][0] + tilt * (logs - logs[0])
+            axes.plot(n[finite], line, **FAINT, linestyle=style, label=f"slope {tilt}")
+    fitted = f", slope {slope:.2f}" if slope is not None and math.isfinite(slope) else ""
+    _finish(axes, f"Effective gap (nats){fitted}", "n", n)
+
+
+def _weight(axes: Axes, table: pa.Table) -> None:
+    n = column(table, "n")
+    _draw_lines(axes, table, "n", ("max_weight", MEASURED, "largest weight"), ("weight_ceiling", BOUND, "ceiling"))
+    axes.plot(n, 1 / n, **FAINT, label="1/n")
+    axes.set_ylim(0, 1.02)
+    _finish(axes, "Largest weight", "n", n)
+
+
+def _separability(axes: Axes, table: pa.Table) -> None:
+    _band(axes, table, "top_n", "separability_null_low", "separability_null_high", PALE)
+    _draw_lines(
+        axes,
+        table,
+        "top_n",
+        ("separability", MEASURED, "measured"),
+        ("separability_null", FAINT, "permuted"),
+        ("separability_lower", PRINTED, "moment bounds"),
+        ("separability_upper", PRINTED, "_"),
+    )
+    axes.set_ylim(0, 1.02)
+    _finish(axes, "Separability Ns/N", "N", column(table, "top_n"))
+
+
+def _distance(axes: Axes, table: pa.Table) -> None:
+    _band(axes, table, "top_n", "random_lower", "random_upper", PALE)
+    _draw_lines(
+        axes,
+        table,
+        "top_n",
+        ("relative_distance", MEASURED, "measured"),
+        ("fixed_tight", BOUND, "fixed bound"),
+        ("fixed_printed", PRINTED, "fixed, printed"),
+        ("random_printed", WARM_PRINTED, "random, printed"),
+    )
+    _finish(axes, "Distance over (n - N) ‖s‖", "N", column(table, "top_n"), logarithmic=True)
+
+
+def _sensitivity(axes: Axes, table: pa.Table) -> None:
+    _draw_lines(
+        axes,
+        table,
+        "temperature",
+        ("jacobian_norm", MEASURED, "exact norm"),
+        ("bound", BOUND, "bound K/T"),
+        ("gain_0.1", WARM_PRINTED, "g(T, 0.1)"),
+    )
+    _finish(axes, "Sensitivity", "T", column(table, "temperature"), logarithmic=True)
+
+
+def _draw_lines(axes: Axes, table: pa.Table, x: str, *lines: tuple[str, dict[str, Any], str]) -> None:
+    """Draw columns against the column x, each with a look and a label; "_" is not in the legend."""
+    for name, look, label in lines:
+        axes.plot(column(table, x), column(table, name), **look, label=label)
+
+
+def _finish(axes: Axes, title: str, x: str, values: NDArray[np.float64], *, logarithmic: bool = False) -> None:
+    axes.set_title(title, fontsize=8, loc="left")
+    axes.set_xlabel(x, labelpad=1)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    drawn = [line for line in axes.lines if np.isfinite(np.asarray(line.get_ydata(), dtype=float)).any()]
+    if len(drawn) < 2:
+        for line in list(axes.lines):
+            line.remove()
+        axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=PALE)
+        axes.set_xticks([])
+        axes.set_yticks([])
+        return
+    axes.set_xscale("log")
+    if logarithmic:
+        axes.set_yscale("log")
+        low, high = axes.get_ylim()
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 50 * low else (1,)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_locator(NullLocator())
+    few = values if len(values) <= 7 else values[:: len(values) // 4]
+    axes.set_xticks(few, [f"{value:,.0f}" if value >= 10 else f"{value:,.3g}" for value in few])
+    axes.set_xticks([], minor=True)
+    axes.grid(axis="y", color="#ebe9e3", linewidth=0.6)
+    named = [line for line in drawn if not str(line.get_label()).startswith("_")]
+    axes.legend(handles=named, fontsize=6, frameon=False)
+
+
+def _band(axes: Axes, table: pa.Table, x: str, low: str, high: str, colour: str) -> None:
+    xs, below, above = column(table, x), column(table, low), column(table, high)
+    finite = np.isfinite(below) & np.isfinite(above)
+    if finite.sum() > 1:
+        axes.fill_between(xs[finite], below[finite], above[finite], color=colour, alpha=0.18, linewidth=0)
+
+
+def _mark_horizon(axes: Axes, horizon: float | None) -> None:
+    low, high = axes.get_xlim()
+    if horizon is not None and low < horizon < high and axes.get_xscale() == "log":
+        axes.axvline(horizon, color=WARM, linewidth=0.8, linestyle=(0, (3, 3)))
+        axes.text(horizon, 1.0, " horizon", transform=axes.get_xaxis_transform(), fontsize=6, color=WARM, va="top")
+
+
+def _sort_by(table: pa.Table, name: str) -> pa.Table:
+    return table.sort_by(name) if table.num_rows else table

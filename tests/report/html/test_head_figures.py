@@ -9,8 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from attnorm.report import plots
-from attnorm.report.head_figures import head_curves, heat_map, verdict_map
-from attnorm.report.plots import save_figures, worst_head
+from attnorm.report.plots import head_curves, heat_map, save_figures, verdict_map, worst_head
 from attnorm.report.selection import chosen_rows, default_choice
 from attnorm.report.vocabulary import LETTERING
 from tests.report.html.sample import HOSTILE, core_only, empty, hostile, sample

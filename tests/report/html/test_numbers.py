@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Page
 
 from attnorm.report.html import page as report
-from attnorm.report.html.data import packed
+from attnorm.report.html.page import packed
 from attnorm.report.html.page_text import number, plain, share
 
 SCRIPTS = Path(report.__file__).parent / "script"

@@ -17,7 +17,7 @@ from scipy.special import ndtr, stdtrit
 from attnorm.analysis.collect_rows import SHORTEST_IN_SLOPE
 from attnorm.analysis.tables import BLOCKS, HEAD_KEY, VERDICT_COLUMNS, WINDOW_NUMBERS, WINDOWS
 from attnorm.analysis.verdicts.certainty import Certainty, HeadArrays, assess_certainty
-from attnorm.analysis.verdicts.circuits import circuit_words
+from attnorm.analysis.verdicts.reach import circuit_words
 from attnorm.analysis.verdicts.rows import Row, format_keys, head_rows, number, sees_fewer_keys
 from attnorm.analysis.verdicts.rules import OPEN, RULES, HeadCase, always_near_worst, describe_selection, judged_suffix
 from attnorm.analysis.verdicts.thresholds import UNDECIDED, VERDICTS, Thresholds

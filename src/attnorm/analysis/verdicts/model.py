@@ -16,8 +16,7 @@ import pyarrow as pa
 
 from attnorm.analysis.tables import HEAD_KEY
 from attnorm.analysis.verdicts.advice import advise
-from attnorm.analysis.verdicts.ceiling import FARTHEST, Ceiling, Rate, ceiling, rate
-from attnorm.analysis.verdicts.circuits import circuit_sentences
+from attnorm.analysis.verdicts.reach import FARTHEST, Ceiling, Rate, ceiling, circuit_sentences, rate
 from attnorm.analysis.verdicts.rows import (
     Row,
     format_keys,

@@ -14,7 +14,7 @@ from attnorm.analysis import store
 from attnorm.analysis.collect import Collector
 from attnorm.analysis.collect_rows import SHORTEST_IN_SLOPE
 from attnorm.analysis.settings import AnalysisSettings, settings_of
-from attnorm.analysis.verdicts.ceiling import binding_length
+from attnorm.analysis.verdicts.reach import binding_length
 from attnorm.analysis.verdicts.rows import number
 from attnorm.experiments.attention_rows import run_forward_pass
 from attnorm.experiments.experiment import Floats

@@ -6,7 +6,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from attnorm.analysis.default_text import passage, topics
+from attnorm.analysis.settings import passage, topics
 from attnorm.experiments.experiment import Experiment, ExperimentFinding, Outcome, Verdict
 from attnorm.experiments.language_models import stages
 from attnorm.experiments.language_models.figure import comparison_figure, course_figure

@@ -1,4 +1,4 @@
-"""The text of the page, which can be read without JavaScript: words, the table of heads, numbers as text.
+"""The text of the page, which can be read without JavaScript: words, the table of heads, scores, numbers as text.
 
 Numbers look like 1,024; 0.0031; 12 %; 27.5 million. The script writes them in the same way (script/format.js).
 """
@@ -6,7 +6,8 @@ Numbers look like 1,024; 0.0031; 12 %; 27.5 million. The script writes them in t
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import pyarrow as pa
 
@@ -267,3 +268,43 @@ def plain(value: Any) -> str:
 
 def _minus(text: str) -> str:
     return text.replace("-", "−")
+
+
+WIDTH = 160  # of the drawing of the intervals
+LINE = 12  # height of one interval in it
+
+
+@dataclass(frozen=True)
+class SideScore:
+    """One side at one task and length, in words. Numbers of `drawn` are pixels: left end, mean, right end."""
+
+    score: str
+    interval: str
+    drawn: tuple[float, float, float]
+    change: str = ""
+    verdict: str = ""
+
+
+@dataclass(frozen=True)
+class ScoreRow:
+    task: str
+    length: int | None
+    documents: int
+    better: str  # higher or lower
+    cells: tuple[SideScore | None, ...]  # one per side; None where it was not evaluated
+
+
+@dataclass(frozen=True)
+class ScoreTable:
+    """Scores of an evaluated model. sides: the model as loaded, then with other normalizers."""
+
+    model: str
+    sides: tuple[str, ...]
+    rows: tuple[ScoreRow, ...]
+    command: str = ""
+
+
+class Evaluated(Protocol):
+    """What the report needs of an evaluation. The package `evaluation` imports the report, so it cannot be imported."""
+
+    def score_table(self) -> ScoreTable: ...
