@@ -10,8 +10,7 @@ from torch import Tensor
 
 from attnorm.theory import coverage, dispersion, distance, geometry, gradient, isotropic_law, search
 from attnorm.theory.catalogue import claims
-from attnorm.theory.gradient import entmax_worst_norm, longest_constant_length
-from attnorm.theory.linearization import power_iteration_norm, random_directions
+from attnorm.theory.gradient import entmax_worst_norm, longest_constant_length, power_iteration_norm, random_directions
 from attnorm.theory.selection import select, top_n_set
 
 WEIGHTS = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)

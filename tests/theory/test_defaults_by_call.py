@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnorm.theory import dispersion, distance, frontier, geometry, gradient, linearization, search, spread
+from attnorm.theory import dispersion, distance, frontier, geometry, gradient, search
 from attnorm.theory.catalogue.claim import at_least, at_most, between
 from attnorm.theory.selection import select
 from tests.theory.test_search import claim_of
@@ -56,8 +56,8 @@ CALLS: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = [
     (lambda **o: gradient.swap_example(1.0, 0.1, **o).corrected, (), {"temperature": 1.0}),
     (lambda **o: gradient.swap_example(1.0, 0.1, **o).weight_distance, (), {"keys": 16}),
     (distance.theorem1_random_bounds, (ROWS,), {"heaviest": 0}),
-    (spread.proposition31_bound, (MATRICES[0], MATRICES[1], INPUTS, INPUTS), {"scaling": 1.0}),
-    (spread.proposition31_tight, (MATRICES[0], MATRICES[1], INPUTS, INPUTS), {"scaling": 1.0}),
+    (dispersion.proposition31_bound, (MATRICES[0], MATRICES[1], INPUTS, INPUTS), {"scaling": 1.0}),
+    (dispersion.proposition31_tight, (MATRICES[0], MATRICES[1], INPUTS, INPUTS), {"scaling": 1.0}),
     (at_most, (ONE, TWO), {"rounding": 0.0}),
     (at_least, (TWO, ONE), {"rounding": 0.0}),
     (between, (ONE, ONE / 2, TWO), {"rounding": 0.0}),
@@ -101,9 +101,9 @@ def test_how_often_the_power_iteration_steps_by_default(monkeypatch: pytest.Monk
     for growth, steps in ((1.01, 200), (1 + 1.005e-9, 200), (1 + 0.995e-9, 2)):
         sizes.clear()
         at = Growing(growth)
-        found = linearization.Linearization(LOGITS[:1], at.jvp, at.vjp)
-        monkeypatch.setattr(linearization, "linearize", lambda *_, found=found: found)
-        linearization.power_iteration_norm(softmax, LOGITS[:1], generator=seeded())
+        found = gradient.Linearization(LOGITS[:1], at.jvp, at.vjp)
+        monkeypatch.setattr(gradient, "linearize", lambda *_, found=found: found)
+        gradient.power_iteration_norm(softmax, LOGITS[:1], generator=seeded())
         assert len(sizes) == steps
 
 

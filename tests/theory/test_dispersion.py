@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import optimize, stats
 from torch import Tensor
 
-from attnorm.theory import dispersion, spread
+from attnorm.theory import dispersion
 from tests.theory.strategies import ClaimCase, cases, floats
 
 FUNCTIONS = {
@@ -73,7 +73,7 @@ def test_corollary1_holds_and_is_wider_than_lemma21(case: ClaimCase, temperature
     logits = case.vectors @ query
     weights, n = torch.softmax(logits / temperature, -1), len(logits)
     outer = dispersion.corollary1_bounds(query.norm(), case.vectors.norm(dim=-1).max(), n, temperature)
-    inner = dispersion.lemma21_bounds(spread.logit_spread(logits), n, temperature)
+    inner = dispersion.lemma21_bounds(dispersion.logit_spread(logits), n, temperature)
     assert within(outer, weights)
     assert outer.lower <= inner.lower * (1 + SLACK)
     assert inner.upper <= outer.upper * (1 + SLACK)
@@ -83,8 +83,8 @@ def test_corollary1_holds_and_is_wider_than_lemma21(case: ClaimCase, temperature
 def test_lemma21_holds_and_the_sharp_form_lies_inside_it(logits: list[float], temperature: float) -> None:
     z = torch.tensor(logits, dtype=torch.float64)
     weights, n = torch.softmax(z / temperature, -1), len(logits)
-    printed = dispersion.lemma21_bounds(spread.logit_spread(z), n, temperature)
-    sharp = dispersion.sharp_weight_bounds(spread.logit_spread(z), n, temperature)
+    printed = dispersion.lemma21_bounds(dispersion.logit_spread(z), n, temperature)
+    sharp = dispersion.sharp_weight_bounds(dispersion.logit_spread(z), n, temperature)
     assert within(sharp, weights)
     assert printed.lower <= sharp.lower * (1 + SLACK)
     assert sharp.upper <= printed.upper * (1 + SLACK)
@@ -113,7 +113,7 @@ def test_dispersion_is_not_convergence_to_the_uniform_distribution() -> None:
 def test_no_softmax_row_has_less_entropy_than_the_floor(logits: list[float], temperature: float) -> None:
     z = torch.tensor(logits, dtype=torch.float64)
     entropy = dispersion.entropy_nats(torch.softmax(z / temperature, -1))
-    floor = dispersion.entropy_floor(spread.logit_spread(z), len(logits), temperature)
+    floor = dispersion.entropy_floor(dispersion.logit_spread(z), len(logits), temperature)
     assert floor <= entropy + 1e-12
 
 
@@ -175,7 +175,7 @@ def test_the_effective_gap_of_softmax_lies_between_zero_and_the_spread(logits: l
     assert float(gap) == pytest.approx(
         float(dispersion.effective_gap_from_logits(z, temperature=temperature)), abs=1e-9
     )
-    assert -1e-12 <= gap <= spread.logit_spread(z) / temperature + 1e-12
+    assert -1e-12 <= gap <= dispersion.logit_spread(z) / temperature + 1e-12
 
 
 def test_the_gap_stays_exact_where_the_largest_weight_has_rounded_to_one() -> None:
@@ -205,7 +205,7 @@ def test_rows_to_which_a_statement_does_not_apply_are_nan_and_hidden_nan_never_l
     assert dispersion.effective_gap(weights, mask).isnan().tolist() == [False, True, True]
     assert dispersion.effective_gap_from_logits(logits, mask).isnan().tolist() == [False, True, True]
     assert dispersion.entropy_nats(weights, mask).isnan().tolist() == [False, False, True]
-    assert spread.logit_spread(logits, mask).isnan().tolist() == [False, False, True]
+    assert dispersion.logit_spread(logits, mask).isnan().tolist() == [False, False, True]
     n = mask.sum(-1)
     for bounds in (dispersion.lemma21_bounds(1.0, n), dispersion.sharp_weight_bounds(1.0, n)):
         assert bounds.upper.isnan().tolist() == [False, False, True]
@@ -237,7 +237,7 @@ def test_batched_rows_equal_rows_one_by_one() -> None:
         (dispersion.effective_gap, weights),
         (dispersion.effective_gap_from_logits, logits),
         (dispersion.entropy_nats, weights),
-        (spread.logit_spread, logits),
+        (dispersion.logit_spread, logits),
     ):
         batched = function(values, mask)
         looped = [[function(values[i, j][mask[i, j]]) for j in range(3)] for i in range(2)]
@@ -307,16 +307,16 @@ def test_proposition31_bounds_the_spread_of_every_head_and_query(key_heads: int,
     if rotary:
         angles = torch.arange(L, dtype=torch.float64)[:, None] * torch.tensor([1.0, 0.1, 0.01])
         q, k = rotate(q, angles), rotate(k, angles)
-    measured = spread.logit_spread(scaling * q @ k.mT, mask)
+    measured = dispersion.logit_spread(scaling * q @ k.mT, mask)
     options = {"query_bias": b_Q, "scaling": scaling, "mask": mask}
-    bound = spread.proposition31_bound(W_Q, W_K, x, x, key_bias=b_K, **options)
+    bound = dispersion.proposition31_bound(W_Q, W_K, x, x, key_bias=b_K, **options)
     assert bound.shape == measured.shape == (B, H, L)
     assert (measured <= bound * (1 + SLACK)).all()
     if not rotary:
-        tight = spread.proposition31_tight(W_Q, W_K, x, x, **options)
+        tight = dispersion.proposition31_tight(W_Q, W_K, x, x, **options)
         assert (measured <= tight * (1 + SLACK)).all()
-        assert (tight <= spread.proposition31_bound(W_Q, W_K, x, x, **options) * (1 + SLACK)).all()
-    one = spread.proposition31_bound(
+        assert (tight <= dispersion.proposition31_bound(W_Q, W_K, x, x, **options) * (1 + SLACK)).all()
+    one = dispersion.proposition31_bound(
         W_Q[2:3], W_K[2 * key_heads // H :][:1], x[1, 4:5], x[1, :5], query_bias=b_Q[2:3],
         key_bias=b_K[2 * key_heads // H :][:1], scaling=scaling,
     )  # fmt: skip
@@ -327,17 +327,17 @@ def test_the_printed_proposition_is_attained_and_the_tight_one_needs_unrotated_k
     one = torch.ones(1, 2, 1, dtype=torch.float64) * torch.tensor([[1.0], [0.0]], dtype=torch.float64)
     y = torch.tensor([[1.0]], dtype=torch.float64)
     opposite, equal = torch.tensor([[1.0], [-1.0]]).double(), torch.tensor([[1.0], [1.0]]).double()
-    assert float(spread.proposition31_bound(one, one, y, opposite)) == pytest.approx(2)
-    assert float(spread.logit_spread(y @ opposite.mT)) == 2
-    assert float(spread.proposition31_tight(one, one, y, equal)) == pytest.approx(0)
+    assert float(dispersion.proposition31_bound(one, one, y, opposite)) == pytest.approx(2)
+    assert float(dispersion.logit_spread(y @ opposite.mT)) == 2
+    assert float(dispersion.proposition31_tight(one, one, y, equal)) == pytest.approx(0)
     turned = rotate(torch.tensor([[1.0, 0.0], [1.0, 0.0]]).double(), torch.tensor([[0.0], [math.pi]]).double())
-    assert float(spread.logit_spread(torch.tensor([[1.0, 0.0]]).double() @ turned.mT)) == pytest.approx(2)
+    assert float(dispersion.logit_spread(torch.tensor([[1.0, 0.0]]).double() @ turned.mT)) == pytest.approx(2)
 
 
 def test_query_heads_must_share_the_key_heads_evenly() -> None:
     x = torch.ones(2, 3)
     with pytest.raises(ValueError, match=r"3.*2"):
-        spread.proposition31_bound(torch.ones(3, 4, 3), torch.ones(2, 4, 3), x, x)
+        dispersion.proposition31_bound(torch.ones(3, 4, 3), torch.ones(2, 4, 3), x, x)
 
 
 def test_two_levels_have_at_least_one_key_each() -> None:

@@ -9,18 +9,9 @@ import torch
 from torch import Tensor
 
 from attnorm.normalizers.registry import get
-from attnorm.theory import (
-    Claim,
-    dispersion,
-    distance,
-    frontier,
-    geometry,
-    linearization,
-    rank_one_eigenvalues,
-    search,
-)
+from attnorm.theory import Claim, dispersion, distance, frontier, geometry, gradient, rank_one_eigenvalues, search
 from attnorm.theory.catalogue import claims
-from attnorm.theory.catalogue import kneemax as kneemax_claims
+from attnorm.theory.catalogue import frontier as kneemax_claims
 from attnorm.theory.catalogue.claim import EXACTLY, NEARLY, ClaimCase, draw_case
 from attnorm.theory.gradient import entmax_worst_weights
 from attnorm.theory.selection import safe_sqrt, select
@@ -291,7 +282,7 @@ def test_a_lower_bound_on_separability_that_is_positive_says_something() -> None
 
 def test_random_directions_are_zero_at_hidden_keys_and_have_length_1_over_the_others() -> None:
     mask = torch.tensor([[True, False, True], [False, False, False]])
-    found = linearization.random_directions(torch.zeros(2, 3, dtype=torch.float64), 4, mask)
+    found = gradient.random_directions(torch.zeros(2, 3, dtype=torch.float64), 4, mask)
     assert not found[:, ~mask].any()
     torch.testing.assert_close(found[:, 0].norm(dim=-1), torch.ones(4, dtype=torch.float64))
 

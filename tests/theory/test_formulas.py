@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnorm import theory
-from attnorm.theory import dispersion, distance, frontier, geometry, gradient, spread
+from attnorm.theory import dispersion, distance, frontier, geometry, gradient
 from attnorm.theory.selection import SelectedRows, select
 
 TEMPERATURES = (0.07, 0.3, 1.0, 2.5)
@@ -339,7 +339,7 @@ def test_the_spread_that_weight_matrices_allow(heads: int, masked: bool) -> None
     mask = torch.tensor([[1, 0, 1, 1, 0, 1], [1, 1, 0, 0, 0, 1]]).bool() if masked else None
     for biases in (False, True):
         given = {"query_bias": b_Q, "key_bias": b_K} if biases else {}
-        found = spread.proposition31_bound(W_Q, W_K, y, x, scaling=-0.7, mask=mask, **given)
+        found = dispersion.proposition31_bound(W_Q, W_K, y, x, scaling=-0.7, mask=mask, **given)
         for head, query in itertools.product(range(heads), range(2)):
             group = head // (heads // 2)
             matrices = [W_Q[head], W_K[group]]
@@ -352,9 +352,9 @@ def test_the_spread_that_weight_matrices_allow(heads: int, masked: bool) -> None
             sizes = [float(torch.linalg.matrix_norm(matrix, 2)) for matrix in matrices]
             reach = float(inputs[0].norm()) * max(float(v.norm()) for v in inputs[1:])
             close(found[head, query], 2 * 0.7 * sizes[0] * sizes[1] * reach)
-    plain = spread.proposition31_bound(W_Q, W_K, y, x)
-    torch.testing.assert_close(plain, spread.proposition31_bound(W_Q, W_K, y, x, scaling=1.0))
-    tight = spread.proposition31_tight(W_Q, W_K, y, x, scaling=-0.7, mask=mask)
+    plain = dispersion.proposition31_bound(W_Q, W_K, y, x)
+    torch.testing.assert_close(plain, dispersion.proposition31_bound(W_Q, W_K, y, x, scaling=1.0))
+    tight = dispersion.proposition31_tight(W_Q, W_K, y, x, scaling=-0.7, mask=mask)
     for head, query in itertools.product(range(heads), range(2)):
         product = float(torch.linalg.matrix_norm(W_Q[head].T @ W_K[head // (heads // 2)], 2))
         seen = [key for key in range(6) if mask is None or bool(mask[:, key].any())]

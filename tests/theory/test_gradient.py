@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from attnorm.theory import gradient
 from attnorm.theory import rank_one_eigenvalues as secular
-from attnorm.theory.linearization import jacobian_norm, linearize, power_iteration_norm
+from attnorm.theory.gradient import jacobian_norm, linearize, power_iteration_norm
 from tests.theory.reference.threshold_maps import entmax, kneemax, kneemax_slopes
 
 ALPHAS = (1.0, 1.3, 1.5, 1.8, 2.0)

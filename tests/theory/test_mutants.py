@@ -11,17 +11,7 @@ import torch
 
 from attnorm.normalizers.kneemax import Kneemax
 from attnorm.normalizers.softmax import Softmax
-from attnorm.theory import (
-    claims,
-    coverage,
-    dispersion,
-    distance,
-    frontier,
-    geometry,
-    gradient,
-    spread,
-    verify,
-)
+from attnorm.theory import claims, coverage, dispersion, distance, frontier, geometry, gradient, verify
 from attnorm.theory.dispersion import Bounds
 
 CLAIMS = {claim.id: claim for claim in claims()}
@@ -98,7 +88,7 @@ KNOWN = [
     Mutant("corollary-3-corrected", gradient, "corollary3_corrected", "1.98 for 2", times(2 / 1.98)),
     Mutant("cantelli-markov", geometry, "cantelli_bounds", "Cantelli", looser_cantelli),
     Mutant("law-attained", frontier, "frontier_effort", "more", times(1.01)),
-    Mutant("proposition-3.1", spread, "proposition31_bound", "more", times(1.01)),
+    Mutant("proposition-3.1", dispersion, "proposition31_bound", "more", times(1.01)),
 ]
 
 OTHERS = [
@@ -115,9 +105,9 @@ OTHERS = [
     Mutant("horizon", dispersion, "horizon", "one less", result(lambda n: n - 1)),
     Mutant("horizon", dispersion, "horizon", "less", times(0.99)),
     Mutant("effective-gap", dispersion, "effective_gap_from_logits", "n for n-1", with_n_for_others),
-    Mutant("proposition-3.1", spread, "proposition31_bound", "less", times(0.99)),
-    Mutant("proposition-3.1-tight", spread, "proposition31_tight", "more", times(1.01)),
-    Mutant("proposition-3.1-tight", spread, "proposition31_tight", "less", times(0.99)),
+    Mutant("proposition-3.1", dispersion, "proposition31_bound", "less", times(0.99)),
+    Mutant("proposition-3.1-tight", dispersion, "proposition31_tight", "more", times(1.01)),
+    Mutant("proposition-3.1-tight", dispersion, "proposition31_tight", "less", times(0.99)),
     Mutant("theorem-1-fixed", distance, "theorem1_fixed_printed", "more", times(1.01)),
     Mutant("theorem-1-fixed-tight", distance, "theorem1_fixed_tight", "more", times(1.01)),
     Mutant("theorem-1-fixed-tight", distance, "theorem1_fixed_tight", "less", times(0.99)),

@@ -24,7 +24,6 @@ from attnorm.theory import (
     gradient,
     replay,
     search,
-    spread,
     verify,
 )
 from attnorm.theory.catalogue import claim as claim_module
@@ -118,8 +117,8 @@ BROKEN = [
     ("entropy-deficit", dispersion, "entropy_floor_deficit", less),
     ("horizon", dispersion, "horizon", lambda n: 0.9 * n),
     ("effective-gap", dispersion, "effective_gap_from_logits", more),
-    ("proposition-3.1", spread, "proposition31_bound", less),
-    ("proposition-3.1-tight", spread, "proposition31_tight", less),
+    ("proposition-3.1", dispersion, "proposition31_bound", less),
+    ("proposition-3.1-tight", dispersion, "proposition31_tight", less),
     ("theorem-1-fixed", distance, "theorem1_fixed_printed", less),
     ("theorem-1-fixed-tight", distance, "theorem1_fixed_tight", less),
     ("theorem-1-fixed-signed", distance, "theorem1_fixed_tight", less),

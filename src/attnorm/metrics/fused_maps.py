@@ -25,7 +25,7 @@ from attnorm.metrics.normalized import MeasuredNormalizer, rows_block
 from attnorm.metrics.sampling import evenly_spaced
 from attnorm.metrics.sensitivity import POWER_ROWS
 from attnorm.normalizers.contract import KernelForm, Normalizer, ScaleRule, ThresholdForm
-from attnorm.theory.linearization import Linearization, linearized_norm
+from attnorm.theory.gradient import Linearization, linearized_norm
 
 ONE_PASS = ("sigmoid", "relu", "softpick")  # weights rise with the logit and are at least 0
 MAX_SCRATCH = 2**26  # tiles that the threshold kernel keeps numbers of at a time, 8 bytes each

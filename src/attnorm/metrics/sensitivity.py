@@ -35,7 +35,7 @@ from attnorm.normalizers.relu import Relu
 from attnorm.normalizers.sigmoid import Sigmoid
 from attnorm.normalizers.softmax import Softmax
 from attnorm.normalizers.threshold_relu import ThresholdRelu
-from attnorm.theory.linearization import power_iteration_norm
+from attnorm.theory.gradient import power_iteration_norm
 from attnorm.theory.rank_one_eigenvalues import rank_one_eigenvalue, rank_two_singular_value
 from attnorm.theory.selection import at_least_float32
 

@@ -27,7 +27,7 @@ from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.hard import Hard
 from attnorm.normalizers.registry import available, get
 from attnorm.normalizers.topk import TopK
-from attnorm.theory.linearization import RowMap, power_iteration_norm
+from attnorm.theory.gradient import RowMap, power_iteration_norm
 
 # (weight w, keys n) -> the gap g at which the map gives the leading token exactly w
 GapForWeight = Callable[[float, int], float]

@@ -17,8 +17,7 @@ from attnorm.metrics.normalized import MODEL
 from attnorm.metrics.rows import measure_rows
 from attnorm.models.dispatch import attention_sites
 from attnorm.models.query_key_origin import projections
-from attnorm.theory.dispersion import horizon
-from attnorm.theory.spread import proposition31_bound
+from attnorm.theory.dispersion import horizon, proposition31_bound
 
 # Velickovic et al. 2024: range, mean and standard deviation over heads.
 PRINTED = {"Gemma 2B": (2.28, 14.78, 5.69, 2.05), "Gemma 7B": (0.09, 32.74, 5.82, 2.61)}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnorm.normalizers.kernel import FUNCTIONS
-from attnorm.theory import dispersion, spread
+from attnorm.theory import dispersion
 from attnorm.theory.catalogue.claim import EXACTLY, NEARLY, Claim, ClaimCase, at_least, at_most, equals
 
 ROUNDING = 1e-12  # of an entropy in nats
@@ -95,7 +95,7 @@ def _proposition31(case: ClaimCase, bound: Callable[..., Tensor]) -> Tensor:
     query_weight, key_weight = case.matrices[:, :1], case.matrices[:, 1:]
     queries = case.vectors[:, :1]
     q, k = queries.unsqueeze(1) @ query_weight.mT, case.vectors.unsqueeze(1) @ key_weight.mT
-    logit_spread = spread.logit_spread(q @ k.mT)
+    logit_spread = dispersion.logit_spread(q @ k.mT)
     return at_most(logit_spread, bound(query_weight, key_weight, queries, case.vectors), ROUNDING)[:, 0, 0]
 
 
@@ -221,7 +221,7 @@ CLAIMS = [
         domain="dot-product logits without QK-norm; the model's scaling in front, biases as augmented matrices",
         status="holds",
         correction="proposition-3.1-tight",
-        ratio=lambda case: _proposition31(case, spread.proposition31_bound),
+        ratio=lambda case: _proposition31(case, dispersion.proposition31_bound),
         attained=(NEARLY,),
     ),
     claim(
@@ -232,7 +232,7 @@ CLAIMS = [
         statement="spread <= 2 smax(Q^T K) ||y|| min over c in {0, mean x} of max ||x_i - c||",
         domain="as Proposition 3.1, heads that do not rotate q and k",
         status="holds",
-        ratio=lambda case: _proposition31(case, spread.proposition31_tight),
+        ratio=lambda case: _proposition31(case, dispersion.proposition31_tight),
         attained=(NEARLY,),
     ),
 ]

@@ -17,7 +17,7 @@ from attnorm.theory.catalogue.claim import EXACTLY, NEARLY, CaseSizes, Claim, Cl
 from attnorm.theory.catalogue.dispersion import weights_between
 from attnorm.theory.dispersion import Bounds, lemma1_constants_of, not_covered
 from attnorm.theory.frontier import outside_the_law
-from attnorm.theory.linearization import jacobian_norm
+from attnorm.theory.gradient import jacobian_norm
 
 FEW_ROWS = 4
 FAR = 20.0
