@@ -23,7 +23,7 @@ IMPORTED = [
     "attnorm.analysis.analyze",
     "attnorm.report.html.page",
     "attnorm.training.lm",
-    "attnorm.training.retrieval.run",
+    "attnorm.training.retrieval.train",
 ]
 
 

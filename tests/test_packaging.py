@@ -114,8 +114,8 @@ for name in (
     "attnorm.cli",
     "attnorm.experiments.retrieval.plan",
     "attnorm.training.lm.run",
-    "attnorm.training.needle.run",
-    "attnorm.training.retrieval.run",
+    "attnorm.training.needle.train",
+    "attnorm.training.retrieval.train",
     "attnorm.experiments.clrs_text.work",
     "attnorm.analysis.analyze",
     "attnorm.report.plots",
@@ -163,8 +163,8 @@ def test_a_machine_that_only_trains_needs_no_library_for_figures_and_tables(load
 
 
 def test_accelerate_is_imported_only_to_train(loaded: dict[str, set[str]]) -> None:
-    assert "attnorm.training.needle.run" in loaded["attnorm.training.retrieval.run"]
-    assert "accelerate" not in loaded["attnorm.training.retrieval.run"]
+    assert "attnorm.training.needle.train" in loaded["attnorm.training.retrieval.train"]
+    assert "accelerate" not in loaded["attnorm.training.retrieval.train"]
 
 
 def test_figures_need_neither_pyplot_nor_a_display(loaded: dict[str, set[str]]) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from attnorm.cli.train_retrieval import TimeLeft
-from attnorm.training.retrieval.run import RetrievalProgress
+from attnorm.training.retrieval.train import RetrievalProgress
 
 
 class Clock:

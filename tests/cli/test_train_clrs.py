@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from attnorm.cli import app
-from attnorm.training.clrs import run
+from attnorm.training.clrs import train
 
 runner = CliRunner()
 TINY = ["--steps", "2", "--batch", "2", "--width", "8", "--layers", "1", "--observed", "0", "--dense"]
@@ -34,7 +34,7 @@ def test_options_reach_the_trainer_and_quick_yields_to_them(tmp_path: Path, monk
         seen.update(options, recipe=recipe, tests=tests, data=data, base=base)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "train_clrs", stop)
+    monkeypatch.setattr(train, "train_clrs", stop)
     records = [
         {"algorithm": "bfs", "size": size, "question": f"bfs {size} {n}\n", "answer": "0\n\n"}
         for size in (4, 5) for n in range(8)

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from attnorm.cli import app
-from attnorm.training.retrieval import run
+from attnorm.training.retrieval import train
 from attnorm.training.retrieval.evaluate import Trials
 
 runner = CliRunner()
@@ -61,7 +61,7 @@ def test_the_flags_reach_the_recipe_and_quick_yields_to_them(tmp_path: Path, mon
         seen.update(options)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "train_retrieval", stop)
+    monkeypatch.setattr(train, "train_retrieval", stop)
     flags = [
         "--quick", "--batch", "7", "--lr", "0.5", "--weight-decay", "0.25", "--cosine", "--smallest", "3",
         "--largest", "9", "--leak-penalty", "2", "--leak-from", "0.1", "--squeezed", "0.5", "--no-compile",
@@ -83,7 +83,7 @@ def test_the_command_tests_on_fewer_sets_than_the_reproduction(tmp_path: Path, m
         seen.append(options["trials"].sets)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "train_retrieval", stop)
+    monkeypatch.setattr(train, "train_retrieval", stop)
     for more in ([], ["--test-sets", "1024"], ["--sets", "7"]):
         runner.invoke(app, ["train", "retrieval", "--out", str(tmp_path), *more])
     assert seen == [128, 1024, 7]
@@ -114,7 +114,7 @@ def test_a_full_disk_exits_with_1(call: list[str], monkeypatch: pytest.MonkeyPat
     def full(*args: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device", "records.jsonl")
 
-    monkeypatch.setattr(run, "train_retrieval", full)
+    monkeypatch.setattr(train, "train_retrieval", full)
     result = runner.invoke(app, call)
     assert result.exit_code == 1
     assert "No space left on device: records.jsonl" in result.stderr

@@ -19,9 +19,8 @@ from attnorm.models.load import load
 from attnorm.models.patch import Patch
 from attnorm.training.device import accelerated
 from attnorm.training.lm.attention import in_training
-from attnorm.training.lm.captured_step import CapturedStep, whole_windows
 from attnorm.training.lm.model import LMSettings, build_model
-from attnorm.training.lm.step import TrainingStep
+from attnorm.training.lm.step import CapturedStep, TrainingStep, whole_windows
 from attnorm.training.vision import train as vision
 from attnorm.training.vision.images import as_model_input, generated_textures
 from attnorm.training.vision.train import VisionSettings

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attnorm.experiments.retrieval.plan import Section, Training, TrainingRecords
+from attnorm.training.retrieval.data import RetrievalRecipe
 from attnorm.training.retrieval.evaluate import Trials
 from attnorm.training.retrieval.model import run_key
-from attnorm.training.retrieval.recipe import RetrievalRecipe
 
 SEEDS = (0, 1, 2)
 

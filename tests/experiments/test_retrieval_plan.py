@@ -18,8 +18,8 @@ from attnorm.experiments.retrieval.plan import (
 )
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.registry import BUILT_IN, get
+from attnorm.training.retrieval.data import RetrievalRecipe
 from attnorm.training.retrieval.model import run_key
-from attnorm.training.retrieval.recipe import RetrievalRecipe
 
 
 def test_every_normalizer_for_which_a_set_has_no_order_takes_part() -> None:

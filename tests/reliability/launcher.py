@@ -25,9 +25,9 @@ def main() -> None:
     import attnorm.experiments.run
     import attnorm.report.html.page
     import attnorm.report.terminal
-    import attnorm.training.clrs.run
+    import attnorm.training.clrs.train
     import attnorm.training.lm
-    import attnorm.training.retrieval.run  # noqa: F401
+    import attnorm.training.retrieval.train  # noqa: F401
 
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from attnorm.training.retrieval.data import find_task
+from attnorm.training.retrieval.data import RetrievalRecipe, find_task
 from attnorm.training.retrieval.evaluate import evaluate
 from attnorm.training.retrieval.model import Retrievers, normalizer_for
-from attnorm.training.retrieval.recipe import RetrievalRecipe
 from attnorm.training.retrieval.train import Trained, train
 
 CPU = torch.device("cpu")

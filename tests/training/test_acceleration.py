@@ -15,11 +15,10 @@ from typer.testing import CliRunner
 from attnorm.cli import app
 from attnorm.training.device import accelerated
 from attnorm.training.lm.run import train_lm
-from attnorm.training.needle.run import train_needle
-from attnorm.training.needle.train import NeedleTask
+from attnorm.training.needle.train import NeedleTask, train_needle
+from attnorm.training.retrieval.data import RetrievalRecipe
 from attnorm.training.retrieval.evaluate import Trials
-from attnorm.training.retrieval.recipe import RetrievalRecipe
-from attnorm.training.retrieval.run import train_retrieval
+from attnorm.training.retrieval.train import train_retrieval
 from tests.training.conftest import tiny
 from tests.training.retrieval_stack import CPU, trained
 

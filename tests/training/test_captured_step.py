@@ -13,9 +13,9 @@ from attnorm.engines.inputs import head_numbers, validate_inputs
 from attnorm.experiments.language_models.train import _random_corpus
 from attnorm.training.checkpoints import StopRequest
 from attnorm.training.device import MemoryPeak, accelerated
-from attnorm.training.lm import captured_step, step
-from attnorm.training.lm.captured_step import CapturedStep
+from attnorm.training.lm import step
 from attnorm.training.lm.model import build_model
+from attnorm.training.lm.step import CapturedStep
 from attnorm.training.lm.train import Run
 from tests.training.conftest import tiny
 
@@ -35,7 +35,7 @@ def test_a_run_with_captured_steps_learns_the_same_keeps_no_gradients_and_logs_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = tiny(steps=12, batch=2, context=8, layers=1)
-    monkeypatch.setattr(captured_step, "CapturedStep", Uncaptured)
+    monkeypatch.setattr(step, "CapturedStep", Uncaptured)
     losses = []
     for captures in (False, True):
         monkeypatch.setattr(step.TrainingStep, "_can_be_captured", lambda self, captures=captures: captures)
@@ -59,7 +59,7 @@ def test_a_step_that_cannot_be_captured_continues_without_a_graph(monkeypatch: p
 
     settings = tiny(steps=6, batch=2, context=8, layers=1)
     batches = torch.randint(257, (6, 2, 9), generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(captured_step, "CapturedStep", fails)
+    monkeypatch.setattr(step, "CapturedStep", fails)
     courses = []
     for captures in (False, True):
         monkeypatch.setattr(step.TrainingStep, "_can_be_captured", lambda self, captures=captures: captures)

@@ -42,8 +42,7 @@ from attnorm.training.clrs.evaluate import (
     greedy_answer,
 )
 from attnorm.training.clrs.model import ClrsBase, ClrsRecipe, with_normalizer
-from attnorm.training.clrs.run import OWN, REFITTED, ClrsTests, OutOfTimeError, train_clrs
-from attnorm.training.clrs.train import ClrsRun
+from attnorm.training.clrs.train import OWN, REFITTED, ClrsRun, ClrsTests, OutOfTimeError, train_clrs
 from attnorm.training.device import accelerated
 
 CPU = torch.device("cpu")

@@ -13,8 +13,18 @@ from attnorm.cli import app
 from attnorm.training.lm.data import train_tokenizer
 from attnorm.training.lm.model import build_model
 from attnorm.training.needle.data import ALPHABET, Wording, keys_that_fit, puzzles_at, shortest_window, training_puzzles
-from attnorm.training.needle.run import among_many, find_keys, settings_of, summary, train_needle, usual_longer
-from attnorm.training.needle.train import NeedleTask, answer_loss, fine_tune, split_filler
+from attnorm.training.needle.train import (
+    NeedleTask,
+    among_many,
+    answer_loss,
+    find_keys,
+    fine_tune,
+    settings_of,
+    split_filler,
+    summary,
+    train_needle,
+    usual_longer,
+)
 from tests.training.conftest import tiny
 from tests.training.test_normalizers_in_training import Train
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from attnorm.training.device import Processes
 from attnorm.training.lm.run import train_lm
-from attnorm.training.processes import Processes
 from tests.forked import forked
 from tests.training.conftest import tiny
 

@@ -10,12 +10,12 @@ from attnorm.training.retrieval.data import (
     STEPS_AT_ONCE,
     TASKS,
     Batch,
+    RetrievalRecipe,
     find_task,
     sets_for_testing,
     stream,
     training_batches,
 )
-from attnorm.training.retrieval.recipe import RetrievalRecipe
 from tests.training.retrieval_stack import CPU
 
 

@@ -11,12 +11,10 @@ import torch
 from attnorm.files import read_jsonl
 from attnorm.training.checkpoints import TrainingInterrupted, finished_checkpoints
 from attnorm.training.retrieval import train as training
-from attnorm.training.retrieval.data import find_task
+from attnorm.training.retrieval.data import RetrievalRecipe, find_task
 from attnorm.training.retrieval.evaluate import Trials
 from attnorm.training.retrieval.model import normalizer_for
-from attnorm.training.retrieval.recipe import RetrievalRecipe
-from attnorm.training.retrieval.run import train_retrieval
-from attnorm.training.retrieval.train import Journal, Trained, train
+from attnorm.training.retrieval.train import Journal, Trained, train, train_retrieval
 from tests.training.retrieval_stack import CPU
 
 RECIPE = RetrievalRecipe(steps=70, batch=4, width=8, leak_penalty=1.0, leak_from=0.5, squeezed=0.5, cosine=True)

@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 
 from attnorm.files import append_jsonl, read_jsonl
 from attnorm.training.retrieval import evaluate as trials
-from attnorm.training.retrieval import run as runner
+from attnorm.training.retrieval import train as runner
+from attnorm.training.retrieval.data import RetrievalRecipe
 from attnorm.training.retrieval.evaluate import Trials
-from attnorm.training.retrieval.recipe import RetrievalRecipe
-from attnorm.training.retrieval.run import Results, RetrievalProgress, train_retrieval
+from attnorm.training.retrieval.train import Results, RetrievalProgress, train_retrieval
 
 RECIPE = RetrievalRecipe(steps=3, batch=4, width=8)
 TRIALS = Trials(sizes=(4, 32), sets=10)

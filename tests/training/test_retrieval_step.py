@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from attnorm.training.retrieval.data import find_task, training_batches
+from attnorm.training.retrieval.data import RetrievalRecipe, find_task, training_batches
 from attnorm.training.retrieval.model import Retrievers, normalizer_for, run_key
-from attnorm.training.retrieval.recipe import RetrievalRecipe
 from attnorm.training.retrieval.train import _loss, _standardized
 from tests.training.retrieval_stack import CPU, outcomes, trained
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from attnorm.normalizers.spec import parse_spec
-from attnorm.training.retrieval.data import TASKS, find_task, training_batches
+from attnorm.training.retrieval.data import TASKS, RetrievalRecipe, find_task, training_batches
 from attnorm.training.retrieval.evaluate import class_leak, leak_at_top, leaked_share
 from attnorm.training.retrieval.model import Retrievers, normalizer_for
-from attnorm.training.retrieval.recipe import RetrievalRecipe
 from attnorm.training.retrieval.train import Trained
 from tests.training.retrieval_stack import CPU, learned, outcomes, small, trained
 

@@ -10,8 +10,8 @@ import pytest
 from attnorm.files import remove_abandoned
 from attnorm.run_folder import only_process
 from attnorm.training.lm.run import train_lm
-from attnorm.training.retrieval.recipe import RetrievalRecipe
-from attnorm.training.retrieval.run import train_retrieval
+from attnorm.training.retrieval.data import RetrievalRecipe
+from attnorm.training.retrieval.train import train_retrieval
 from tests.forked import forked
 from tests.training.conftest import tiny
 

@@ -64,9 +64,8 @@ def _time_step(settings: "LMSettings", device: torch.device, quick: bool) -> flo
     """
     from attnorm.training.device import accelerated
     from attnorm.training.lm.attention import in_training
-    from attnorm.training.lm.captured_step import STEPS_BEFORE, whole_windows
     from attnorm.training.lm.model import build_model
-    from attnorm.training.lm.step import TrainingStep
+    from attnorm.training.lm.step import STEPS_BEFORE, TrainingStep, whole_windows
 
     torch._dynamo.reset()
     model = build_model(settings, settings.vocab, 0).to(device).train()

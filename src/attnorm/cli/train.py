@@ -91,9 +91,9 @@ def lm(
     import torch
 
     from attnorm.models.layer_recipe import RecipeFile, read_recipe_file
+    from attnorm.training.device import Processes
     from attnorm.training.lm.model import LMSettings
     from attnorm.training.lm.run import train_lm
-    from attnorm.training.processes import Processes
 
     first = Processes.launched().first  # only the first of several processes prints
     with usage_errors():
@@ -125,7 +125,7 @@ def lm(
     if as_json:
         show_json(record)
         return
-    from attnorm.training.lm.card import rise_in_words
+    from attnorm.training.lm.export import rise_in_words
 
     show(_loss_table(record["result"]))
     if record["result"]["rise"]:
@@ -223,8 +223,7 @@ def needle(
 
     Example: attnorm train needle bundled --text book.txt
     """
-    from attnorm.training.needle.run import train_needle, usual_longer
-    from attnorm.training.needle.train import NeedleTask
+    from attnorm.training.needle.train import NeedleTask, train_needle, usual_longer
 
     with failures(out_of_memory="Use a smaller --batch."), ProgressBar() as progress:
         times = usual_longer(model) if longer is None else tuple(numbers_of("--longer", longer) or ())

@@ -110,7 +110,7 @@ def clrs(
     with usage_errors():
         from attnorm.training.clrs.data import prepare_data
         from attnorm.training.clrs.model import ClrsBase, ClrsRecipe, with_normalizer
-        from attnorm.training.clrs.run import ClrsTests, train_clrs
+        from attnorm.training.clrs.train import ClrsTests, train_clrs
 
         options = {
             "steps": steps, "batch": batch, "lr": lr, "warmup": warmup, "layers": layers, "heads": heads,
@@ -183,7 +183,7 @@ def _questions(
 
 
 def _table(tested_with: str, cells: dict[str, dict[str, str]]) -> Table:
-    from attnorm.training.clrs.run import accuracy_by_size
+    from attnorm.training.clrs.train import accuracy_by_size
 
     accuracy = accuracy_by_size(cells)
     sizes = sorted({size for by_size in accuracy.values() for size in by_size})

@@ -12,7 +12,7 @@ from attnorm.cli.output import Json, ProgressBar, duration, failures, say, show,
 from attnorm.provenance import recorded_command
 
 if TYPE_CHECKING:
-    from attnorm.training.retrieval.run import RetrievalProgress
+    from attnorm.training.retrieval.train import RetrievalProgress
 
 _KEPT = "Interrupted; finished work is kept, and the same command resumes."
 
@@ -83,9 +83,9 @@ def retrieval(
     Example: attnorm train retrieval --normalizers softmax,ssmax --quick --out sets
     """
     with usage_errors():
+        from attnorm.training.retrieval.data import RetrievalRecipe
         from attnorm.training.retrieval.evaluate import Trials, summarise
-        from attnorm.training.retrieval.recipe import RetrievalRecipe
-        from attnorm.training.retrieval.run import train_retrieval
+        from attnorm.training.retrieval.train import train_retrieval
 
         usual = _QUICK if quick else _FULL
         options = {"seeds": seeds, "steps": steps, "batch": batch, "width": width, "learning_rate": lr, "sets": sets}

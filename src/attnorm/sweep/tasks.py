@@ -170,7 +170,7 @@ def train_lm_item(
 
 
 def _needle(values: Mapping[str, Any], out: Path, valid: Path) -> dict[str, float]:
-    from attnorm.training.needle.run import train_needle
+    from attnorm.training.needle.train import train_needle
 
     record = train_needle(out, valid, needle_task(values), device=values.get("device"))
     return {f"keys found at {length}": figures["exact"] for length, figures in record["by_length"].items()}
@@ -180,8 +180,8 @@ def _needle(values: Mapping[str, Any], out: Path, valid: Path) -> dict[str, floa
 
 
 def _retrieval_settings(values: Mapping[str, Any]) -> tuple[Any, Any]:
+    from attnorm.training.retrieval.data import RetrievalRecipe
     from attnorm.training.retrieval.evaluate import Trials
-    from attnorm.training.retrieval.recipe import RetrievalRecipe
 
     known = {field.name for field in fields(RetrievalRecipe)}
     recipe = RetrievalRecipe(**{name: value for name, value in values.items() if name in known})
@@ -207,7 +207,7 @@ def _check_retrieval(values: Mapping[str, Any]) -> None:
 
 
 def _train_retrieval(values: Mapping[str, Any], out: Path, shared: Path) -> Rows:
-    from attnorm.training.retrieval.run import train_retrieval
+    from attnorm.training.retrieval.train import train_retrieval
 
     recipe, trials = _retrieval_settings(values)
     results = train_retrieval(

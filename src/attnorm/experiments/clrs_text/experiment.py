@@ -27,7 +27,7 @@ from attnorm.experiments.clrs_text.results import (
 from attnorm.experiments.clrs_text.work import ClrsWorkspace, Line, read_lines, run_items
 from attnorm.experiments.experiment import Experiment, ExperimentFinding, Outcome, Verdict
 from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
-from attnorm.training.clrs.run import OWN
+from attnorm.training.clrs.train import OWN
 
 ALGORITHMS = 30
 MIN_SEEDS = 2

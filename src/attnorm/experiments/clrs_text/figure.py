@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 from attnorm.experiments.clrs_text.plan import ADAPTIVE, SOFTMAX
 from attnorm.experiments.clrs_text.results import ClrsResults, ClrsVariant, interval
 from attnorm.experiments.figure_style import CORRECTED, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
-from attnorm.training.clrs.run import OWN, REFITTED
+from attnorm.training.clrs.train import OWN, REFITTED
 
 COLUMNS = 6
 Looks = dict[tuple[str, str], dict[str, Any]]

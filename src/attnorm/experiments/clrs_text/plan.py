@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from attnorm.training.clrs.model import ClrsRecipe, with_normalizer
-from attnorm.training.clrs.run import REFITTED
+from attnorm.training.clrs.train import REFITTED
 
 SOFTMAX, ADAPTIVE = "softmax", "adaptive_temperature"
 FIRST_SEED = 0

@@ -18,7 +18,7 @@ from attnorm.experiments.clrs_text.plan import ADAPTIVE
 from attnorm.experiments.clrs_text.work import Line
 from attnorm.experiments.language_models.results import wilson_interval
 from attnorm.experiments.retrieval.lines import holm
-from attnorm.training.clrs.run import OWN, REFITTED
+from attnorm.training.clrs.train import OWN, REFITTED
 
 SIGNIFICANT = 0.05
 Range = Literal["in", "between", "out"]

@@ -19,8 +19,7 @@ from attnorm.provenance import file_hash, settings_hash
 from attnorm.run_folder import lock, try_lock
 from attnorm.training.clrs.data import ClrsData, prepare_data, quick_examples, read_examples
 from attnorm.training.clrs.model import ClrsBase
-from attnorm.training.clrs.run import REFITTED, ClrsTests, OutOfTimeError, train_clrs
-from attnorm.training.clrs.train import NotFiniteError
+from attnorm.training.clrs.train import REFITTED, ClrsTests, NotFiniteError, OutOfTimeError, train_clrs
 from attnorm.training.device import chosen_device
 
 RECORDS = "clrs-text.jsonl"

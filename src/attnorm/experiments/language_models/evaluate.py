@@ -23,8 +23,7 @@ from attnorm.training.lm.data import Tokens
 from attnorm.training.lm.evaluate import EVALUATION_BATCH, validation_loss
 from attnorm.training.lm.model import LMSettings
 from attnorm.training.needle.data import Wording
-from attnorm.training.needle.run import among_many, find_keys, summary
-from attnorm.training.needle.train import fine_tune, split_filler
+from attnorm.training.needle.train import among_many, find_keys, fine_tune, split_filler, summary
 
 AS_TRAINED = None  # instead of a normalizer that replaces softmax at inference
 ROWS = 64  # per head and window

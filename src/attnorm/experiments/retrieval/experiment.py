@@ -28,8 +28,8 @@ from attnorm.experiments.retrieval.plan import (
 from attnorm.experiments.retrieval.tables import accuracy_table, fragments, scale_table
 from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 from attnorm.files import write_text
+from attnorm.training.retrieval.data import RetrievalRecipe
 from attnorm.training.retrieval.evaluate import OWN, RECORDS, Mean
-from attnorm.training.retrieval.recipe import RetrievalRecipe
 
 TRAINING, TABLES = "training", "tables"
 CLOSE, NEAR = 6.0, 15.0  # points: as printed, and of the same kind

@@ -22,10 +22,10 @@ from attnorm.normalizers.former_defaults import read_settings
 from attnorm.normalizers.registry import available, get
 from attnorm.normalizers.spec import parse_spec
 from attnorm.training.device import chosen_device
+from attnorm.training.retrieval.data import RetrievalRecipe
 from attnorm.training.retrieval.evaluate import RECORDS, SIZES, Record, Trials
 from attnorm.training.retrieval.model import run_key
-from attnorm.training.retrieval.recipe import RetrievalRecipe
-from attnorm.training.retrieval.run import RetrievalProgress, train_retrieval
+from attnorm.training.retrieval.train import RetrievalProgress, train_retrieval
 
 Section = Literal["paper", "ours", "parts", "steps", "recall", "majority"]
 SECTIONS: dict[Section, str] = {

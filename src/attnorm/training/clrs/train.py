@@ -1,32 +1,234 @@
-"""A training run on CLRS-Text: steps over groups of similar length, the loss on answers only, checkpoints and metrics.
+"""Train and test one CLRS-Text model in a folder; an interrupted run resumes, a finished one is not repeated.
 
-The examples of a step depend only on the seed and the step, and checkpoints are atomic. So a resumed run continues
-exactly where it stopped. Optimizer and schedule are those of the language model trainer.
+    training.json   settings; at the end the exact matches of every test, held-out loss, entropies and speed
+    metrics.jsonl   the training loss, each ten steps
+    checkpoints/    weights and optimizer state
+    model/          the model as a Hugging Face folder, if requested
+
+Steps go over groups of similar length, and the loss is on answers only. The examples of a step depend only on the seed
+and the step, and checkpoints are atomic. So a resumed run continues exactly where it stopped. Optimizer and schedule
+are those of the language model trainer.
 """
 
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as F
 
-from attnorm.training.checkpoints import StopRequest, finished_checkpoints, load_checkpoint, save_checkpoint
+from attnorm.files import write_json
+from attnorm.normalizers.adaptive_temperature import adaptive_temperature
+from attnorm.normalizers.former_defaults import read_spec, state_spec
+from attnorm.normalizers.spec import parse_spec
+from attnorm.run_folder import only_process
+from attnorm.training.checkpoints import (
+    StopRequest,
+    TrainingInterrupted,
+    finished_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+)
 from attnorm.training.clrs.data import ClrsData, EncodedExample, groups_by_length, padded, step_indices
-from attnorm.training.clrs.evaluate import answer_logits
+from attnorm.training.clrs.evaluate import (
+    Matches,
+    answer_entropy,
+    answer_logits,
+    bits_by_cell,
+    check_answers,
+    fitted_coefficients,
+)
 from attnorm.training.clrs.model import ClrsBase, ClrsRecipe
-from attnorm.training.device import MemoryPeak
-from attnorm.training.lm.attention import Attention, compile_blocks, in_training, without_compiled_blocks
-from attnorm.training.lm.captured_step import whole_windows
-from attnorm.training.lm.step import LARGEST_GRADIENT, make_optimizer
-from attnorm.training.lm.train import CHECKPOINTS, LOG_EVERY, METRICS, keep_metrics, learning_rate
+from attnorm.training.device import MemoryPeak, accelerated, check_accelerate, chosen_device
+from attnorm.training.lm.attention import (
+    Attention,
+    check_attention,
+    compile_blocks,
+    in_training,
+    without_compiled_blocks,
+)
+from attnorm.training.lm.export import training_versions
+from attnorm.training.lm.model import RECORD, check_normalizer
+from attnorm.training.lm.run import open_run
+from attnorm.training.lm.step import LARGEST_GRADIENT, make_optimizer, whole_windows
+from attnorm.training.lm.train import CHECKPOINTS, LOG_EVERY, METRICS, keep_metrics, learning_rate, speed_and_memory
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+OWN = "own"  # the normalizer it was trained with
+REFITTED = "re-fitted"  # adaptive temperature whose polynomial is fitted to the trained softmax model
+MODEL = "model"
+Report = Callable[[str, int, int, dict[str, float] | None], None]
+"""Called with the stage, how much of it is done, its total, and the log entry of training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClrsTests:
+    """What is measured after training.
+
+    others: normalizers that replace the trained one in further tests; REFITTED is fitted first.
+    observed: test examples per algorithm and size whose attention rows are measured; 0 for none.
+    """
+
+    others: tuple[str, ...] = ()
+    observed: int = 1
+    test: bool = True  # False: the held-out loss only, to choose a learning rate
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "others", tuple(map(state_spec, self.others)))
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"others": list(self.others), "observed": self.observed, "test": self.test}
+
+
+class OutOfTimeError(Exception):
+    """The time limit was reached before the last step; a checkpoint was written."""
+
+
+def train_clrs(
+    out: Path,
+    base: ClrsBase,
+    recipe: ClrsRecipe,
+    data: ClrsData,
+    tests: ClrsTests | None = None,
+    *,
+    device: str | None = None,
+    attention: Attention = "engine",
+    compiled: bool = False,
+    checkpoint_every: int | None = None,
+    deadline: float = math.inf,
+    save_model: bool = False,
+    report: Report = lambda stage, done, total, entry: None,
+) -> dict[str, Any]:
+    """Train the model in `out`, or continue; return the record that training.json holds.
+
+    Args:
+        device: Default: a GPU if there is one.
+        attention: How patched layers compute attention while training, as in `train_lm`.
+        compiled: Compile the blocks, a few graphs for all lengths; the first steps take longer.
+        checkpoint_every: Steps between checkpoints (default: only where training is stopped).
+        deadline: As `time.monotonic` counts; training stops there.
+
+    Raises:
+        ImportError: accelerate is not installed.
+        ValueError: Wrong settings, a folder with another run, or a loss that is not finite.
+        OutOfTimeError: The deadline passed; the same call continues.
+        TrainingInterrupted: Ctrl-C or SIGTERM; a checkpoint was written.
+    """
+    check_accelerate()
+    tests = tests or ClrsTests()
+    check_normalizer(recipe.as_lm())
+    check_attention(attention, recipe.as_lm())
+    torch_device = chosen_device(device)
+    identity = {
+        **recipe.as_dict(pretrained=base.path is not None), "base": base.identity(), "data": data.source,
+        "tests": tests.as_dict(),
+    }  # fmt: skip
+    with only_process(out):
+        record = open_run(out, identity, resume=True)
+        if record["result"]:
+            return {**record, "result": _read_result(record["result"])}
+        with accelerated(torch_device, recipe.dtype) as accelerator, StopRequest() as stop:
+            run = ClrsRun(out, base, recipe, data, accelerator, attention=attention, compiled=compiled)
+            report("training", run.step, recipe.steps, None)
+            for entry in run.steps(deadline, stop, checkpoint_every):
+                report("training", run.step, recipe.steps, entry)
+        if stop.asked:
+            raise TrainingInterrupted(run.step)
+        if run.step < recipe.steps:
+            raise OutOfTimeError
+        report("testing", 0, 1, None)
+        result = {
+            "steps": run.step, "tokens": run.tokens, "training_seconds": round(run.seconds, 1),
+            **measure(run, tests),
+            **speed_and_memory(out / METRICS), "learned": learned_values(run.model),
+            "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
+            "device": torch.cuda.get_device_name(torch_device) if torch_device.type == "cuda" else torch_device.type,
+            "versions": training_versions(),
+        }  # fmt: skip
+        if save_model:
+            from attnorm.models.saving import save_pretrained
+
+            save_pretrained(run.model, out / MODEL)
+        record = {**record, "result": result}
+        write_json(out / RECORD, record)
+    return record
+
+
+def measure(run: "ClrsRun", tests: ClrsTests) -> dict[str, Any]:
+    """Return the held-out loss and, by test normalizer, exact matches (algorithm -> size -> bits) and entropies."""
+    began = time.monotonic()
+    model, recipe, data, device = run.model, run.recipe, run.data, run.device
+
+    def answered(examples: Sequence[EncodedExample]) -> tuple[Matches, float]:
+        with run.in_training():
+            return check_answers(model, examples, device, recipe.dtype, recipe.tokens_at_once)
+
+    matches, loss = answered(data.held_out)
+    result: dict[str, Any] = {
+        "held_out_loss": round(loss, 5) if math.isfinite(loss) else None,
+        "held_out_exact": round(float(matches.mean()), 5),
+    }
+    if tests.test:
+        with run.uncompiled():
+            coefficients = fitted_coefficients(model, data.held_out, device) if REFITTED in tests.others else ()
+        if coefficients:
+            result["coefficients"] = list(coefficients)
+        result["exact"], result["test_loss"], result["entropy"] = {}, {}, {}
+        for name in (OWN, *tests.others):
+            with _swap_for_test(model, name, coefficients):
+                test_matches, loss = answered(data.test)
+                result["exact"][name] = bits_by_cell(data.test, test_matches)
+                result["test_loss"][name] = round(loss, 5) if math.isfinite(loss) else None
+                if tests.observed:
+                    with run.uncompiled():
+                        result["entropy"][name] = answer_entropy(model, data.test, tests.observed, device)
+    return {**result, "test_seconds": round(time.monotonic() - began, 1)}
+
+
+def _swap_for_test(model: Any, name: str, coefficients: Sequence[float]) -> AbstractContextManager[Any]:
+    from attnorm.models.patch import swap
+
+    if name == OWN:
+        return nullcontext()
+    if name == REFITTED:
+        return swap(model, adaptive_temperature(coefficients), warm_start=False)
+    named, options = parse_spec(name)
+    return swap(model, named, warm_start=False, **options)
+
+
+def _read_result(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recorded result whose test normalizers are named with the defaults of their time."""
+    by_normalizer = ("exact", "test_loss", "entropy")
+    return {
+        key: {read_spec(name): entry for name, entry in value.items()} if key in by_normalizer else value
+        for key, value in result.items()
+    }
+
+
+def learned_values(model: Any) -> dict[str, list[float]]:
+    """Return the parameters of the normalizers by layer."""
+    from attnorm.models.dispatch import NORMALIZER
+
+    return {
+        name: [round(value, 5) for value in parameter.detach().flatten().float().tolist()]
+        for name, parameter in model.named_parameters()
+        if NORMALIZER in name.split(".")
+    }
+
+
+def accuracy_by_size(cells: Mapping[str, Mapping[str, str]]) -> dict[str, dict[int, tuple[int, int]]]:
+    """Return algorithm -> size -> right answers and questions, from the bits of a record."""
+    return {
+        algorithm: {int(size): (bits.count("1"), len(bits)) for size, bits in sizes.items()}
+        for algorithm, sizes in cells.items()
+    }
 
 
 class NotFiniteError(ValueError):

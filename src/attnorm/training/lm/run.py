@@ -18,14 +18,13 @@ from attnorm.files import write_json
 from attnorm.normalizers.former_defaults import read_settings
 from attnorm.run_folder import only_process, read_record, require_only, require_same_run
 from attnorm.training.checkpoints import StopRequest, TrainingInterrupted
-from attnorm.training.device import accelerated, check_accelerate, chosen_device
+from attnorm.training.device import Processes, accelerated, check_accelerate, chosen_device
 from attnorm.training.lm.attention import Attention, check_attention
 from attnorm.training.lm.data import Corpus, check_length, check_sizes, describe_texts, prepare
 from attnorm.training.lm.evaluate import check_lengths, evaluation_lengths
 from attnorm.training.lm.export import export
 from attnorm.training.lm.model import RECORD, LMSettings, check_normalizer
 from attnorm.training.lm.train import CHECKPOINTS, METRICS, Run
-from attnorm.training.processes import Processes
 
 __all__ = ["LMProgress", "Report", "chosen_device", "train_lm"]
 

@@ -17,14 +17,12 @@ import torch
 
 from attnorm.files import write_text
 from attnorm.training.checkpoints import StopRequest, finished_checkpoints, load_checkpoint, save_checkpoint
-from attnorm.training.device import MemoryPeak
+from attnorm.training.device import MemoryPeak, Processes
 from attnorm.training.lm.attention import Attention, in_training, without_compiled_blocks
-from attnorm.training.lm.captured_step import whole_windows
 from attnorm.training.lm.data import Corpus, training_windows, validation_windows
 from attnorm.training.lm.evaluate import validation_loss
 from attnorm.training.lm.model import LMSettings, build_model
-from attnorm.training.lm.step import TrainingStep
-from attnorm.training.processes import Processes
+from attnorm.training.lm.step import TrainingStep, whole_windows
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -24,8 +24,7 @@ from attnorm.normalizers.former_defaults import key_spec, read_settings
 from attnorm.normalizers.registry import get
 from attnorm.normalizers.spec import parse_spec
 from attnorm.provenance import settings_hash
-from attnorm.training.retrieval.data import CLASSES, Task, stream
-from attnorm.training.retrieval.recipe import RetrievalRecipe
+from attnorm.training.retrieval.data import CLASSES, RetrievalRecipe, Task, stream
 
 
 class StackedLinear(nn.Module):
