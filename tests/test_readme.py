@@ -15,7 +15,7 @@ import attnorm
 from attnorm.analysis.settings import passage
 from attnorm.bench.dispersion import dispersion, percent
 from attnorm.cli import app
-from attnorm.cli.normalizer_table import describe_all, promises
+from attnorm.cli.normalizers import describe_all, promises
 from attnorm.normalizers import registry
 from attnorm.normalizers.registry import BUILT_IN
 

@@ -14,7 +14,7 @@ import attnorm
 from attnorm.bench import suites
 from attnorm.bench.results import Ratio
 from attnorm.cli import app
-from attnorm.cli import health as bench_doctor
+from attnorm.cli import doctor as bench_doctor
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -25,7 +25,7 @@ USE = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 import attnorm
-from attnorm.cli.normalizer_table import describe_all, promises
+from attnorm.cli.normalizers import describe_all, promises
 
 assert attnorm.__file__.startswith(sys.path[0])
 report = attnorm.check_normalizer("taylor")

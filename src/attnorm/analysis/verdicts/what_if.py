@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from attnorm.analysis.settings import BUDGET, USUAL_GROUPS, groups
-from attnorm.analysis.settings import NAMES as DEFAULT_TEXTS
+from attnorm.analysis.settings import BUDGET, DEFAULT_TEXTS, USUAL_GROUPS, groups
 from attnorm.analysis.verdicts.rows import Row, number
 from attnorm.analysis.verdicts.rules import judged_suffix
 from attnorm.analysis.verdicts.thresholds import DIFFERS, DISPERSED, VERDICTS, Thresholds, thresholds_of

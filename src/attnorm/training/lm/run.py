@@ -2,7 +2,7 @@
 
 Text -> byte-level BPE -> tokens on disk -> random windows -> AdamW with a cosine schedule -> a Hugging Face folder.
 An interrupted run continues exactly where it stopped; on a CPU its weights are identical to those of one long run.
-Started by torchrun or `accelerate launch`, several processes share every batch (training.processes).
+Started by torchrun or `accelerate launch`, several processes share every batch (training/device.py).
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The report of `attnorm doctor`: versions, devices, optional packages, and checks on this machine."""
+"""attnorm doctor: versions, devices and optional packages, and checks that attnorm works on this machine."""
 
 import platform
 import shutil
@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+import typer
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -17,10 +18,29 @@ from torch.nn.functional import scaled_dot_product_attention
 from attnorm.attention import attention, choose_engine
 from attnorm.bench.attention import dense
 from attnorm.bench.timing import Machine, this_machine
+from attnorm.cli.output import Json, ProgressBar, show, show_json
 from attnorm.engines.inputs import validate_inputs
 from attnorm.normalizers.check import check_normalizer
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.registry import available, get
+
+
+def doctor(as_json: Json = False) -> None:
+    """Show versions, devices and optional packages, and check that attnorm works on this machine.
+
+    Exit code 1: a check failed.
+
+    Example: attnorm doctor --json
+    """
+    with ProgressBar() as progress:
+        health = examine(lambda check, done, total: progress("checking", done, total, detail=check))
+    if as_json:
+        show_json(health.as_dict())
+    else:
+        show(health_tables(health))
+    if not health.well:
+        raise typer.Exit(1)
+
 
 OPTIONAL_PACKAGES = {
     "triton": "torch.compile, FlexAttention and our kernels on CUDA",

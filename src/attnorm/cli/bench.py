@@ -1,4 +1,4 @@
-"""attnorm bench and attnorm doctor: how fast attnorm is on this machine, and whether it works there."""
+"""attnorm bench: time and memory against the usual alternatives."""
 
 from pathlib import Path
 from typing import Annotated
@@ -61,23 +61,4 @@ def bench(
         for growth in results.growth:
             say(f"wrote {save_growth_figure(growth, out)}")
     if results.missed:
-        raise typer.Exit(1)
-
-
-def doctor(as_json: Json = False) -> None:
-    """Show versions, devices and optional packages, and check that attnorm works on this machine.
-
-    Exit code 1: a check failed.
-
-    Example: attnorm doctor --json
-    """
-    from attnorm.cli.health import examine, health_tables
-
-    with ProgressBar() as progress:
-        health = examine(lambda check, done, total: progress("checking", done, total, detail=check))
-    if as_json:
-        show_json(health.as_dict())
-    else:
-        show(health_tables(health))
-    if not health.well:
         raise typer.Exit(1)
