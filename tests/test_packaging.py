@@ -116,7 +116,7 @@ for name in (
     "attnorm.training.lm.run",
     "attnorm.training.needle.train",
     "attnorm.training.retrieval.train",
-    "attnorm.experiments.clrs_text.work",
+    "attnorm.experiments.clrs_text.workspace",
     "attnorm.analysis.analyze",
     "attnorm.report.plots",
 ):
@@ -159,7 +159,7 @@ def test_a_measurement_loads_neither_the_catalogue_of_claims_nor_scipys_distribu
 
 def test_a_machine_that_only_trains_needs_no_library_for_figures_and_tables(loaded: dict[str, set[str]]) -> None:
     assert not {"matplotlib", "pyarrow", "scipy"} & loaded["attnorm.experiments.retrieval.plan"]
-    assert not {"matplotlib", "pyarrow"} & loaded["attnorm.experiments.clrs_text.work"]
+    assert not {"matplotlib", "pyarrow"} & loaded["attnorm.experiments.clrs_text.workspace"]
 
 
 def test_accelerate_is_imported_only_to_train(loaded: dict[str, set[str]]) -> None:

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2Model
 from typer.testing import CliRunner
 
 from attnorm.cli import app
-from attnorm.experiments import subject
+from attnorm.experiments import experiment
 from tests.analysis.tiny_models import gpt2
 from tests.cli.saved_model import save_model, save_text
 from tests.experiments.toy_experiments import Toy
@@ -28,10 +28,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache of the hub, and no network."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(subject, "_held", {})
-    subject._described.cache_clear()
+    monkeypatch.setattr(experiment, "_held", {})
+    experiment._described.cache_clear()
     yield tmp_path / "hub"
-    subject._described.cache_clear()
+    experiment._described.cache_clear()
 
 
 def put_gpt2(cache: Path, tokenizer: Path) -> None:
@@ -118,7 +118,7 @@ def test_what_trains_its_own_models_looks_for_none(name: str, monkeypatch: pytes
     monkeypatch.setattr(
         "attnorm.experiments.run.reproduce", lambda names, subject, out, **options: subjects.append(subject) or []
     )
-    monkeypatch.setattr("attnorm.experiments.subject.PAPER_MODEL", "must-not-be-asked-for")
+    monkeypatch.setattr("attnorm.experiments.experiment.PAPER_MODEL", "must-not-be-asked-for")
     result = runner.invoke(app, ["reproduce", name])
     assert result.exit_code == 0, result.output
     assert subjects[0].model == "bundled"

@@ -23,8 +23,8 @@ from attnorm.experiments.adaptive import (
     versions,
 )
 from attnorm.experiments.attention_rows import SampledRows, sample_rows
+from attnorm.experiments.experiment import ExperimentSubject
 from attnorm.experiments.losses import losses, mean, windows_of
-from attnorm.experiments.subject import ExperimentSubject
 from attnorm.normalizers.adaptive_temperature import EntropyRule
 from attnorm.normalizers.registry import get
 

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from attnorm.experiments.circuits import EXPERIMENT, NamedHead, judge_claims, lengths_of, summary
-from attnorm.experiments.experiment import Outcome
-from attnorm.experiments.subject import ExperimentSubject
+from attnorm.experiments.experiment import ExperimentSubject, Outcome
 from tests.analysis.planted import planted
 
 

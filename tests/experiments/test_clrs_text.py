@@ -12,17 +12,23 @@ from scipy.stats import binomtest
 from typer.testing import CliRunner
 
 from attnorm.cli import app
-from attnorm.experiments.clrs_text import experiment, work
-from attnorm.experiments.clrs_text.experiment import EXCEPTIONS, comparisons_of, findings_of, outcome
-from attnorm.experiments.clrs_text.figure import figures_of
-from attnorm.experiments.clrs_text.plan import ADAPTIVE, FULL, QUICK, SOFTMAX, ClrsItem, change_plan, items
+from attnorm.experiments.clrs_text import experiment
+from attnorm.experiments.clrs_text import workspace as work
+from attnorm.experiments.clrs_text.experiment import EXCEPTIONS, comparisons_of, figures_of, findings_of, outcome
 from attnorm.experiments.clrs_text.results import ClrsResults, compare, interval, results_of
-from attnorm.experiments.clrs_text.work import (
+from attnorm.experiments.clrs_text.workspace import (
+    ADAPTIVE,
+    FULL,
+    QUICK,
     RECORDS,
+    SOFTMAX,
+    ClrsItem,
     ClrsWorkspace,
     Line,
     best_rate,
+    change_plan,
     coefficients_of,
+    items,
     read_lines,
     run_items,
 )

@@ -18,8 +18,7 @@ from attnorm.experiments.dispersion.measure import (
     reach,
     wanted,
 )
-from attnorm.experiments.experiment import Outcome
-from attnorm.experiments.subject import ExperimentSubject
+from attnorm.experiments.experiment import ExperimentSubject, Outcome
 
 QUICK = ExperimentSubject(quick=True)
 

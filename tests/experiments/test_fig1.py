@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from attnorm.experiments.experiment import ExperimentSubject
 from attnorm.experiments.fig1 import EXPERIMENT, TOP_N, scene, toy, typical
-from attnorm.experiments.subject import ExperimentSubject
 from attnorm.theory.geometry import separability
 from attnorm.theory.selection import select
 from tests.experiments.test_fig2 import silent, synthetic

@@ -10,6 +10,7 @@ import torch
 from scipy import stats
 
 from attnorm.experiments.attention_rows import LastRows, joined, last_rows
+from attnorm.experiments.experiment import ExperimentSubject
 from attnorm.experiments.fig2.experiment import PAIRS, _compare, _fewer_heads
 from attnorm.experiments.fig2.experiment import QUICK as SIZES
 from attnorm.experiments.fig2.findings import explained, findings
@@ -34,7 +35,6 @@ from attnorm.experiments.fig2.measure import (
     subsampled_heads,
     whole,
 )
-from attnorm.experiments.subject import ExperimentSubject
 from attnorm.theory.distance import PowerLaw
 
 

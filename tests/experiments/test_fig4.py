@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from attnorm.experiments.attention_rows import longest_rows, run_forward_pass
+from attnorm.experiments.experiment import ExperimentSubject
 from attnorm.experiments.fig4 import EPSILONS, EXPERIMENT, Sensitivity, judge_claims, measure, table
-from attnorm.experiments.subject import ExperimentSubject
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.rows import measure_rows
 from attnorm.theory.gradient import finite_difference_corrected

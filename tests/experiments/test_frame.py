@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from attnorm.experiments import catalogue, run
+from attnorm.experiments.experiment import ExperimentSubject
 from attnorm.experiments.run import render_index, reproduce
-from attnorm.experiments.subject import ExperimentSubject
 from tests.experiments.toy_experiments import Toy
 
 SUBJECT = ExperimentSubject(quick=True)
@@ -94,7 +94,7 @@ def test_a_change_of_the_text_is_seen(toy: Toy, tmp_path: Path) -> None:
     subject = replace(SUBJECT, texts=(text,))
     reproduce(["toy"], subject, tmp_path / "out")
     text.write_text("one two four")
-    from attnorm.experiments import subject as module
+    from attnorm.experiments import experiment as module
 
     module._passages.cache_clear()
     with pytest.raises(ValueError, match=r"book\.txt.*content"):
@@ -300,7 +300,7 @@ def test_another_second_model_is_another_setting(monkeypatch: pytest.MonkeyPatch
 
 
 def test_one_model_is_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    from attnorm.experiments import subject as module
+    from attnorm.experiments import experiment as module
 
     held_when_read = []
     monkeypatch.setattr(module, "_held", {("before", None): None})

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from attnorm.experiments.attention_rows import SampledRows
+from attnorm.experiments.experiment import ExperimentSubject
 from attnorm.experiments.gradients import EXPERIMENT, TEMPERATURES, judge_claims, measure, toy
-from attnorm.experiments.subject import ExperimentSubject
 
 OWN = TEMPERATURES.index(1.0)
 

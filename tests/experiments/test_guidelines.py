@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from attnorm.experiments.experiment import ExperimentFinding, Outcome
+from attnorm.experiments.experiment import ExperimentFinding, ExperimentSubject, Outcome
 from attnorm.experiments.figure_style import TEMPERATURES
 from attnorm.experiments.guidelines import experiment
 from attnorm.experiments.guidelines.experiment import EXPERIMENT, judge_claims
@@ -22,7 +22,6 @@ from attnorm.experiments.guidelines.measure import (
     _measure_coverage,
     _triples,
 )
-from attnorm.experiments.subject import ExperimentSubject
 from attnorm.theory.selection import select
 
 QUICK = ExperimentSubject(quick=True)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from attnorm.analysis.analyze import analyze
+from attnorm.experiments.experiment import ExperimentSubject
 from attnorm.experiments.language_models import stages
 from attnorm.experiments.language_models.evaluate import attention_statistics, spread_chunks
 from attnorm.experiments.language_models.experiment import EXPERIMENT, outcome, texts_of
@@ -29,7 +30,6 @@ from attnorm.experiments.language_models.workspace import (
     prepare_texts,
     read_results,
 )
-from attnorm.experiments.subject import ExperimentSubject
 from attnorm.models.load import load
 from attnorm.models.patch_state import normalizer_of, patched_modules
 from attnorm.training.lm.attention import fastest_attention, in_training

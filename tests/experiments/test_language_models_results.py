@@ -7,13 +7,14 @@ import pytest
 
 from attnorm.experiments.language_models.results import (
     Spread,
+    all_tables,
     contenders,
     learned_parameters,
     most_different_length,
     rank_correlation,
+    summary,
     wilson_interval,
 )
-from attnorm.experiments.language_models.tables import all_tables, summary
 from attnorm.experiments.language_models.workspace import read_results
 from attnorm.normalizers.asentmax import asentmax
 from attnorm.normalizers.ssmax import ssmax

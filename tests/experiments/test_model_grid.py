@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from attnorm.experiments.catalogue import experiment
+from attnorm.experiments.experiment import ExperimentSubject
 from attnorm.experiments.model_grid import grid, heads, positions, temperature
-from attnorm.experiments.model_grid.summary import loss_at, share_beyond_horizon, variance_shares
-from attnorm.experiments.subject import ExperimentSubject
+from attnorm.experiments.model_grid.grid import loss_at, share_beyond_horizon, variance_shares
 from attnorm.files import append_jsonl, read_jsonl
 from attnorm.training.lm.model import LMSettings, build_model
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
+from attnorm.experiments.experiment import PAPER_EXPERIMENTS, ExperimentSubject, default_model, paper_setting
 from attnorm.experiments.fig2 import experiment as fig2
-from attnorm.experiments.subject import PAPER_EXPERIMENTS, ExperimentSubject, default_model, paper_setting
 
 GPT2 = {"name": "gpt2", "layers": 12, "heads": 12, "head_dim": 64, "max_positions": 1024, "kv_heads": 12}
 NOVEL = "CONTENTS\n\nCHAPTER I\n\n“Well, Prince, so Genoa and\nLucca are now just family estates of the Buonapartes."

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from attnorm.experiments import catalogue
+from attnorm.experiments.experiment import ExperimentSubject
 from attnorm.experiments.figure_style import style
 from attnorm.experiments.retrieval import experiment, plan
 from attnorm.experiments.retrieval.experiment import RetrievalNumbers, findings, summary
-from attnorm.experiments.retrieval.lines import lines_of, scales_of
 from attnorm.experiments.retrieval.plan import (
     PAPERS_RECIPE,
     PRINTED_ADAPTIVE,
@@ -23,7 +23,7 @@ from attnorm.experiments.retrieval.plan import (
     RetrievalPlan,
     TrainingRecords,
 )
-from attnorm.experiments.subject import ExperimentSubject
+from attnorm.experiments.retrieval.results import lines_of, scales_of
 from attnorm.files import read_jsonl
 from tests.experiments.retrieval_records import SEEDS, found, record, training
 

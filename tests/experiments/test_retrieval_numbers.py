@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.stats import ttest_rel
 
-from attnorm.experiments.retrieval.lines import against, holm, lines_of, needed_margin, predicted_right, scales_of
+from attnorm.experiments.retrieval.results import against, holm, lines_of, needed_margin, predicted_right, scales_of
 from attnorm.training.retrieval.data import CLASSES
 from attnorm.training.retrieval.model import normalizer_for
 from tests.experiments.retrieval_records import found, record, training

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from attnorm.experiments.experiment import ExperimentSubject
 from attnorm.experiments.spread.experiment import EXPERIMENT, figure, judge_claims, summary
 from attnorm.experiments.spread.measure import Spreads, common_keys, heads_table, lengths_up_to, measure, spread_table
-from attnorm.experiments.subject import ExperimentSubject
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.observe import observe
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from attnorm.experiments.experiment import Outcome
-from attnorm.experiments.subject import ExperimentSubject
+from attnorm.experiments.experiment import ExperimentSubject, Outcome
 from attnorm.experiments.text_max import EXPERIMENT, TextMax, judge_claims, measure, question, row_reads, summary
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.observe import observe

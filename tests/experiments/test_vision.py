@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from attnorm.cli import app
 from attnorm.experiments import vision
 from attnorm.experiments.catalogue import experiment
-from attnorm.experiments.subject import ExperimentSubject
+from attnorm.experiments.experiment import ExperimentSubject
 from attnorm.files import append_jsonl, read_jsonl
 from attnorm.models.patch_state import patched_modules
 from attnorm.run_folder import try_lock

@@ -11,8 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from attnorm.experiments import catalogue
-from attnorm.experiments.experiment import Experiment, ExperimentFinding, Outcome
-from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
+from attnorm.experiments.experiment import Experiment, ExperimentFinding, ExperimentSubject, Outcome, ProgressCallback
 
 FINDINGS = (
     ExperimentFinding("a | b <i>", "1 of 2", "does not", "because"),

@@ -164,9 +164,9 @@ def reproduce(
     if unused:
         raise typer.BadParameter(f"{unused[0]} needs --stage; add --stage NAME, or remove {unused[0]}")
     from attnorm.experiments.catalogue import MODEL, check_options, named
+    from attnorm.experiments.experiment import ExperimentSubject
     from attnorm.experiments.run import INDEX
     from attnorm.experiments.run import reproduce as run
-    from attnorm.experiments.subject import ExperimentSubject
 
     with usage_errors():
         check_options([experiment.name for experiment in named(names)], {MODEL: model or ()})
@@ -220,8 +220,7 @@ def _run_clrs(
     stage: str, folder: Path, *, model: list[str], train: list[Path], test: list[Path], only: list[str], quick: bool,
     changes: list[str], minutes: float | None, device: str | None, seed: int,
 ) -> bool:  # fmt: skip
-    from attnorm.experiments.clrs_text.plan import FULL, QUICK, change_plan
-    from attnorm.experiments.clrs_text.work import ClrsWorkspace, run_items
+    from attnorm.experiments.clrs_text.workspace import FULL, QUICK, ClrsWorkspace, change_plan, run_items
 
     if stage != "train":
         raise ValueError(f"--stage: expected train for clrs-text, got {stage!r}")
@@ -250,7 +249,7 @@ def _timed_log() -> Callable[[str], None]:
 
 def _models_to_run(asked: list[str] | None, names: list[str], quick: bool) -> list[str]:
     from attnorm.experiments.catalogue import EXPERIMENTS, MODEL
-    from attnorm.experiments.subject import default_model
+    from attnorm.experiments.experiment import default_model
 
     # Experiments that bring or train their own models must not look for one.
     own = all(name in EXPERIMENTS and MODEL not in EXPERIMENTS[name].takes for name in names)
@@ -260,7 +259,7 @@ def _models_to_run(asked: list[str] | None, names: list[str], quick: bool) -> li
 def _note_default_text(model: str, texts: list[Path] | None) -> None:
     """Say which text is used: the paper's model without the paper's text is not the paper's setting."""
     from attnorm.analysis.settings import TOPICS
-    from attnorm.experiments.subject import PAPER_MODEL, PAPER_TEXT
+    from attnorm.experiments.experiment import PAPER_MODEL, PAPER_TEXT
 
     if model.rsplit("/", 1)[-1] == PAPER_MODEL and not texts:
         say(f"{model} on {TOPICS}, Python's own help texts; the paper's text is {PAPER_TEXT}: give it with --text FILE")

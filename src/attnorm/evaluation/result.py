@@ -13,7 +13,7 @@ from scipy.stats import binomtest, ttest_1samp
 from scipy.stats import t as student
 
 from attnorm.experiments.language_models.results import wilson_interval
-from attnorm.experiments.retrieval.lines import holm
+from attnorm.experiments.retrieval.results import holm
 from attnorm.files import write_text
 from attnorm.normalizers.former_defaults import read_spec
 from attnorm.report.html.page_text import WIDTH as PANEL_WIDTH

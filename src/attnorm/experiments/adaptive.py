@@ -19,10 +19,17 @@ from matplotlib.figure import Figure
 
 from attnorm.experiments import figure_style as style
 from attnorm.experiments.attention_rows import SampledRows, sample_rows
-from attnorm.experiments.experiment import Experiment, ExperimentFinding, Floats, Outcome, Verdict
+from attnorm.experiments.experiment import (
+    Experiment,
+    ExperimentFinding,
+    ExperimentSubject,
+    Floats,
+    Outcome,
+    ProgressCallback,
+    Verdict,
+)
 from attnorm.experiments.figure_style import CORRECTED, INK, MEASURED, NULL, PALE, letter, note, tidy
 from attnorm.experiments.losses import AS_IT_RUNS, WindowMean, losses, mean, weighed, windows_of
-from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 from attnorm.normalizers.adaptive_temperature import MIN_ENTROPY, EntropyRule, adaptive_temperature, fit
 from attnorm.normalizers.adaptive_temperature import PRINTED as PRINTED_COEFFICIENTS
 from attnorm.normalizers.contract import Normalizer

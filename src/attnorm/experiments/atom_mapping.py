@@ -20,9 +20,15 @@ from matplotlib.figure import Figure
 from scipy.stats import spearmanr
 
 from attnorm.analysis.analyze import analyze
-from attnorm.experiments.experiment import Experiment, ExperimentFinding, Floats, Outcome
+from attnorm.experiments.experiment import (
+    Experiment,
+    ExperimentFinding,
+    ExperimentSubject,
+    Floats,
+    Outcome,
+    ProgressCallback,
+)
 from attnorm.experiments.figure_style import INK, letter, note, tidy
-from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.reference import dense_weights
 from attnorm.models.forward_pass import run as run_model

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
+from attnorm.experiments.experiment import ExperimentSubject, ProgressCallback
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.logits import logit_blocks
 from attnorm.metrics.normalized import as_normalizer, resolve_normalizers, rows_block

@@ -9,8 +9,7 @@ import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from attnorm.experiments.experiment import Experiment
-from attnorm.experiments.subject import ExperimentSubject
+from attnorm.experiments.experiment import Experiment, ExperimentSubject
 from attnorm.suggest import did_you_mean
 
 ALL = "all"

@@ -21,9 +21,16 @@ from attnorm.analysis.circuits import SEQUENCES, SHORTEST, circuit_columns, meas
 from attnorm.analysis.settings import named_normalizers, started_at_length
 from attnorm.analysis.verdicts.reach import CIRCUITS, NAMED_FROM, SHARP, circuit_of
 from attnorm.analysis.verdicts.rows import format_keys
-from attnorm.experiments.experiment import Experiment, ExperimentFinding, Floats, Outcome, Verdict
+from attnorm.experiments.experiment import (
+    Experiment,
+    ExperimentFinding,
+    ExperimentSubject,
+    Floats,
+    Outcome,
+    ProgressCallback,
+    Verdict,
+)
 from attnorm.experiments.figure_style import CORRECTED, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
-from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 from attnorm.files import atomic_replace
 from attnorm.models.describe import longest_context
 

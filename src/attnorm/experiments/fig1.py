@@ -20,9 +20,15 @@ from matplotlib.patches import Circle
 from torch import Tensor
 
 from attnorm.experiments.attention_rows import LastRows, last_rows
-from attnorm.experiments.experiment import Experiment, ExperimentFinding, Floats, Outcome
+from attnorm.experiments.experiment import (
+    Experiment,
+    ExperimentFinding,
+    ExperimentSubject,
+    Floats,
+    Outcome,
+    ProgressCallback,
+)
 from attnorm.experiments.figure_style import INK, PALE, note
-from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 from attnorm.theory.geometry import distinguishable, nearest_outsider, on_sphere, separability, separability_null
 from attnorm.theory.selection import SelectedRows, select
 

@@ -21,9 +21,16 @@ from torch import Tensor
 
 from attnorm.engines.threads import one_thread
 from attnorm.experiments.attention_rows import LastRows, last_rows
-from attnorm.experiments.experiment import Experiment, ExperimentFinding, Floats, Outcome, Verdict
+from attnorm.experiments.experiment import (
+    Experiment,
+    ExperimentFinding,
+    ExperimentSubject,
+    Floats,
+    Outcome,
+    ProgressCallback,
+    Verdict,
+)
 from attnorm.experiments.figure_style import CORRECTED, INK, NULL, PALE, PRINTED, letter, note, tidy
-from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 from attnorm.theory.geometry import (
     minimum_separation,
     nearest_outsider,

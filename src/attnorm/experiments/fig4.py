@@ -18,9 +18,15 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from attnorm.experiments.attention_rows import longest_rows, run_forward_pass
-from attnorm.experiments.experiment import Experiment, ExperimentFinding, Floats, Outcome
+from attnorm.experiments.experiment import (
+    Experiment,
+    ExperimentFinding,
+    ExperimentSubject,
+    Floats,
+    Outcome,
+    ProgressCallback,
+)
 from attnorm.experiments.figure_style import CORRECTED, INK, MEASURED, PALE, PRINTED, note, tidy
-from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import MODEL
 from attnorm.metrics.sensitivity import measure_sensitivity

@@ -16,7 +16,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from attnorm.experiments.attention_rows import SampledRows, sample_rows
-from attnorm.experiments.experiment import Experiment, ExperimentFinding, Floats, Outcome
+from attnorm.experiments.experiment import (
+    Experiment,
+    ExperimentFinding,
+    ExperimentSubject,
+    Floats,
+    Outcome,
+    ProgressCallback,
+)
 from attnorm.experiments.figure_style import (
     CORRECTED,
     INK,
@@ -29,7 +36,6 @@ from attnorm.experiments.figure_style import (
     note,
     tidy,
 )
-from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 from attnorm.theory.gradient import (
     corollary3_corrected,
     corollary3_printed,

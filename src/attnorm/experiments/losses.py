@@ -14,8 +14,7 @@ import torch
 from scipy.stats import t as student
 from torch import Tensor
 
-from attnorm.experiments.experiment import Floats, Verdict
-from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
+from attnorm.experiments.experiment import ExperimentSubject, Floats, ProgressCallback, Verdict
 from attnorm.models.patch import swap
 from attnorm.normalizers.contract import Normalizer
 from attnorm.training.lm.evaluate import predicted_loss

@@ -25,9 +25,8 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from attnorm.experiments.catalogue import EXPERIMENTS, check_text_lengths, check_unused_options, named
-from attnorm.experiments.experiment import Experiment, Outcome
+from attnorm.experiments.experiment import Experiment, ExperimentSubject, Outcome, ProgressCallback, paper_setting
 from attnorm.experiments.figure_style import save, style
-from attnorm.experiments.subject import ExperimentSubject, ProgressCallback, paper_setting
 from attnorm.files import atomic_replace, remove_abandoned, write_text
 from attnorm.provenance import now, settings_hash, versions
 from attnorm.report.selection import finite

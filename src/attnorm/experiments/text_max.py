@@ -20,9 +20,16 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from attnorm.experiments.experiment import Experiment, ExperimentFinding, Floats, Outcome, Verdict
+from attnorm.experiments.experiment import (
+    Experiment,
+    ExperimentFinding,
+    ExperimentSubject,
+    Floats,
+    Outcome,
+    ProgressCallback,
+    Verdict,
+)
 from attnorm.experiments.figure_style import CORRECTED, INK, MEASURED, NULL, PRINTED, letter, note, tidy
-from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.logits import logit_blocks
 from attnorm.metrics.normalized import as_normalizer, resolve_normalizers, rows_block

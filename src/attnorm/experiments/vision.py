@@ -18,11 +18,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.stats import t as student
 
-from attnorm.experiments.experiment import Experiment, ExperimentFinding, Outcome, Verdict
+from attnorm.experiments.experiment import (
+    Experiment,
+    ExperimentFinding,
+    ExperimentSubject,
+    Outcome,
+    ProgressCallback,
+    Verdict,
+)
 from attnorm.experiments.figure_style import INK, PALE, letter, note, tidy
 from attnorm.experiments.language_models.results import wilson_interval
 from attnorm.experiments.language_models.train import free_memory, machine
-from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 from attnorm.files import append_jsonl, read_jsonl
 from attnorm.provenance import file_hash
 from attnorm.run_folder import lock, try_lock

@@ -225,7 +225,7 @@ def _train_retrieval(values: Mapping[str, Any], out: Path, shared: Path) -> Rows
 
 
 def _experiment_subject(values: Mapping[str, Any]) -> Any:
-    from attnorm.experiments.subject import ExperimentSubject, default_model
+    from attnorm.experiments.experiment import ExperimentSubject, default_model
 
     quick = values.get("quick", False)
     return ExperimentSubject(

@@ -1,9 +1,8 @@
 """CLRS-Text with one normalizer in all heads, trained on small problems and tested on larger ones.
 
-    plan           which models are trained, in which order
-    work           train and test the missing ones under a time limit; one JSON line per finished model
+    workspace      which models are trained, in which order; train and test the missing ones under a time limit
     results        exact matches with intervals, paired tests against softmax
-    figure, experiment   what `attnorm reproduce clrs-text` draws and concludes
+    experiment     what `attnorm reproduce clrs-text` concludes and draws
 
-Plan and work import neither pyarrow nor matplotlib.
+The workspace imports neither pyarrow nor matplotlib.
 """

@@ -14,10 +14,9 @@ from typing import Literal
 
 from scipy.stats import binomtest
 
-from attnorm.experiments.clrs_text.plan import ADAPTIVE
-from attnorm.experiments.clrs_text.work import Line
+from attnorm.experiments.clrs_text.workspace import ADAPTIVE, Line
 from attnorm.experiments.language_models.results import wilson_interval
-from attnorm.experiments.retrieval.lines import holm
+from attnorm.experiments.retrieval.results import holm
 from attnorm.training.clrs.train import OWN, REFITTED
 
 SIGNIFICANT = 0.05

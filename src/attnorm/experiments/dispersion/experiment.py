@@ -36,8 +36,14 @@ from attnorm.experiments.dispersion.measure import (
     share,
     wanted,
 )
-from attnorm.experiments.experiment import Experiment, ExperimentFinding, Outcome, Verdict
-from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
+from attnorm.experiments.experiment import (
+    Experiment,
+    ExperimentFinding,
+    ExperimentSubject,
+    Outcome,
+    ProgressCallback,
+    Verdict,
+)
 from attnorm.models.describe import longest_context
 
 AS_1_OVER_N, NOT_AT_ALL = -0.9, -0.1  # exponents of the largest weight's fall

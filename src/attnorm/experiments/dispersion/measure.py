@@ -17,8 +17,7 @@ from attnorm.analysis.settings import AnalysisSettings, settings_of
 from attnorm.analysis.verdicts.reach import binding_length
 from attnorm.analysis.verdicts.rows import number
 from attnorm.experiments.attention_rows import run_forward_pass
-from attnorm.experiments.experiment import Floats
-from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
+from attnorm.experiments.experiment import ExperimentSubject, Floats, ProgressCallback
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.query_key_origin import before_rotation
 from attnorm.theory.dispersion import horizon, least_squares_line

@@ -4,8 +4,8 @@
     train          the fastest way to compute attention, short runs that choose the learning rate, the main runs
     evaluate       loss at 1, 2 and 4 times the training length, pass keys, attention statistics
     stages         all of it in order, resumable, under a time limit
-    results        one record per model, mean over its seeds
-    tables, figure, experiment   what `attnorm reproduce language-models` prints, draws and concludes
+    results        one record per model, mean over its seeds, and tables of them
+    figure, experiment   what `attnorm reproduce language-models` draws and concludes
 
 Training and measuring import neither pyarrow nor matplotlib.
 """

@@ -7,11 +7,17 @@ from typing import Any
 import pyarrow as pa
 
 from attnorm.analysis.settings import passage, topics
-from attnorm.experiments.experiment import Experiment, ExperimentFinding, Outcome, Verdict
+from attnorm.experiments.experiment import (
+    Experiment,
+    ExperimentFinding,
+    ExperimentSubject,
+    Outcome,
+    ProgressCallback,
+    Verdict,
+)
 from attnorm.experiments.language_models import stages
 from attnorm.experiments.language_models.figure import comparison_figure, course_figure
-from attnorm.experiments.language_models.results import Line, LMContender, contenders
-from attnorm.experiments.language_models.tables import summary
+from attnorm.experiments.language_models.results import Line, LMContender, contenders, summary
 from attnorm.experiments.language_models.workspace import (
     FULL,
     QUICK,
@@ -21,7 +27,6 @@ from attnorm.experiments.language_models.workspace import (
     on_this_machine,
     prepare_texts,
 )
-from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 
 SECOND_SEEDS = 3  # normalizers with the lowest losses
 MIN_TOKENS = 10_000_000

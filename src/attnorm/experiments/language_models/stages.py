@@ -77,8 +77,7 @@ def write_tables(folder: Path) -> None:
     """
     from attnorm.experiments.figure_style import save, style
     from attnorm.experiments.language_models.figure import comparison_figure, course_figure
-    from attnorm.experiments.language_models.results import contenders
-    from attnorm.experiments.language_models.tables import all_tables
+    from attnorm.experiments.language_models.results import all_tables, contenders
 
     if not (folder / RESULTS).exists():
         raise ValueError(f"{folder} has no {RESULTS}; name the folder that the stages wrote to")

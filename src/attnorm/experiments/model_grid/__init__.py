@@ -1,6 +1,6 @@
 """Experiments that train a grid of small language models, which differ in one or two settings.
 
-grid.py                            train and measure the models of a plan; several processes may share a folder
-summary.py                         means, deviations and explained variance over the records of models
+grid.py                            train and measure the models of a plan, statistics over their records; several
+                                   processes may share a folder
 temperature.py, positions.py, heads.py   one experiment each: its models, findings and figure
 """

@@ -10,11 +10,27 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from attnorm.experiments.experiment import Experiment, ExperimentFinding, Outcome, Verdict
+from attnorm.experiments.experiment import (
+    Experiment,
+    ExperimentFinding,
+    ExperimentSubject,
+    Outcome,
+    ProgressCallback,
+    Verdict,
+)
 from attnorm.experiments.figure_style import CORRECTED, MEASURED, PRINTED, letter, note, tidy
-from attnorm.experiments.model_grid.grid import GridModel, GridPlan, Record, records_of
-from attnorm.experiments.model_grid.summary import Number, loss, mean, seed_deviation, select_records, table
-from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
+from attnorm.experiments.model_grid.grid import (
+    GridModel,
+    GridPlan,
+    Number,
+    Record,
+    loss,
+    mean,
+    records_of,
+    seed_deviation,
+    select_records,
+    table,
+)
 
 NORMALIZERS = ("softmax", "entmax15", "ssmax")
 HEADS = (4, 8, 16, 32)

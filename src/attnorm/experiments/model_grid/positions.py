@@ -11,21 +11,30 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from attnorm.experiments.experiment import Experiment, ExperimentFinding, Outcome, Verdict
+from attnorm.experiments.experiment import (
+    Experiment,
+    ExperimentFinding,
+    ExperimentSubject,
+    Outcome,
+    ProgressCallback,
+    Verdict,
+)
 from attnorm.experiments.figure_style import CORRECTED, MEASURED, NULL, PRINTED, letter, note, tidy
-from attnorm.experiments.model_grid.grid import GridModel, GridPlan, Record, records_of
-from attnorm.experiments.model_grid.summary import (
+from attnorm.experiments.model_grid.grid import (
+    GridModel,
+    GridPlan,
     Number,
+    Record,
     loss_at,
     mean,
     mean_over_heads,
+    records_of,
     select_records,
     share_beyond_horizon,
     table,
     values,
     variance_shares,
 )
-from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 
 NORMALIZERS = ("softmax", "ssmax", "entmax15")
 LONGER = (1, 2, 4, 8)

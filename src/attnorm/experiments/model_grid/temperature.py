@@ -12,19 +12,28 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from attnorm.experiments.experiment import Experiment, ExperimentFinding, Outcome, Verdict
+from attnorm.experiments.experiment import (
+    Experiment,
+    ExperimentFinding,
+    ExperimentSubject,
+    Outcome,
+    ProgressCallback,
+    Verdict,
+)
 from attnorm.experiments.figure_style import CORRECTED, MEASURED, NULL, PRINTED, letter, note, tidy
-from attnorm.experiments.model_grid.grid import GridModel, GridPlan, Record, records_of
-from attnorm.experiments.model_grid.summary import (
+from attnorm.experiments.model_grid.grid import (
+    GridModel,
+    GridPlan,
+    Record,
     loss,
     mean,
     mean_over_heads,
+    records_of,
     seed_deviation,
     select_records,
     table,
     values,
 )
-from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 
 MAPS = {"softmax": "softmax", "entmax15": "entmax15", "kneemax": "kneemax+share=1"}  # name in the results -> map
 TEMPERATURES = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0)

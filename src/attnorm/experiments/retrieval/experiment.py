@@ -9,9 +9,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from attnorm.experiments.experiment import Experiment, ExperimentFinding, Outcome, Verdict
+from attnorm.experiments.experiment import (
+    Experiment,
+    ExperimentFinding,
+    ExperimentSubject,
+    Outcome,
+    ProgressCallback,
+    Verdict,
+)
 from attnorm.experiments.retrieval import figure as figures
-from attnorm.experiments.retrieval.lines import RetrievalLine, Scale, lines_of, scales_of
 from attnorm.experiments.retrieval.plan import (
     BASELINE,
     GOALS,
@@ -25,8 +31,15 @@ from attnorm.experiments.retrieval.plan import (
     collect,
     plan,
 )
-from attnorm.experiments.retrieval.tables import accuracy_table, fragments, scale_table
-from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
+from attnorm.experiments.retrieval.results import (
+    RetrievalLine,
+    Scale,
+    accuracy_table,
+    fragments,
+    lines_of,
+    scale_table,
+    scales_of,
+)
 from attnorm.files import write_text
 from attnorm.training.retrieval.data import RetrievalRecipe
 from attnorm.training.retrieval.evaluate import OWN, RECORDS, Mean

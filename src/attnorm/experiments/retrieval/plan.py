@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from attnorm.engines.threads import one_thread
-from attnorm.experiments.subject import ProgressCallback
+from attnorm.experiments.experiment import ProgressCallback
 from attnorm.files import read_jsonl
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.former_defaults import read_settings

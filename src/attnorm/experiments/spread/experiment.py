@@ -19,7 +19,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from attnorm.analysis.verdicts.rows import format_keys
-from attnorm.experiments.experiment import Experiment, ExperimentFinding, Outcome, Verdict
+from attnorm.experiments.experiment import (
+    Experiment,
+    ExperimentFinding,
+    ExperimentSubject,
+    Outcome,
+    ProgressCallback,
+    Verdict,
+)
 from attnorm.experiments.figure_style import CORRECTED, INK, MEASURED, NULL, PALE, letter, note, tidy
 from attnorm.experiments.spread.measure import (
     PRINTED,
@@ -30,7 +37,6 @@ from attnorm.experiments.spread.measure import (
     measure,
     spread_table,
 )
-from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
 from attnorm.theory.dispersion import horizon
 
 LENGTHS, QUICK_LENGTH = (256, 512, 1024, 2048), 512  # the longest that there is text for

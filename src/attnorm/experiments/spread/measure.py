@@ -10,8 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from attnorm.experiments.attention_rows import longest_rows, run_forward_pass
-from attnorm.experiments.experiment import Floats
-from attnorm.experiments.subject import ExperimentSubject, ProgressCallback
+from attnorm.experiments.experiment import ExperimentSubject, Floats, ProgressCallback
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import MODEL
 from attnorm.metrics.rows import measure_rows
