@@ -113,7 +113,7 @@ for name in (
     "attnorm",
     "attnorm.cli",
     "attnorm.experiments.retrieval.plan",
-    "attnorm.training.lm.run",
+    "attnorm.training.lm.train",
     "attnorm.training.needle.train",
     "attnorm.training.retrieval.train",
     "attnorm.experiments.clrs_text.workspace",

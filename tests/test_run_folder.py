@@ -15,7 +15,7 @@ from attnorm.run_folder import (
     require_same_run,
     try_lock,
 )
-from attnorm.suggest import did_you_mean
+from attnorm.text import did_you_mean
 from tests.forked import forked
 
 

@@ -11,6 +11,7 @@ from attnorm.analysis import analyze as analyze_module
 from attnorm.analysis import store
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.store import DamagedFileError
+from attnorm.analysis.tables import Part
 from tests.analysis.tables_of import tables
 from tests.analysis.test_store import bits
 from tests.analysis.tiny_models import llama
@@ -49,7 +50,7 @@ def each_damage(path: Path, count: int, read: Callable[[], object]) -> tuple[int
 
 
 def saved_part(folder: Path) -> Path:
-    store.write_part(folder, store.Part(KEY, {"text": "t", "length": 16, "tokens": 16, "seconds": 0.1}, tables()))
+    store.write_part(folder, Part(KEY, {"text": "t", "length": 16, "tokens": 16, "seconds": 0.1}, tables()))
     return folder / "parts" / KEY
 
 

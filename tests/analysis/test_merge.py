@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from attnorm.analysis.merge import merge_runs
+from attnorm.analysis.tables import merge_runs
 from tests.analysis.tables_of import table, tables
 
 

@@ -17,7 +17,7 @@ from attnorm.analysis.result import Analysis
 from attnorm.analysis.tables import OPTIONAL, SCHEMAS
 from attnorm.models.load import load
 from attnorm.report.terminal import analysis_summary
-from attnorm.safe_text import visible
+from attnorm.text import visible
 from tests.models.tiny import llama, tiny, tokens
 
 CORE: dict[str, Any] = {"metrics": "core", "top_n": (1, 5)}

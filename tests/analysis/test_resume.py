@@ -189,12 +189,13 @@ WRITER = """
 import sys
 from pathlib import Path
 from attnorm.analysis import store
+from attnorm.analysis.tables import Part
 from tests.analysis.tables_of import tables
 
 made = tables(heads=64)
 print("go", flush=True)
 for number in range(100000):
-    store.write_part(Path(sys.argv[1]), store.Part(f"{number:064d}", {}, made))
+    store.write_part(Path(sys.argv[1]), Part(f"{number:064d}", {}, made))
 """
 
 

@@ -10,11 +10,12 @@ import pyarrow as pa
 import pytest
 
 from attnorm.analysis import store
+from attnorm.analysis.tables import Part
 from tests.analysis.tables_of import tables
 
 
-def part(key: str = "k" * 64, **numbers: float) -> store.Part:
-    return store.Part(key, {"text": "t", "length": 16, "tokens": 16, "seconds": 0.1}, tables(**numbers))
+def part(key: str = "k" * 64, **numbers: float) -> Part:
+    return Part(key, {"text": "t", "length": 16, "tokens": 16, "seconds": 0.1}, tables(**numbers))
 
 
 def names(folder: Path) -> list[str]:

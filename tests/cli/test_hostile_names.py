@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from attnorm.analysis.result import Analysis
 from attnorm.cli import app
 from attnorm.cli.output import SafeConsole, show_json
-from attnorm.safe_text import escaped_json, visible_lines
+from attnorm.text import escaped_json, visible_lines
 from tests.cli.saved_model import save_model, save_text
 
 # Clears the screen, sets a title, is red by an 8-bit sequence, reverses what follows, and is markup of rich.

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from attnorm.cli import app
 from attnorm.training.checkpoints import TrainingInterrupted
-from attnorm.training.lm import run as trainer
+from attnorm.training.lm import train as trainer
 from tests.fresh import run_fresh
 
 runner = CliRunner()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from attnorm.training.lm.model import LMSettings
-from attnorm.training.lm.run import train_lm
+from attnorm.training.lm.train import train_lm
 
 SUBJECTS = ("the old captain", "a young woman", "her brother", "the prince", "nobody")
 VERBS = ("saw", "never forgot", "asked for", "lost", "had always known")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from attnorm.training.lm.run import train_lm
+from attnorm.training.lm.train import train_lm
 from tests.training.conftest import tiny, write_text
 
 Train = Callable[..., dict[str, Any]]

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from attnorm.training import checkpoints
 from attnorm.training.checkpoints import TrainingInterrupted
-from attnorm.training.lm.run import LMProgress
+from attnorm.training.lm.train import LMProgress
 from attnorm.training.needle.train import settings_of
 from tests.forked import forked
 from tests.training.conftest import tiny
@@ -185,7 +185,7 @@ def test_a_killed_run_continues_from_its_last_checkpoint(
     program = f"""
 import os, signal
 from pathlib import Path
-from attnorm.training.lm.run import train_lm
+from attnorm.training.lm.train import train_lm
 from attnorm.training.lm.model import LMSettings
 def kill(now):
     if now.stage == "training" and now.done == 20:

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from attnorm.training.device import Processes
-from attnorm.training.lm.run import train_lm
+from attnorm.training.lm.train import train_lm
 from tests.forked import forked
 from tests.training.conftest import tiny
 

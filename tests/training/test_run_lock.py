@@ -9,7 +9,7 @@ import pytest
 
 from attnorm.files import remove_abandoned
 from attnorm.run_folder import only_process
-from attnorm.training.lm.run import train_lm
+from attnorm.training.lm.train import train_lm
 from attnorm.training.retrieval.data import RetrievalRecipe
 from attnorm.training.retrieval.train import train_retrieval
 from tests.forked import forked

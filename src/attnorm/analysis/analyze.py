@@ -18,7 +18,6 @@ import pyarrow as pa
 from attnorm.analysis import circuits, store
 from attnorm.analysis.collect import Collector
 from attnorm.analysis.manifest import finished_manifest, new_manifest
-from attnorm.analysis.merge import merge_parts
 from attnorm.analysis.output_bottleneck import measure_output
 from attnorm.analysis.plan import AnalysisPlan, PartPlan, check_windows, plan, unigram_entropies
 from attnorm.analysis.reads import token_texts
@@ -42,6 +41,7 @@ from attnorm.analysis.settings import (
     whole_pictures,
 )
 from attnorm.analysis.store import FinishedLayers
+from attnorm.analysis.tables import Part, merge_parts
 from attnorm.analysis.verdicts import Thresholds
 from attnorm.metrics.normalized import MODEL
 from attnorm.metrics.sampling import query_masks
@@ -240,7 +240,7 @@ def measure_parts(
     folder: Path | None,
     resume: bool,
     progress: Callable[[AnalysisProgress], None],
-) -> list[store.Part]:
+) -> list[Part]:
     """Return all parts of the plan; a part is read from the disk, or measured and written."""
     state = AnalysisProgress(
         parts_done=0,
@@ -252,7 +252,7 @@ def measure_parts(
         layers_done=0,
         layers_total=int(manifest["model"]["layers"]),
     )
-    done: list[store.Part] = []
+    done: list[Part] = []
     for part, entry in zip(plan.parts, manifest["parts"], strict=True):
         state = replace(state, text=part.text.name, length=part.length, layers_done=0, layers_found=0, resumed=False)
         progress(state)
@@ -275,7 +275,7 @@ def measure_parts(
     return done
 
 
-def _read_finished_part(folder: Path, key: str) -> tuple[store.Part | None, bool]:
+def _read_finished_part(folder: Path, key: str) -> tuple[Part | None, bool]:
     """Return the finished part or None, and whether there is a damaged one, which is measured again."""
     try:
         return store.read_part(folder, key), False
@@ -291,7 +291,7 @@ def _measure(
     state: AnalysisProgress,
     progress: Callable[[AnalysisProgress], None],
     layers: FinishedLayers | None,
-) -> store.Part:
+) -> Part:
     """Run the model over one part and measure it; finished layers are read from and written to `layers`."""
     started = time.perf_counter()
 
@@ -326,7 +326,7 @@ def _measure(
         **reading(job.loaded, part.model_inputs, output).as_dict(),
     }
     tables = collector.tables(part.text.name, length, part.window)
-    return store.Part(key, about, {**tables, "heads": with_gates(tables["heads"], gates)})
+    return Part(key, about, {**tables, "heads": with_gates(tables["heads"], gates)})
 
 
 def with_gates(heads: pa.Table, gates: OutputGates) -> pa.Table:

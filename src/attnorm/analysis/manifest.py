@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from attnorm.analysis.settings import AnalysisSettings, description, sampled_rows_at
-from attnorm.analysis.store import Part
+from attnorm.analysis.tables import Part
 from attnorm.metrics.vectors import NULL_ROWS
 from attnorm.provenance import now, versions
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from attnorm.analysis.collect import Collector
 from attnorm.analysis.manifest import content_hash, manifest_of, part_key, sampling_notes
-from attnorm.analysis.merge import merge_parts
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.settings import (
     PROBED_GROUPS,
@@ -28,7 +27,7 @@ from attnorm.analysis.settings import (
     named_normalizers,
     settings_of,
 )
-from attnorm.analysis.store import Part
+from attnorm.analysis.tables import Part, merge_parts
 from attnorm.analysis.verdicts import Thresholds
 from attnorm.engines.inputs import validate_inputs
 from attnorm.metrics.call import AttentionCall

@@ -20,7 +20,7 @@ from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.reads import NO_KEY, measure_reads
 from attnorm.metrics.sampling import evenly_spaced, one_sequence
 from attnorm.normalizers.contract import Normalizer
-from attnorm.safe_text import visible
+from attnorm.text import visible
 
 LONGEST_TOKEN = 256  # characters that are stored; a vocabulary file may hold anything
 

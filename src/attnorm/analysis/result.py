@@ -13,7 +13,6 @@ import pyarrow.compute as pc
 
 from attnorm.analysis import manifest as manifests
 from attnorm.analysis import store
-from attnorm.analysis.merge import NotMeasuredError, merge_runs
 from attnorm.analysis.reads import TopKeys, top_keys
 from attnorm.analysis.tables import (
     ADDED_IN_3,
@@ -22,6 +21,8 @@ from attnorm.analysis.tables import (
     SCHEMAS,
     TABLES,
     VERDICT_COLUMNS,
+    NotMeasuredError,
+    merge_runs,
     upgraded,
     with_new_metrics,
     with_optional,
@@ -30,7 +31,7 @@ from attnorm.analysis.verdicts import VERDICTS, ModelVerdict, Thresholds, model_
 from attnorm.analysis.verdicts.judge import judge_all
 from attnorm.analysis.verdicts.rows import Row, head_rows
 from attnorm.analysis.verdicts.thresholds import thresholds_of
-from attnorm.safe_text import visible, visible_lines
+from attnorm.text import visible, visible_lines
 
 _WORST = 8
 _SHOWN = ("kind", "layer", "head", "verdict", "evidence")

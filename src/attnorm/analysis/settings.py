@@ -13,7 +13,7 @@ from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.declaration import LayerFacts, warm_start_of
 from attnorm.normalizers.registry import entries, get, resolve
 from attnorm.normalizers.spec import parse_spec
-from attnorm.suggest import did_you_mean
+from attnorm.text import did_you_mean
 
 GROUPS = ("core", "gradient", "vectors", "sensitivity", "coverage")
 PROBED_GROUPS = ("circuits", "output")  # measured by passes of their own on a loaded model; "all" leaves them out

@@ -31,7 +31,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from attnorm.analysis.tables import OPTIONAL, SCHEMAS
+from attnorm.analysis.tables import OPTIONAL, SCHEMAS, Part
 from attnorm.files import atomic_replace
 from attnorm.metrics.call import AttentionCall
 from attnorm.provenance import versions
@@ -48,15 +48,6 @@ SECONDS_BETWEEN_WRITES = 5.0
 
 class DamagedFileError(ValueError):
     """The content of a file is not what attnorm wrote."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """The tables of one (text, length, window), without verdicts, and the facts that the manifest lists about it."""
-
-    key: str
-    about: dict[str, Any]
-    tables: dict[str, pa.Table]
 
 
 def make_folder(folder: Path) -> None:

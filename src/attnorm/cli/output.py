@@ -24,7 +24,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
 from typer.core import TyperGroup
 
-from attnorm.safe_text import escaped_json, visible_lines
+from attnorm.text import escaped_json, visible_lines
 
 if TYPE_CHECKING:
     from attnorm.analysis.analyze import AnalysisProgress

@@ -76,7 +76,7 @@ def verify(
 
 def _claims_by_name(names: list[str]) -> "list[Claim]":
     """Return the claims with these names in the order of the table; all if none is named."""
-    from attnorm.suggest import did_you_mean
+    from attnorm.text import did_you_mean
     from attnorm.theory import claims
 
     known = {claim.id: claim for claim in claims()}

@@ -19,7 +19,7 @@ from attnorm.normalizers.former_defaults import read_spec
 from attnorm.report.html.page_text import WIDTH as PANEL_WIDTH
 from attnorm.report.html.page_text import ScoreRow, ScoreTable, SideScore
 from attnorm.run_folder import read_record
-from attnorm.safe_text import policy_hash
+from attnorm.text import policy_hash
 
 Interval = tuple[float, float]
 SIGNIFICANT = 0.05

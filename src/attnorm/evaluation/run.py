@@ -12,15 +12,17 @@ import torch
 from torch import nn
 
 from attnorm.analysis.settings import default_text
-from attnorm.evaluation.harness import Harness, all_tasks, require_lm_eval
 from attnorm.evaluation.result import AS_LOADED, PAGE, PARTS, RECORD, Evaluation, EvaluationPart, Scores
 from attnorm.evaluation.tasks import (
     PERPLEXITY,
+    Harness,
     Item,
+    all_tasks,
     check_model,
     check_text,
     items_of,
     needs_lm_eval,
+    require_lm_eval,
     score_pass_keys,
     score_perplexity,
     token_ids,

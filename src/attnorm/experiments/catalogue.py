@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from attnorm.experiments.experiment import Experiment, ExperimentSubject
-from attnorm.suggest import did_you_mean
+from attnorm.text import did_you_mean
 
 ALL = "all"
 MODEL, TEXT, VALID, ONLY, LONGEST = "--model", "--text", "--valid", "--only", "--longest"

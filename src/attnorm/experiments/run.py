@@ -31,7 +31,7 @@ from attnorm.files import atomic_replace, remove_abandoned, write_text
 from attnorm.provenance import now, settings_hash, versions
 from attnorm.report.selection import finite
 from attnorm.run_folder import make_writable, read_record, require_folder, require_same_run
-from attnorm.safe_text import policy_hash
+from attnorm.text import policy_hash
 
 OUTCOME = "outcome.json"
 PARTS = "parts"

@@ -19,7 +19,7 @@ from typing import Any
 from attnorm.files import write_text
 from attnorm.normalizers.former_defaults import read_spec, state_spec
 from attnorm.normalizers.spec import parse_spec
-from attnorm.suggest import did_you_mean
+from attnorm.text import did_you_mean
 
 SOFTMAX = "softmax"
 SUFFIX = ".toml"

@@ -42,7 +42,7 @@ from attnorm.report.vocabulary import (
     WARM,
     verdict_word,
 )
-from attnorm.safe_text import visible
+from attnorm.text import visible
 
 KINDS = ("verdicts", "heads", "curves", "head")
 METRIC = "entropy_ratio"

@@ -21,14 +21,13 @@ from attnorm.run_folder import make_writable, only_process, read_record, require
 from attnorm.search.plan import COMMAND, SearchPlan, read_content
 from attnorm.search.results import SearchResult, confirm, is_uniform, summarize
 from attnorm.sweep.engines import Engine, WorkerDied, open_engine
-from attnorm.sweep.folder import FORMAT, PAGE, RECORD, merged_rows, states, write_failure, write_table
-from attnorm.sweep.page import write_page
+from attnorm.sweep.folder import FORMAT, PAGE, RECORD, merged_rows, states, write_failure, write_page, write_table
 from attnorm.sweep.plan import Item
 from attnorm.sweep.tasks import train_lm_item
 from attnorm.sweep.work import Outcome, Pruned
 
 if TYPE_CHECKING:
-    from attnorm.training.lm.run import LMProgress
+    from attnorm.training.lm.train import LMProgress
 
 SEARCH = "search.json"
 STUDY, PRUNING = "search", "search-pruning"

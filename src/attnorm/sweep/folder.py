@@ -1,4 +1,4 @@
-"""The folder of a sweep: what is planned, finished, failed and running. Any machine that sees the folder can read it.
+"""The folder of a sweep: what is planned, finished, failed and running, and the page that compares all items.
 
 sweep.json         command, grid and options, and all items
 items/ID/          the run folder of an item
@@ -6,23 +6,32 @@ results/ID.json    rows of a finished item, written last: an item is finished if
 failures/ID.json   the error of an item that failed
 locks/ID           held by the process that runs the item; the operating system releases it if the process ends
 table.parquet      rows of all finished items          index.html   the page that compares them
+
+Any machine that sees the folder can read it. The page is one HTML file with its style, script and data; it works
+offline. The table, the failures and the counts are HTML. The script draws the chart and sorts the table. As in the
+report, a Content-Security-Policy allows only this style and this script.
 """
 
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
 
-from attnorm.files import atomic_replace, write_json
+from attnorm.files import atomic_replace, write_json, write_text
 from attnorm.provenance import now
 from attnorm.run_folder import make_writable, read_record, require_only, require_same_run, try_lock
 from attnorm.sweep.plan import Item, Plan
+from attnorm.text import policy_hash
 
 RECORD, TABLE, PAGE = "sweep.json", "table.parquet", "index.html"
 FORMAT = 1
@@ -181,3 +190,86 @@ def _column(values: list[Any]) -> pa.Array:
 def plain(value: Any) -> Any:
     """A number for JSON: NaN and infinities become None."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+HERE = Path(__file__).parent
+STATES = ("finished", "pruned", "failed", "running", "waiting")
+
+# What the chart shows first, if the table has it.
+FIRST_NUMBERS = ("loss", "accuracy", "entropy_ratio", "loss at 1x")
+FIRST_AXES = ("length", "learning_rate", "size", "seed")
+ROW_DIMENSIONS = ("size",)  # integers that a run itself varies
+
+
+def write_page(
+    path: Path, states: Sequence[ItemState], rows: Sequence[Mapping[str, Any]], *, title: str = "Sweep"
+) -> None:
+    """Write the page atomically."""
+    write_text(path, render(states, rows, path.parent, title=title))
+
+
+def render(
+    states: Sequence[ItemState], rows: Sequence[Mapping[str, Any]], folder: Path, *, title: str = "Sweep"
+) -> str:
+    style, script = (_asset(f"page.{suffix}") for suffix in ("css", "js"))
+    varied = list(dict.fromkeys(name for item_state in states for name in item_state.item.varied))
+    names = [name for name in dict.fromkeys(name for row in rows for name in row) if name != "item"]
+    numbers = [name for name in names if _is_number_column(rows, name)]
+    texts = [name for name in names if name not in numbers]
+    dimensions = [*varied, *(name for name in (*texts, *ROW_DIMENSIONS) if name in names and name not in varied)]
+    measured = [name for name in numbers if name not in dimensions]
+    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template.filters["cell"] = cell
+    template.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":"), "ensure_ascii": False}
+    counts = Counter(item_state.state for item_state in states)
+    return template.from_string(_asset("page.html.j2")).render(
+        policy=f"default-src 'none'; style-src {policy_hash(style)}; script-src {policy_hash(script)}; "
+        "base-uri 'none'; form-action 'none'",
+        style=Markup(style),
+        script=Markup(script),
+        title=title,
+        command=states[0].item.command if states else "",
+        counts={name: counts[name] for name in STATES if counts[name]},
+        total=len(states),
+        seconds=sum(item_state.seconds or 0 for item_state in states),
+        names=names,
+        numbers=set(numbers),
+        rows=rows,
+        links={item_state.item.id: _link(folder, item_state.item.id) for item_state in states},
+        failures=[item_state for item_state in states if item_state.state == "failed"],
+        data={
+            "rows": [{name: row.get(name) for name in (*dimensions, *measured)} for row in rows],
+            "numbers": sorted(measured, key=lambda name: _rank(name, FIRST_NUMBERS)),
+            "dimensions": sorted(dimensions, key=lambda name: _rank(name, FIRST_AXES)),
+        },
+    )
+
+
+def _rank(name: str, first: Sequence[str]) -> int:
+    return first.index(name) if name in first else len(first)
+
+
+def _is_number_column(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
+    values = [row[name] for row in rows if row.get(name) is not None]
+    return bool(values) and all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+
+
+def _link(folder: Path, key: str) -> str:
+    """The most readable file of a run folder; the folder itself if it has no page."""
+    run = folder / "items" / key
+    page = next((name for name in ("report.html", "index.html") if (run / name).is_file()), "")
+    return f"items/{key}/{page}"
+
+
+def cell(value: Any) -> str:
+    """A value as text of a table."""
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 1e4 else str(value)
+
+
+@cache
+def _asset(name: str) -> str:
+    return (HERE / name).read_text(encoding="utf-8")

@@ -23,8 +23,8 @@ from typing import Any
 from attnorm.models.layer_recipe import SUFFIX, read_recipe_file
 from attnorm.normalizers.former_defaults import state_spec
 from attnorm.provenance import file_hash, settings_hash
-from attnorm.suggest import did_you_mean
 from attnorm.sweep.tasks import TASKS, Task
+from attnorm.text import did_you_mean
 
 MAX_ITEMS = 100_000
 ID_LENGTH = 16

@@ -22,9 +22,9 @@ from attnorm.sweep.folder import (
     result_of,
     states,
     write_failure,
+    write_page,
     write_table,
 )
-from attnorm.sweep.page import write_page
 from attnorm.sweep.plan import Item, Plan
 from attnorm.sweep.work import Outcome
 

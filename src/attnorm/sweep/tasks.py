@@ -16,7 +16,7 @@ from attnorm.run_folder import lock
 if TYPE_CHECKING:
     from attnorm.models.load import LoadedModel
     from attnorm.training.lm.model import LMSettings
-    from attnorm.training.lm.run import LMProgress
+    from attnorm.training.lm.train import LMProgress
 
 Rows = list[dict[str, Any]]
 TIMING = ("tokens_per_second", "training_seconds", "peak_memory_bytes")  # columns that differ from run to run
@@ -130,7 +130,7 @@ def _check_normalizer_once(key: str, check: Callable[[], None]) -> None:
 
 def needle_task(values: Mapping[str, Any]) -> Any:
     """Return the retrieval test of a trained language model: pass keys hidden in the validation text."""
-    from attnorm.suggest import did_you_mean
+    from attnorm.text import did_you_mean
     from attnorm.training.needle.train import NeedleTask
 
     settings: dict[str, Any] = dict(values["needle"])
@@ -147,7 +147,7 @@ def train_lm_item(
 ) -> Rows:
     """Train one language model; with `needle`, also fine-tune a copy to find pass keys."""
     from attnorm.training.lm.data import prepare
-    from attnorm.training.lm.run import train_lm
+    from attnorm.training.lm.train import train_lm
 
     settings = lm_settings(values)
     texts, valid, data = [Path(text) for text in values["texts"]], Path(values["valid"]), shared / "data"

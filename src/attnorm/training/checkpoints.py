@@ -1,9 +1,11 @@
-"""Checkpoints as safetensors and JSON, and interruption: a stopped program always leaves one to resume from.
+"""What a stopped training leaves: checkpoints as safetensors and JSON to resume from, and its log of metrics.
 
 A checkpoint is a folder with weights, optimizer state and the number of steps done. It is written atomically; the
 previous one is removed afterwards. No random state is needed: the data of a step follow from the seed and the step.
 Unlike accelerate's `save_state`, this does not pickle: a pickle can run code when it is loaded. SIGINT (Ctrl-C) and
 SIGTERM are deferred to the next step, where the state can be saved.
+
+The log has a line per logged step. A resumed run repeats the steps after its checkpoint, so their lines are dropped.
 """
 
 import json
@@ -11,12 +13,16 @@ import shutil
 import signal
 import threading
 from pathlib import Path
+from statistics import median
 from types import FrameType
 from typing import Any
 
 import torch
 
-from attnorm.files import atomic_replace, write_json
+from attnorm.files import atomic_replace, write_json, write_text
+
+METRICS = "metrics.jsonl"
+CLEAR_RISE = 0.05  # nats per token above the lowest validation loss
 
 
 def save_checkpoint(
@@ -131,3 +137,42 @@ class StopRequest:
         while self._before:
             number, handler = self._before.popitem()
             signal.signal(number, handler)
+
+
+def keep_metrics(path: Path, step: int) -> None:
+    """Drop entries after `step`, the last checkpoint: those steps are repeated."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:  # incomplete line of a killed program
+            break
+        if entry["step"] <= step:
+            kept.append(line + "\n")
+    write_text(path, "".join(kept))
+
+
+def loss_rise(path: Path) -> dict[str, float] | None:
+    """Return where the validation loss was lowest, if it has risen clearly since; None otherwise.
+
+    Causes are a learning rate that is too high, or overfitting.
+    """
+    entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    measured = [entry for entry in entries if "valid_loss" in entry]
+    if not measured:
+        return None
+    lowest = min(measured, key=lambda entry: entry["valid_loss"])
+    last = measured[-1]["valid_loss"]
+    if last < lowest["valid_loss"] + CLEAR_RISE:
+        return None
+    return {"lowest": lowest["valid_loss"], "at_step": lowest["step"], "last": last}
+
+
+def speed_and_memory(path: Path) -> dict[str, float | int | None]:
+    """Return the median of the logged speeds, which ignores compilation, and the highest memory peak."""
+    entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    speeds = [entry["tokens_per_second"] for entry in entries]
+    peaks = [entry["peak_memory_bytes"] for entry in entries if entry.get("peak_memory_bytes") is not None]
+    return {"tokens_per_second": median(speeds) if speeds else None, "peak_memory_bytes": max(peaks, default=None)}

@@ -4,8 +4,7 @@ from pathlib import Path
 
 from playwright.sync_api import Browser, expect
 
-from attnorm.sweep.folder import ItemState
-from attnorm.sweep.page import write_page
+from attnorm.sweep.folder import ItemState, write_page
 from attnorm.sweep.plan import Item
 
 HOSTILE = "</script><script>alert(1)</script>"

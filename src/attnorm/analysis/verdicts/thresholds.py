@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from attnorm.analysis.tables import QUANTILES
-from attnorm.suggest import did_you_mean
+from attnorm.text import did_you_mean
 
 # The first verdict that applies is the verdict of the head; all that apply are its flags. The order: a head that is
 # frozen on its first key is called sink-dominated, and a dispersed head selects nothing that could be judged further.

@@ -30,7 +30,7 @@ from attnorm.experiments.language_models.workspace import (
     read_texts,
 )
 from attnorm.files import write_text
-from attnorm.suggest import did_you_mean
+from attnorm.text import did_you_mean
 
 Names = Sequence[str] | None
 Work = Callable[[Worker, str, int], None]

@@ -24,13 +24,20 @@ from attnorm.experiments.language_models.workspace import WAIT_TO_WRITE, LMWorks
 from attnorm.files import atomic_replace, write_json
 from attnorm.models.saving import save_pretrained
 from attnorm.normalizers.former_defaults import key_spec
-from attnorm.training.checkpoints import StopRequest, TrainingInterrupted, finished_checkpoints, load_weights
+from attnorm.training.checkpoints import (
+    METRICS,
+    StopRequest,
+    TrainingInterrupted,
+    finished_checkpoints,
+    load_weights,
+    speed_and_memory,
+)
 from attnorm.training.device import accelerated, chosen_device
 from attnorm.training.lm.attention import Attention, fastest_attention
 from attnorm.training.lm.data import Corpus, as_transformers
 from attnorm.training.lm.export import rounded, training_versions
 from attnorm.training.lm.model import LMSettings, build_model
-from attnorm.training.lm.train import CHECKPOINTS, LOG_EVERY, METRICS, Run, speed_and_memory
+from attnorm.training.lm.train import CHECKPOINTS, LOG_EVERY, Run
 
 Log = Callable[[str], None]
 OFTEN = 4  # validation losses per main run; short runs have one at the end

@@ -32,11 +32,11 @@ from attnorm.experiments.language_models.workspace import (
     read_results,
 )
 from attnorm.provenance import settings_hash
-from attnorm.training.checkpoints import StopRequest, TrainingInterrupted
+from attnorm.training.checkpoints import METRICS, StopRequest, TrainingInterrupted, speed_and_memory
 from attnorm.training.device import accelerated, chosen_device
 from attnorm.training.lm.attention import Attention, fastest_attention, in_training, without_compiled_blocks
 from attnorm.training.lm.model import ANY_LENGTH, LMSettings
-from attnorm.training.lm.train import METRICS, Run, speed_and_memory
+from attnorm.training.lm.train import Run
 
 RECORDS = "records.jsonl"  # optional file in the output folder: records from another machine, plain or .xz
 MEASUREMENTS_IN_TRAINING = 8  # how often a model is measured while it is trained

@@ -33,7 +33,7 @@ from attnorm.report.html import page_text
 from attnorm.report.html.page_text import LINE, WIDTH, Evaluated, number, share
 from attnorm.report.selection import DISTANCES, column, default_choice, distinct, relative_distances
 from attnorm.report.vocabulary import KINDS, PANEL_METRICS, SHARES, TABLE_METRICS, VERDICTS, VerdictWord, verdict_word
-from attnorm.safe_text import policy_hash, visible
+from attnorm.text import policy_hash, visible
 
 HERE = Path(__file__).parent
 STYLES = ("colours", "page", "explorer", "charts", "reads", "table", "scores", "print")

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from attnorm.files import read_jsonl
-from attnorm.suggest import did_you_mean
+from attnorm.text import did_you_mean
 
 FIELDS = ("algorithm", "size", "question", "answer")
 ROUNDED_TO = 32  # tokens: fewer different shapes

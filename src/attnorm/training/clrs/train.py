@@ -28,11 +28,14 @@ from attnorm.normalizers.former_defaults import read_spec, state_spec
 from attnorm.normalizers.spec import parse_spec
 from attnorm.run_folder import only_process
 from attnorm.training.checkpoints import (
+    METRICS,
     StopRequest,
     TrainingInterrupted,
     finished_checkpoints,
+    keep_metrics,
     load_checkpoint,
     save_checkpoint,
+    speed_and_memory,
 )
 from attnorm.training.clrs.data import ClrsData, EncodedExample, groups_by_length, padded, step_indices
 from attnorm.training.clrs.evaluate import (
@@ -54,9 +57,8 @@ from attnorm.training.lm.attention import (
 )
 from attnorm.training.lm.export import training_versions
 from attnorm.training.lm.model import RECORD, check_normalizer
-from attnorm.training.lm.run import open_run
 from attnorm.training.lm.step import LARGEST_GRADIENT, make_optimizer, whole_windows
-from attnorm.training.lm.train import CHECKPOINTS, LOG_EVERY, METRICS, keep_metrics, learning_rate, speed_and_memory
+from attnorm.training.lm.train import CHECKPOINTS, LOG_EVERY, learning_rate, open_run
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -20,10 +20,10 @@ from attnorm.files import write_json, write_text
 from attnorm.models.layer_recipe import SOFTMAX
 from attnorm.normalizers.registry import entries
 from attnorm.provenance import package_versions
+from attnorm.training.checkpoints import METRICS, loss_rise, speed_and_memory
 from attnorm.training.lm.data import Corpus, as_transformers, token_bytes
 from attnorm.training.lm.evaluate import baselines, losses_by_length
 from attnorm.training.lm.model import ARCHITECTURES, RECORD, LMSettings, count_parameters, softmax_of_equal_size
-from attnorm.training.lm.train import METRICS, loss_rise, speed_and_memory
 
 SAMPLE = "sample.txt"
 TEMPERATURE = 0.9

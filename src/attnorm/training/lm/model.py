@@ -14,7 +14,7 @@ from attnorm.models.layer_recipe import SOFTMAX, compact, specs_by_layer
 from attnorm.models.output_head import parse_output, set_output
 from attnorm.normalizers.former_defaults import state_options, state_spec
 from attnorm.normalizers.spec import parse_spec, with_options
-from attnorm.suggest import did_you_mean
+from attnorm.text import did_you_mean
 from attnorm.training.lm.data import LARGEST_VOCABULARY
 
 SMALLEST_VOCABULARY = 257  # every byte, and the end of a text

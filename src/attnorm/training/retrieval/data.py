@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnorm.suggest import did_you_mean
+from attnorm.text import did_you_mean
 
 DTYPES = ("float32", "bfloat16")
 OF_THE_PAPER = ("steps", "batch", "smallest", "largest", "width", "learning_rate", "weight_decay")

@@ -1,11 +1,15 @@
-"""Text from other people's files, made safe to show: every control or format character becomes a visible one.
+"""Text for people: names from other people's files made safe to show, and the closest known name for a wrong one.
 
-Terminals obey escape sequences and HTML pages obey bidirectional controls; names and tokens may contain both.
+Terminals obey escape sequences and HTML pages obey bidirectional controls; names and tokens may contain both. So every
+control or format character becomes a visible one.
 """
 
 import base64
+import difflib
 import hashlib
 import unicodedata
+from collections.abc import Iterable
+from typing import Any
 
 _NAMED = {"\n": "⏎", "\t": "⇥", "\r": "␍", "\x7f": "␡"}
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}  # controls, formats, surrogates, not assigned, separators
@@ -60,3 +64,10 @@ def _shown(character: str) -> str:
     if _is_hidden(character):
         return f"⟨U+{ord(character):04X}⟩"
     return character
+
+
+def did_you_mean(name: Any, known: Iterable[str]) -> str:
+    """Return "did you mean 'x'?" for the closest known name, or the list of known names if none is close."""
+    names = list(known)
+    close = difflib.get_close_matches(str(name), names, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(map(repr, names))}"
