@@ -21,7 +21,7 @@ from attnorm.sweep import engines
 IMPORTED = [
     "attnorm.sweep.work",
     "attnorm.analysis.analyze",
-    "attnorm.report.html.page",
+    "attnorm.report.page",
     "attnorm.training.lm",
     "attnorm.training.retrieval.train",
 ]

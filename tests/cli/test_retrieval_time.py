@@ -2,7 +2,7 @@
 
 import pytest
 
-from attnorm.cli.train_retrieval import TimeLeft
+from attnorm.cli.train_tasks import TimeLeft
 from attnorm.training.retrieval.train import RetrievalProgress
 
 

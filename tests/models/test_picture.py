@@ -12,7 +12,7 @@ import torch
 
 import attnorm
 from attnorm.models.media import picture_of
-from attnorm.report.html.page import payload
+from attnorm.report.page import payload
 from tests.analysis.tiny_models import vit
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")

@@ -23,7 +23,7 @@ def main() -> None:
     import attnorm.cli
     import attnorm.evaluation.run
     import attnorm.experiments.run
-    import attnorm.report.html.page
+    import attnorm.report.page
     import attnorm.report.terminal
     import attnorm.training.clrs.train
     import attnorm.training.lm

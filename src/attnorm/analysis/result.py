@@ -245,7 +245,7 @@ class Analysis:
 
         evaluation: what attnorm.evaluate returned; its scores become a section of the report.
         """
-        page = importlib.import_module("attnorm.report.html.page")  # by name: report is a layer above analysis
+        page = importlib.import_module("attnorm.report.page")  # by name: report is a layer above analysis
         saved: Path = page.save(self, Path(path), evaluation)
         return saved
 

@@ -1,4 +1,4 @@
-"""attnorm train: language models (lm), pass keys hidden in text (needle), images (vision); others have own files."""
+"""attnorm train: language models (lm), pass keys hidden in text (needle), images (vision); tasks: train_tasks.py."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -8,8 +8,7 @@ from rich.table import Table
 
 from attnorm.cli.analysis_options import numbers_of
 from attnorm.cli.output import Json, ProgressBar, add_command, failures, say, say_result, show, show_json, usage_errors
-from attnorm.cli.train_clrs import clrs
-from attnorm.cli.train_retrieval import Device, retrieval
+from attnorm.cli.train_tasks import Device, clrs, retrieval
 from attnorm.provenance import recorded_command
 
 if TYPE_CHECKING:

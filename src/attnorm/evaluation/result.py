@@ -16,8 +16,8 @@ from attnorm.experiments.language_models.results import wilson_interval
 from attnorm.experiments.retrieval.results import holm
 from attnorm.files import write_text
 from attnorm.normalizers.former_defaults import read_spec
-from attnorm.report.html.page_text import WIDTH as PANEL_WIDTH
-from attnorm.report.html.page_text import ScoreRow, ScoreTable, SideScore
+from attnorm.report.page_text import WIDTH as PANEL_WIDTH
+from attnorm.report.page_text import ScoreRow, ScoreTable, SideScore
 from attnorm.run_folder import read_record
 from attnorm.text import policy_hash
 

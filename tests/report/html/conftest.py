@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from attnorm.report.html import page as report
+from attnorm.report import page as report
 from tests.report.html.sample import Sample
 
 Open = Callable[..., Page]

@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 import pytest
 from playwright.sync_api import Page, expect
 
-from attnorm.report.html.page_text import number
+from attnorm.report.page_text import number
 from attnorm.report.vocabulary import verdict_word
 from tests.analysis.synthetic import synthetic_manifest, synthetic_tables
 from tests.report.html.conftest import Open

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from playwright.sync_api import Page
 
-from attnorm.report.html import page as report
-from attnorm.report.html.page import packed
-from attnorm.report.html.page_text import number, plain, share
+from attnorm.report import page as report
+from attnorm.report.page import packed
+from attnorm.report.page_text import number, plain, share
 
 SCRIPTS = Path(report.__file__).parent / "script"
 

@@ -17,9 +17,9 @@ import pytest
 
 from attnorm.analysis.verdicts.what_if import Advice, WhatIf
 from attnorm.metrics.catalogue import METRICS
-from attnorm.report.html import page as report
-from attnorm.report.html.page import payload
-from attnorm.report.html.page_text import plain, table_rows, what_if_table
+from attnorm.report import page as report
+from attnorm.report.page import payload
+from attnorm.report.page_text import plain, table_rows, what_if_table
 from attnorm.report.selection import default_choice
 from tests.report.html.sample import HOSTILE, core_only, empty, gpt2_size, hostile, sample
 

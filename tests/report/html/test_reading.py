@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from attnorm.report.html import page as report
+from attnorm.report import page as report
 from attnorm.report.vocabulary import SCALE, VERDICT_COLOURS, VERDICTS
 from tests.report.html.conftest import Open
 from tests.report.html.sample import sample

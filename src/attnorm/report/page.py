@@ -29,13 +29,13 @@ from attnorm.analysis.result import Analysis
 from attnorm.analysis.store import write_file
 from attnorm.analysis.tables import HEAD_KEY
 from attnorm.metrics.catalogue import BY_NAME, PER_ROW
-from attnorm.report.html import page_text
-from attnorm.report.html.page_text import LINE, WIDTH, Evaluated, number, share
+from attnorm.report import page_text
+from attnorm.report.page_text import LINE, WIDTH, Evaluated, number, share
 from attnorm.report.selection import DISTANCES, column, default_choice, distinct, relative_distances
 from attnorm.report.vocabulary import KINDS, PANEL_METRICS, SHARES, TABLE_METRICS, VERDICTS, VerdictWord, verdict_word
 from attnorm.text import policy_hash, visible
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent / "html"
 STYLES = ("colours", "page", "explorer", "charts", "reads", "table", "scores", "print")
 SCRIPTS = (
     "data", "format", "colour", "state", "elements", "chart", "curves", "heatmap", "picture", "reads", "panel", "table",
