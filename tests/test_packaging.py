@@ -144,7 +144,7 @@ def test_importing_attnorm_loads_nothing_heavy(loaded: dict[str, set[str]]) -> N
 def test_the_commands_load_neither_the_compiler_nor_transformers_to_show_their_help(
     loaded: dict[str, set[str]],
 ) -> None:
-    assert "attnorm.cli.machine" in loaded["attnorm.cli"]
+    assert "attnorm.cli.bench" in loaded["attnorm.cli"]
     heavy = {"torch._dynamo", "matplotlib", "pyarrow", "scipy", "transformers", "triton"}
     assert not heavy & loaded["attnorm.cli"]
 

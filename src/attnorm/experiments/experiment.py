@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import pyarrow as pa
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from attnorm.files import read_text
 from attnorm.provenance import file_hash
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+    from matplotlib.figure import Figure
     from torch import Tensor
 
     from attnorm.models.inputs import Text
@@ -53,8 +53,8 @@ class Outcome:
 
     summary: str  # one paragraph
     findings: tuple[ExperimentFinding, ...]
-    figures: Mapping[str, Figure]
-    tables: Mapping[str, pa.Table]
+    figures: "Mapping[str, Figure]"
+    tables: "Mapping[str, pa.Table]"
     parameters: Mapping[str, Any]  # everything needed to repeat it: lengths, N, rows, seeds, ...
 
 
