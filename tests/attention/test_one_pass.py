@@ -470,7 +470,7 @@ constants = dict(
     MAP=map_.weights, SLOPES=map_.slopes, RULE=RULES["distance"], P=1, FAST=True, REFERENCE=int(map_.reference),
     NORMALISED=True, RULED=True, CAPPED=True, FACTORED=True, SHIFTED=True, SELECTED=True, SINK=False, PLAIN=False,
     CAUSAL=True, WINDOWED=True, MASKED=True, PRECISION="tf32", FULL=True, V_FULL=False, LIFT=1.0, SOFT_FACTORED=True,
-    GRAD_OF_FACTOR=True, RESUMED=True,
+    GRAD_OF_FACTOR=True, CHUNK=16, PARTS=1,
 )
 soft = MAPS["softmax"]
 frozen_factor = constants | dict(
@@ -483,10 +483,11 @@ rows = ("factor", "shift", "sink", "reference_out", "inverse_out", "reference", 
 types |= dict.fromkeys((*rows, "grad_shift", "cutoff", "largest", "parameters", "low_logit", "high_logit"), "*fp32")
 types |= dict.fromkeys(("soft_factor", "entropy", "soft_reference", "grad_entropy"), "*fp32")
 types |= dict.fromkeys(("variance", "mean", "count", "slope", "lift"), "*fp32")
-types |= dict.fromkeys(("low_key", "high_key", "wanted", "index"), "*i32")
+types |= dict.fromkeys(("low_key", "high_key", "wanted", "listed", "index"), "*i32")
 types |= dict.fromkeys(("q", "k", "v", "out", "rows_in", "sums", "grad", "grad_q", "grad_k", "grad_v"), "*bf16")
 attention = (one_pass.forward, one_pass_backward.backward_queries, one_pass_backward.backward_keys)
-searches = (extremes.extreme_logits, extremes.sum_by_key, kth_largest.kth_largest, top_lists.kth_of_lists)
+searches = (extremes.extreme_logits, extremes.sum_by_key, kth_largest.kth_largest, kth_largest.kth_of_lost_rows)
+searches += (top_lists.kth_of_lists,)
 entropies = (entropy.row_entropy, entropy.backward_queries)
 variances = (variance.row_variance, variance.backward_queries, variance.backward_keys)
 every_kernel = (*attention, *searches, *entropies, *variances)

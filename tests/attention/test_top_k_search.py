@@ -106,7 +106,7 @@ def test_the_top_k_of_any_rows(seed: int, k: int, keys: int, digits: float) -> N
 
 
 def test_rows_of_normal_logits_are_found_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel of many passes has to search the others: rows where one lane has many of the largest logits."""
+    """`kth_of_lost_rows` has to search the others: rows where one lane has many of the largest logits."""
     left: list[Tensor] = []
     launch = one_pass_attention._search
 
@@ -116,11 +116,26 @@ def test_rows_of_normal_logits_are_found_in_one_pass(monkeypatch: pytest.MonkeyP
             left.append(~tensors_and_form[4][2].isnan()[0, 0].cpu())
 
     monkeypatch.setattr(one_pass_attention, "_search", launch_and_look)
+    monkeypatch.setattr(one_pass_attention, "lists_tile", lambda q: (64, 128, 4, 2))
     z = torch.randn(16, 1500, generator=torch.Generator().manual_seed(0))
     z[3] += 100.0 * (torch.arange(1500) % 32 == 5)
     z[7] = 1.0
-    found_above_cutoff(z, 64, 64)
+    found_above_cutoff(z, 32, 64)
     assert left[0].nonzero()[:, 0].tolist() == [3, 7]
+
+
+@pytest.mark.parametrize("tile", [(64, 128, 4, 3), (64, 256, 8, 2)])
+def test_many_rows_with_their_largest_logits_in_one_lane(
+    tile: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of them than a program searches at once, between others."""
+    monkeypatch.setattr(one_pass_attention, "lists_tile", lambda q: tile)
+    rows, keys = torch.arange(120)[:, None], torch.arange(520)
+    z = torch.randn(120, 520, generator=torch.Generator().manual_seed(0))
+    z += 100.0 * ((keys % 32 == rows % 32) & (rows % 3 != 0))
+    for options, visible in (({}, keys < 520), ({"causal": True}, keys <= rows + 400)):
+        expected = kept(z, 20, visible.expand(120, 520))
+        assert torch.equal(found_above_cutoff(z, 20, 64, **options) & visible, expected)
 
 
 def test_a_bound_on_k_chooses_the_kernel() -> None:

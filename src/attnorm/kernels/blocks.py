@@ -188,18 +188,24 @@ def unmasked(seen, i, j, sight):
 
 @triton.jit
 def key_range(block, sight, C: tl.constexpr):
-    """Return first, low, high and last: some queries of the block see keys first..last, all see keys low..high.
+    """Return first, low, high and last: some queries of the block see keys first..last, all see keys low..high."""
+    return key_range_of_rows(block * C.ROWS, tl.minimum((block + 1) * C.ROWS, sight.queries), sight, C)
+
+
+@triton.jit
+def key_range_of_rows(start, stop, sight, C: tl.constexpr):
+    """Return the same for the queries from start to stop, or some of them.
 
     The borders are multiples of the tile, so that no tile crosses one.
     """
-    queries, keys, offset = sight.queries, sight.keys, sight.offset
+    keys, offset = sight.keys, sight.offset
     first, low, high, last = 0, 0, keys // C.COLUMNS * C.COLUMNS, keys
     if C.CAUSAL:
-        last = tl.maximum(tl.minimum(tl.minimum((block + 1) * C.ROWS, queries) + offset, keys), 0)
-        high = tl.maximum(tl.minimum(block * C.ROWS + offset + 1, keys), 0) // C.COLUMNS * C.COLUMNS
+        last = tl.maximum(tl.minimum(stop + offset, keys), 0)
+        high = tl.maximum(tl.minimum(start + offset + 1, keys), 0) // C.COLUMNS * C.COLUMNS
     if C.WINDOWED:
-        first = tl.maximum(block * C.ROWS + offset - sight.window + 1, 0) // C.COLUMNS * C.COLUMNS
-        passed = tl.maximum(tl.minimum((block + 1) * C.ROWS, queries) + offset - sight.window, 0)
+        first = tl.maximum(start + offset - sight.window + 1, 0) // C.COLUMNS * C.COLUMNS
+        passed = tl.maximum(stop + offset - sight.window, 0)
         low = tl.cdiv(passed, C.COLUMNS) * C.COLUMNS
     if C.MASKED:
         low, high = first, first

@@ -7,13 +7,24 @@ ties count as one. Probes come from the normal distribution first, then from int
 logarithms in turn, and from bisection of the bits if that takes long. Where a count is off by a few, the logits next to
 t lead to the k-th: every column keeps its own.
 
-For small k kernels/top_lists.py has found most rows in one pass. Then this kernel searches the others (RESUMED).
+For small k kernels/top_lists.py finds most rows in one pass. `kth_of_lost_rows` searches the others in the same way.
 """
 
 import triton
 import triton.language as tl
 
-from attnorm.kernels.blocks import Constants, key_range, load_row, queries_and_keys, seen_keys
+from attnorm.kernels.blocks import (
+    Constants,
+    block_of_queries,
+    key_range,
+    key_range_of_rows,
+    keys_of_head,
+    load_row,
+    queries_and_keys,
+    seen_keys,
+    sight_of_head,
+    tile_of_head,
+)
 from attnorm.kernels.order_statistics import number_of, ordered
 from attnorm.kernels.tiles import plain_logits
 
@@ -90,67 +101,30 @@ def _next(cells, start, places, sign: tl.constexpr):
 
 
 @triton.jit
-def kth_largest(
-    q, k, mask, factor, wanted, cutoff, largest,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_column,
-    heads, groups, queries, keys, offset, window, width, scale, cap,
-    CAPPED: tl.constexpr, FACTORED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
-    RESUMED: tl.constexpr,
+def _narrow(
+    t, lower, upper, most, found, settled, places, borders, q_tile, k, rows, factor, sight, scale, cap,
+    CAPPED: tl.constexpr, FACTORED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """wanted (B, H, Q): k of each row. cutoff (B, H, Q), in bits: -inf where all keys are kept.
+    """Return the cutoff of each row, `found` where it is settled.
 
-    RESUMED: `cutoff` and `largest` hold what `kth_of_lists` has found.
+    The k-th logit lies between lower and upper. `most` logits, more than k, lie at or above lower. t: the first probe.
     """
-    C: tl.constexpr = Constants(CAUSAL, WINDOWED, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL)
-    own, rows, inside, q_tile, k, sight = queries_and_keys(
-        q, k, mask, q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_column,
-        heads, groups, queries, keys, offset, window, width, C,
-    )  # fmt: skip
-    row_at = own.batch_head * queries + rows
-    row_factor = load_row(factor, row_at, inside, FACTORED, 1.0)
-    places = tl.load(wanted + row_at, mask=inside, other=1)
-    borders = key_range(own.index, sight, C)
-    FIRST: tl.constexpr = 0 if WINDOWED or MASKED else 1
-
-    zeros = tl.zeros([ROWS, COLUMNS], tl.float32)
+    FIRST: tl.constexpr = 0 if C.WINDOWED or C.MASKED else 1
+    zeros = tl.zeros([C.ROWS, C.COLUMNS], tl.float32)
     target = places.to(tl.float32)
-    # The k-th logit lies between lower and upper, two logits of the row. `most` logits, more than k, lie at or above
-    # lower, and `fewest`, less than k, above upper.
-    fewest = tl.zeros([ROWS], tl.float32)
-    if RESUMED:
-        lower = tl.load(cutoff + row_at, mask=inside, other=0.0)
-        upper = tl.load(largest + row_at, mask=inside, other=float("nan"))
-        most, found, settled = target, lower, upper != upper
-        t = tl.maximum(lower, LOWEST)
-    else:
-        none = tl.zeros([ROWS], tl.int32)
-        low, high, total, squares, count = zeros + float("inf"), zeros - float("inf"), zeros, zeros, none
-        for part in tl.static_range(FIRST, 3):
-            low, high, total, squares, count = _survey(
-                low, high, total, squares, count, borders[part], borders[part + 1], q_tile, k, rows, row_factor, sight,
-                scale, cap, CAPPED, FACTORED, C, part != 1,
-            )  # fmt: skip
-        lower, upper = tl.min(low, 1), tl.max(high, 1)
-        most, found = tl.maximum(count, 1).to(tl.float32), tl.full([ROWS], float("-inf"), tl.float32)
-        settled = (count <= places) | (inside == 0)
-        mean = tl.sum(total, 1) / most
-        deviation = tl.sqrt(tl.maximum(tl.sum(squares, 1) / most - mean * mean, 0.0))
-        t = mean + deviation * _normal_quantile(target / most)
-        t = tl.where((t > lower) & (t < upper), t, upper)
+    fewest = tl.zeros([C.ROWS], tl.float32)  # logits above upper, less than k
     steps = 0
     while (tl.max(tl.where(settled, 0, 1), 0) > 0) & (steps < MAX_STEPS):
-        cells = tl.zeros([ROWS, COLUMNS], tl.int32)
+        cells = tl.zeros([C.ROWS, C.COLUMNS], tl.int32)
         above, below = zeros + float("inf"), zeros - float("inf")
         for part in tl.static_range(FIRST, 3):
             cells, above, below = _count(
-                cells, above, below, t[:, None], borders[part], borders[part + 1], q_tile, k, rows, row_factor, sight,
+                cells, above, below, t[:, None], borders[part], borders[part + 1], q_tile, k, rows, factor, sight,
                 scale, cap, CAPPED, FACTORED, C, part != 1,
             )  # fmt: skip
         reached = tl.sum(cells, 1)
-        if RESUMED:
-            settled = settled | ((t == LOWEST) & (reached < places))  # all keys are kept
         over, under = tl.min(above, 1), tl.max(below, 1)
+        settled = settled | ((t == LOWEST) & (reached < places))  # all keys are kept
         hit = (settled == 0) & (reached >= places) & ((reached == places) | (over >= upper))
         halfway = over - 0.5 * (over - under)
         halfway = tl.where((halfway > under) | (under == float("-inf")), halfway, over)  # neighbours in float32
@@ -173,4 +147,89 @@ def kth_largest(
         t = tl.where(few & near, -_next(below, -under, places - reached - 1, -1.0), t)
         t = tl.where((t > lower) & (t < upper), t, upper)
         steps += 1
+    return found
+
+
+@triton.jit
+def kth_largest(
+    q, k, mask, factor, wanted, cutoff,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_column,
+    heads, groups, queries, keys, offset, window, width, scale, cap,
+    CAPPED: tl.constexpr, FACTORED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """wanted (B, H, Q): k of each row. cutoff (B, H, Q), in bits: -inf where all keys are kept."""
+    C: tl.constexpr = Constants(CAUSAL, WINDOWED, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL)
+    own, rows, inside, q_tile, k, sight = queries_and_keys(
+        q, k, mask, q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_column,
+        heads, groups, queries, keys, offset, window, width, C,
+    )  # fmt: skip
+    row_at = own.batch_head * queries + rows
+    row_factor = load_row(factor, row_at, inside, FACTORED, 1.0)
+    places = tl.load(wanted + row_at, mask=inside, other=1)
+    borders = key_range(own.index, sight, C)
+
+    zeros, none = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS], tl.int32)
+    low, high, total, squares, count = zeros + float("inf"), zeros - float("inf"), zeros, zeros, none
+    for part in tl.static_range(0 if WINDOWED or MASKED else 1, 3):
+        low, high, total, squares, count = _survey(
+            low, high, total, squares, count, borders[part], borders[part + 1], q_tile, k, rows, row_factor, sight,
+            scale, cap, CAPPED, FACTORED, C, part != 1,
+        )  # fmt: skip
+    lower, upper = tl.min(low, 1), tl.max(high, 1)
+    most = tl.maximum(count, 1).to(tl.float32)
+    mean = tl.sum(total, 1) / most
+    deviation = tl.sqrt(tl.maximum(tl.sum(squares, 1) / most - mean * mean, 0.0))
+    t = mean + deviation * _normal_quantile(places.to(tl.float32) / most)
+    t = tl.where((t > lower) & (t < upper), t, upper)
+    found = _narrow(
+        t, lower, upper, most, tl.full([ROWS], float("-inf"), tl.float32), (count <= places) | (inside == 0), places,
+        borders, q_tile, k, rows, row_factor, sight, scale, cap, CAPPED, FACTORED, C,
+    )  # fmt: skip
     tl.store(cutoff + row_at, found, mask=inside)
+
+
+@triton.jit
+def kth_of_lost_rows(
+    q, k, mask, factor, wanted, cutoff, largest, listed,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_column,
+    heads, groups, queries, keys, offset, window, width, scale, cap,
+    CAPPED: tl.constexpr, FACTORED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Search the rows that `kth_of_lists` has lost, between the cutoff and the largest logit that it has left.
+
+    A program gathers such rows from a chunk of CHUNK rows. listed (B, H, Q): memory for their indices.
+    """
+    C: tl.constexpr = Constants(CAUSAL, WINDOWED, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL)
+    own = block_of_queries(queries, heads, CHUNK)
+    at_head = own.batch_head * queries
+    chunk = own.index * CHUNK + tl.arange(0, CHUNK)
+    peak = tl.load(largest + at_head + chunk, mask=chunk < queries, other=float("nan"))
+    lost = (peak == peak).to(tl.int32)
+    listed += at_head + own.index * CHUNK
+    tl.store(listed + tl.cumsum(lost, 0) - 1, chunk, mask=lost != 0)
+    number = tl.sum(lost, 0)
+    tl.debug_barrier()
+
+    k = keys_of_head(k, own, groups, k_batch, k_head, k_row, keys, width)
+    sight = sight_of_head(
+        mask, own.batch, own.head, mask_batch, mask_head, mask_row, mask_column, queries, keys, offset, window
+    )
+    for start in range(0, number, ROWS):
+        members = start + tl.arange(0, ROWS)
+        inside = members < number
+        rows = tl.load(listed + members, mask=inside, other=queries)
+        last_row = tl.load(listed + tl.minimum(start + ROWS, number) - 1)
+        borders = key_range_of_rows(tl.load(listed + start), last_row + 1, sight, C)
+        q_tile = tile_of_head(q, own, q_batch, q_head, q_row, queries, width, rows, WIDTH, FULL)
+        row_at = at_head + rows
+        lower = tl.load(cutoff + row_at, mask=inside, other=0.0)
+        places = tl.load(wanted + row_at, mask=inside, other=1)
+        found = _narrow(
+            tl.maximum(lower, LOWEST), lower, tl.load(largest + row_at, mask=inside, other=0.0),
+            places.to(tl.float32), lower, inside == 0, places, borders, q_tile, k, rows,
+            load_row(factor, row_at, inside, FACTORED, 1.0), sight, scale, cap, CAPPED, FACTORED, C,
+        )  # fmt: skip
+        tl.store(cutoff + row_at, found, mask=inside)

@@ -152,18 +152,27 @@ def top_k_cutoff(
 
     most: the largest count of all rows. It chooses the kernel and may be too large.
     """
-    cutoff, largest = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
-    rows_of = count.contiguous(), cutoff, largest
+    cutoff = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    rows_of = count.contiguous(), cutoff
     tile = lists_tile(q) if most <= MOST_LISTED else None
-    if tile is not None:
-        _search(top_lists.kth_of_lists, q, k, mask, factor, rows_of, form, tile, FAST=q.is_cuda)
-    _search(kth_largest.kth_largest, q, k, mask, factor, rows_of, form, search_tile(q), RESUMED=tile is not None)
+    if tile is None:
+        _search(kth_largest.kth_largest, q, k, mask, factor, rows_of, form, search_tile(q))
+        return cutoff
+    largest, listed = torch.empty_like(cutoff), torch.empty(q.shape[:3], dtype=torch.int32, device=q.device)
+    _search(
+        top_lists.kth_of_lists, q, k, mask, factor, (*rows_of, largest), form, tile,
+        PARTS=max(1, tile[2] * 16 // tile[0]), FAST=q.is_cuda,
+    )  # fmt: skip
+    _search(
+        kth_largest.kth_of_lost_rows, q, k, mask, factor, (*rows_of, largest, listed), form, lost_rows_tile(q),
+        rows_per_program=_CHUNK, CHUNK=_CHUNK,
+    )  # fmt: skip
     return cutoff
 
 
 def _search(
     kernel: Any, q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, rows_of: tuple[Tensor, ...],
-    form: Form, tile: tuple[int, int, int, int], **more_constants: bool,
+    form: Form, tile: tuple[int, int, int, int], rows_per_program: int | None = None, **more_constants: int,
 ) -> None:  # fmt: skip
     """Launch a kernel that reads queries and keys and writes numbers of rows."""
     call = OnePassLaunch.of(q, k, k, mask, factor, None, None, None, None, form)
@@ -171,7 +180,7 @@ def _search(
     q_in, k_in, _, mask_in, factor_in, *_ = call.tensors
     names = ("CAPPED", "FACTORED", "CAUSAL", "WINDOWED", "MASKED", "PRECISION", "WIDTH", "FULL")
     with call.device:
-        kernel[(triton.cdiv(q.shape[-2], rows) * q.shape[0] * q.shape[1],)](
+        kernel[(triton.cdiv(q.shape[-2], rows_per_program or rows) * q.shape[0] * q.shape[1],)](
             q_in, k_in, mask_in, factor_in, *rows_of, *call.strides[:6], *call.strides[9:],
             *call.lengths, form.window or 0, q.shape[-1], form.scale * _LOG2E, (form.softcap or 1.0) * _LOG2E,
             **{name: call.constants[name] for name in names}, **more_constants, ROWS=rows, COLUMNS=columns,
@@ -256,14 +265,20 @@ def search_tile(q: Tensor) -> tuple[int, int, int, int]:
     return (64, 32, 4, 4) if padded(q) <= 64 else (64, 64, 4, 2) if padded(q) <= 128 else (64, 32, 4, 2)
 
 
-MOST_LISTED = 64  # with more than one of the k largest per lane, too many lanes would lose one
+MOST_LISTED = 64  # with more of the k largest per lane, too many lanes would lose one
+_CHUNK = 512  # rows among which lost ones are gathered
 
 
 def lists_tile(q: Tensor) -> tuple[int, int, int, int] | None:
-    """For kernels/top_lists.py, which has eight numbers of each of 64 lanes in registers: 254 per thread, none spilled.
+    """For kernels/top_lists.py, which has eight numbers of each lane, one for four columns, in registers.
 
-    None: keys of width 256 or in float32 leave too little shared memory for a tile.
+    Compiled for sm_90 it takes 254 of them and spills none, so that two programs run on a multiprocessor. None: keys of
+    width 256 or in float32 leave too little shared memory.
     """
     if q.is_cuda and (q.dtype == torch.float32 or padded(q) > 128):
         return None
-    return (64, 256, 8, 3) if padded(q) <= 64 else (64, 256, 8, 2)
+    return 64, 128, 4, 3
+
+
+def lost_rows_tile(q: Tensor) -> tuple[int, int, int, int]:
+    return 32, 64 if padded(q) <= 128 else 32, 4, 2
