@@ -114,7 +114,7 @@ for name in (
     "attnorm.cli",
     "attnorm.experiments.retrieval.plan",
     "attnorm.training.lm.train",
-    "attnorm.training.needle.train",
+    "attnorm.training.needle",
     "attnorm.training.retrieval.train",
     "attnorm.experiments.clrs_text.workspace",
     "attnorm.analysis.analyze",
@@ -144,7 +144,7 @@ def test_importing_attnorm_loads_nothing_heavy(loaded: dict[str, set[str]]) -> N
 def test_the_commands_load_neither_the_compiler_nor_transformers_to_show_their_help(
     loaded: dict[str, set[str]],
 ) -> None:
-    assert "attnorm.cli.bench" in loaded["attnorm.cli"]
+    assert "attnorm.cli.machine" in loaded["attnorm.cli"]
     heavy = {"torch._dynamo", "matplotlib", "pyarrow", "scipy", "transformers", "triton"}
     assert not heavy & loaded["attnorm.cli"]
 
@@ -163,7 +163,7 @@ def test_a_machine_that_only_trains_needs_no_library_for_figures_and_tables(load
 
 
 def test_accelerate_is_imported_only_to_train(loaded: dict[str, set[str]]) -> None:
-    assert "attnorm.training.needle.train" in loaded["attnorm.training.retrieval.train"]
+    assert "attnorm.training.needle" in loaded["attnorm.training.retrieval.train"]
     assert "accelerate" not in loaded["attnorm.training.retrieval.train"]
 
 

@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 import attnorm
 from attnorm.bench import suites
 from attnorm.bench.results import Ratio
-from attnorm.cli import app
-from attnorm.cli import doctor as bench_doctor
+from attnorm.cli import app, machine
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -63,7 +62,7 @@ def test_doctor_exits_with_1_when_a_promise_breaks(monkeypatch: pytest.MonkeyPat
     def breaks() -> tuple[bool, str]:
         raise ArithmeticError("two and two are five")
 
-    monkeypatch.setattr(bench_doctor, "PROMISES", {"arithmetic holds": breaks})
+    monkeypatch.setattr(machine, "PROMISES", {"arithmetic holds": breaks})
     result = runner.invoke(app, ["doctor"])
     assert result.exit_code == 1
     assert "BROKEN" in result.stdout

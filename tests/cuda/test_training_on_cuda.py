@@ -17,13 +17,13 @@ from transformers import PreTrainedModel
 import attnorm
 from attnorm.models.load import load
 from attnorm.models.patch import Patch
+from attnorm.training import vision
 from attnorm.training.device import accelerated
+from attnorm.training.images import as_model_input, generated_textures
 from attnorm.training.lm.attention import in_training
 from attnorm.training.lm.model import LMSettings, build_model
 from attnorm.training.lm.step import CapturedStep, TrainingStep, whole_windows
-from attnorm.training.vision import train as vision
-from attnorm.training.vision.images import as_model_input, generated_textures
-from attnorm.training.vision.train import VisionSettings
+from attnorm.training.vision import VisionSettings
 from tests.cuda.on_device import DEVICE, FAMILIES, NEEDS_DEVICE, relative_error, tiny, tokens, wide
 from tests.models.tiny import LEARNED, logits
 

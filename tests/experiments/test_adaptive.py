@@ -22,9 +22,8 @@ from attnorm.experiments.adaptive import (
     measure,
     versions,
 )
-from attnorm.experiments.attention_rows import SampledRows, sample_rows
 from attnorm.experiments.experiment import ExperimentSubject
-from attnorm.experiments.losses import losses, mean, windows_of
+from attnorm.experiments.model_runs import SampledRows, losses, mean, sample_rows, windows_of
 from attnorm.normalizers.adaptive_temperature import EntropyRule
 from attnorm.normalizers.registry import get
 

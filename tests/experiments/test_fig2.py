@@ -9,7 +9,6 @@ import pytest
 import torch
 from scipy import stats
 
-from attnorm.experiments.attention_rows import LastRows, joined, last_rows
 from attnorm.experiments.experiment import ExperimentSubject
 from attnorm.experiments.fig2.experiment import PAIRS, _compare, _fewer_heads
 from attnorm.experiments.fig2.experiment import QUICK as SIZES
@@ -35,6 +34,7 @@ from attnorm.experiments.fig2.measure import (
     subsampled_heads,
     whole,
 )
+from attnorm.experiments.model_runs import LastRows, joined, last_rows
 from attnorm.theory.distance import PowerLaw
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from attnorm.experiments.attention_rows import LastRows
 from attnorm.experiments.fig3 import Separabilities, findings, measure, summary
+from attnorm.experiments.model_runs import LastRows
 from tests.experiments.test_fig2 import silent, synthetic
 
 TOP_N = (2, 8, 16)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from attnorm.experiments.attention_rows import longest_rows, run_forward_pass
 from attnorm.experiments.experiment import ExperimentSubject
 from attnorm.experiments.fig4 import EPSILONS, EXPERIMENT, Sensitivity, judge_claims, measure, table
+from attnorm.experiments.model_runs import longest_rows, run_forward_pass
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.rows import measure_rows
 from attnorm.theory.gradient import finite_difference_corrected

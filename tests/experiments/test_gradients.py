@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from attnorm.experiments.attention_rows import SampledRows
 from attnorm.experiments.experiment import ExperimentSubject
 from attnorm.experiments.gradients import EXPERIMENT, TEMPERATURES, judge_claims, measure, toy
+from attnorm.experiments.model_runs import SampledRows
 
 OWN = TEMPERATURES.index(1.0)
 

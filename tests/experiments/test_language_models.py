@@ -34,7 +34,7 @@ from attnorm.models.load import load
 from attnorm.models.patch_state import normalizer_of, patched_modules
 from attnorm.training.lm.attention import fastest_attention, in_training
 from attnorm.training.lm.model import build_model
-from attnorm.training.needle.train import NeedleTask
+from attnorm.training.needle import NeedleTask
 from tests.training.conftest import write_text
 
 PUBLISHED = Path(__file__).parents[2] / "docs" / "results"

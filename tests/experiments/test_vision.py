@@ -22,8 +22,8 @@ from attnorm.experiments.experiment import ExperimentSubject
 from attnorm.files import append_jsonl, read_jsonl
 from attnorm.models.patch_state import patched_modules
 from attnorm.run_folder import try_lock
-from attnorm.training.vision.images import generated_textures, read_archive, shifted_and_mirrored
-from attnorm.training.vision.train import VisionSettings, build_model, square_landmarks
+from attnorm.training.images import generated_textures, read_archive, shifted_and_mirrored
+from attnorm.training.vision import VisionSettings, build_model, square_landmarks
 
 QUICK = ExperimentSubject(quick=True, device="cpu")
 PLAN = replace(vision.QUICK, epochs=((8, 1),))

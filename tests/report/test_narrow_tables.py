@@ -7,8 +7,8 @@ from rich.console import Console, RenderableType
 
 import attnorm
 from attnorm.analysis.compare import compare
-from attnorm.cli import doctor
-from attnorm.cli.doctor import examine, health_tables
+from attnorm.cli import machine
+from attnorm.cli.machine import examine, health_tables
 from attnorm.cli.normalizers import describe_all, normalizer_table
 from attnorm.cli.output import ByWidth
 from attnorm.report.terminal import analysis_summary, comparison_tables
@@ -40,6 +40,6 @@ def test_an_analysis_and_a_comparison(analysis: attnorm.Analysis) -> None:
 
 
 def test_the_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
-    quick = dict.fromkeys(doctor.PROMISES, lambda: (True, "largest error 1.19e-07, and the same bits twice"))
-    monkeypatch.setattr(doctor, "PROMISES", quick)  # tests/cli makes the real checks
+    quick = dict.fromkeys(machine.PROMISES, lambda: (True, "largest error 1.19e-07, and the same bits twice"))
+    monkeypatch.setattr(machine, "PROMISES", quick)  # tests/cli makes the real checks
     assert "\u2026" not in rendered(health_tables(examine()))

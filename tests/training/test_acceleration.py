@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from attnorm.cli import app
 from attnorm.training.device import accelerated
 from attnorm.training.lm.train import train_lm
-from attnorm.training.needle.train import NeedleTask, train_needle
+from attnorm.training.needle import NeedleTask, train_needle
 from attnorm.training.retrieval.data import RetrievalRecipe
 from attnorm.training.retrieval.evaluate import Trials
 from attnorm.training.retrieval.train import train_retrieval

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from attnorm.training import checkpoints
 from attnorm.training.checkpoints import TrainingInterrupted
 from attnorm.training.lm.train import LMProgress
-from attnorm.training.needle.train import settings_of
+from attnorm.training.needle import settings_of
 from tests.forked import forked
 from tests.training.conftest import tiny
 

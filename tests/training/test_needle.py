@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 from attnorm.cli import app
 from attnorm.training.lm.data import train_tokenizer
 from attnorm.training.lm.model import build_model
-from attnorm.training.needle.data import ALPHABET, Wording, keys_that_fit, puzzles_at, shortest_window, training_puzzles
-from attnorm.training.needle.train import (
+from attnorm.training.needle import (
     NeedleTask,
     among_many,
     answer_loss,
@@ -25,6 +24,7 @@ from attnorm.training.needle.train import (
     train_needle,
     usual_longer,
 )
+from attnorm.training.pass_keys import ALPHABET, Wording, keys_that_fit, puzzles_at, shortest_window, training_puzzles
 from tests.training.conftest import tiny
 from tests.training.test_normalizers_in_training import Train
 

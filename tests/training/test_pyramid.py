@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 import attnorm
 from attnorm.cli import app
 from attnorm.models.patch_state import normalizer_of, patched_modules
-from attnorm.training.vision import train
-from attnorm.training.vision.images import generated_textures
-from attnorm.training.vision.train import VisionSettings, build_model, save_vit, train_vit
+from attnorm.training import vision
+from attnorm.training.images import generated_textures
+from attnorm.training.vision import VisionSettings, build_model, save_vit, train_vit
 
 SIDE = 16
 CLASSES = ("a", "b", "c")
@@ -128,7 +128,7 @@ def test_compiled_layers_train_the_same_model(monkeypatch: pytest.MonkeyPatch) -
         graphs.append(graph)
         return graph
 
-    monkeypatch.setitem(train.COMPILE_OPTIONS, "backend", backend)
+    monkeypatch.setitem(vision.COMPILE_OPTIONS, "backend", backend)
     torch.compiler.reset()
     _, eager = train_vit(chosen, images, torch.device("cpu"))
     model, compiled = train_vit(chosen, images, torch.device("cpu"), compiled=True)

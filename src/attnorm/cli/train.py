@@ -221,7 +221,7 @@ def needle(
 
     Example: attnorm train needle bundled --text book.txt
     """
-    from attnorm.training.needle.train import NeedleTask, train_needle, usual_longer
+    from attnorm.training.needle import NeedleTask, train_needle, usual_longer
 
     with failures(out_of_memory="Use a smaller --batch."), ProgressBar() as progress:
         times = usual_longer(model) if longer is None else tuple(numbers_of("--longer", longer) or ())
@@ -316,8 +316,8 @@ def vision(
         if dtype not in (None, "float32", "bfloat16"):
             raise ValueError(f"--dtype: expected float32 or bfloat16, got {dtype!r}")
     from attnorm.training.device import chosen_device
-    from attnorm.training.vision.images import generated_textures, read_archive
-    from attnorm.training.vision.train import VisionSettings, save_vit, train_vit
+    from attnorm.training.images import generated_textures, read_archive
+    from attnorm.training.vision import VisionSettings, save_vit, train_vit
 
     options = {
         "layers": layers, "heads": heads, "width": width, "epochs": epochs, "batch": batch, "learning_rate": lr,

@@ -18,7 +18,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from attnorm.experiments import figure_style as style
-from attnorm.experiments.attention_rows import SampledRows, sample_rows
 from attnorm.experiments.experiment import (
     Experiment,
     ExperimentFinding,
@@ -29,7 +28,16 @@ from attnorm.experiments.experiment import (
     Verdict,
 )
 from attnorm.experiments.figure_style import CORRECTED, INK, MEASURED, NULL, PALE, letter, note, tidy
-from attnorm.experiments.losses import AS_IT_RUNS, WindowMean, losses, mean, weighed, windows_of
+from attnorm.experiments.model_runs import (
+    AS_IT_RUNS,
+    SampledRows,
+    WindowMean,
+    losses,
+    mean,
+    sample_rows,
+    weighed,
+    windows_of,
+)
 from attnorm.normalizers.adaptive_temperature import MIN_ENTROPY, EntropyRule, adaptive_temperature, fit
 from attnorm.normalizers.adaptive_temperature import PRINTED as PRINTED_COEFFICIENTS
 from attnorm.normalizers.contract import Normalizer

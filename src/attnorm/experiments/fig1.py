@@ -19,7 +19,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle
 from torch import Tensor
 
-from attnorm.experiments.attention_rows import LastRows, last_rows
 from attnorm.experiments.experiment import (
     Experiment,
     ExperimentFinding,
@@ -29,6 +28,7 @@ from attnorm.experiments.experiment import (
     ProgressCallback,
 )
 from attnorm.experiments.figure_style import INK, PALE, note
+from attnorm.experiments.model_runs import LastRows, last_rows
 from attnorm.theory.geometry import distinguishable, nearest_outsider, on_sphere, separability, separability_null
 from attnorm.theory.selection import SelectedRows, select
 

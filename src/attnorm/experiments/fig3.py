@@ -20,7 +20,6 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from attnorm.engines.threads import one_thread
-from attnorm.experiments.attention_rows import LastRows, last_rows
 from attnorm.experiments.experiment import (
     Experiment,
     ExperimentFinding,
@@ -31,6 +30,7 @@ from attnorm.experiments.experiment import (
     Verdict,
 )
 from attnorm.experiments.figure_style import CORRECTED, INK, NULL, PALE, PRINTED, letter, note, tidy
+from attnorm.experiments.model_runs import LastRows, last_rows
 from attnorm.theory.geometry import (
     minimum_separation,
     nearest_outsider,

@@ -17,7 +17,6 @@ import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from attnorm.experiments.attention_rows import longest_rows, run_forward_pass
 from attnorm.experiments.experiment import (
     Experiment,
     ExperimentFinding,
@@ -27,6 +26,7 @@ from attnorm.experiments.experiment import (
     ProgressCallback,
 )
 from attnorm.experiments.figure_style import CORRECTED, INK, MEASURED, PALE, PRINTED, note, tidy
+from attnorm.experiments.model_runs import longest_rows, run_forward_pass
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import MODEL
 from attnorm.metrics.sensitivity import measure_sensitivity

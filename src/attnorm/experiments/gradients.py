@@ -15,7 +15,6 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from attnorm.experiments.attention_rows import SampledRows, sample_rows
 from attnorm.experiments.experiment import (
     Experiment,
     ExperimentFinding,
@@ -36,6 +35,7 @@ from attnorm.experiments.figure_style import (
     note,
     tidy,
 )
+from attnorm.experiments.model_runs import SampledRows, sample_rows
 from attnorm.theory.gradient import (
     corollary3_corrected,
     corollary3_printed,

@@ -131,7 +131,7 @@ def _check_normalizer_once(key: str, check: Callable[[], None]) -> None:
 def needle_task(values: Mapping[str, Any]) -> Any:
     """Return the retrieval test of a trained language model: pass keys hidden in the validation text."""
     from attnorm.text import did_you_mean
-    from attnorm.training.needle.train import NeedleTask
+    from attnorm.training.needle import NeedleTask
 
     settings: dict[str, Any] = dict(values["needle"])
     known = {field.name for field in fields(NeedleTask)}
@@ -170,7 +170,7 @@ def train_lm_item(
 
 
 def _needle(values: Mapping[str, Any], out: Path, valid: Path) -> dict[str, float]:
-    from attnorm.training.needle.train import train_needle
+    from attnorm.training.needle import train_needle
 
     record = train_needle(out, valid, needle_task(values), device=values.get("device"))
     return {f"keys found at {length}": figures["exact"] for length, figures in record["by_length"].items()}

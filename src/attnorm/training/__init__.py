@@ -1,4 +1,4 @@
-"""Small trainers: language models (lm), pass keys (needle), picking from sets (retrieval), CLRS-Text (clrs).
+"""Small trainers: language models (lm), pass keys (needle), picking from sets (retrieval), CLRS-Text (clrs), images.
 
-At this level: what they share, namely the device, checkpoints and interruption.
+At this level, beside the trainers of one file: what they share, namely device.py and checkpoints.py.
 """

@@ -19,7 +19,6 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from attnorm.experiments.attention_rows import LastRows, joined, last_rows
 from attnorm.experiments.experiment import Experiment, ExperimentSubject, Floats, Outcome, ProgressCallback
 from attnorm.experiments.fig2 import measure as pairs
 from attnorm.experiments.fig2.findings import findings, summary
@@ -48,6 +47,7 @@ from attnorm.experiments.fig2.measure import (
     whole,
 )
 from attnorm.experiments.figure_style import CORRECTED, INK, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
+from attnorm.experiments.model_runs import LastRows, joined, last_rows
 from attnorm.metrics.vectors import Vectors
 
 PAPER_HEADS = 144  # of GPT-2 124M

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from attnorm.engines.threads import one_thread
-from attnorm.experiments.attention_rows import LastRows
 from attnorm.experiments.experiment import Floats
+from attnorm.experiments.model_runs import LastRows
 from attnorm.theory.dispersion import least_squares_line
 from attnorm.theory.distance import (
     PowerLaw,

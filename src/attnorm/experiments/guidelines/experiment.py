@@ -49,7 +49,7 @@ from attnorm.experiments.guidelines.measure import (
     Selected,
     measure,
 )
-from attnorm.experiments.losses import weighed
+from attnorm.experiments.model_runs import weighed
 
 Answer = Literal["yes", "partly", "no"]
 AS_VERDICT: dict[Answer, Verdict] = {"yes": "reproduces", "partly": "partly", "no": "does not"}

@@ -11,10 +11,18 @@ from scipy.stats import rankdata, spearmanr
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnorm.experiments.attention_rows import longest_rows, permute_weights, run_forward_pass
 from attnorm.experiments.experiment import ExperimentSubject, Floats, ProgressCallback
 from attnorm.experiments.figure_style import TEMPERATURES
-from attnorm.experiments.losses import AS_IT_RUNS, WindowMean, losses, mean, windows_of
+from attnorm.experiments.model_runs import (
+    AS_IT_RUNS,
+    WindowMean,
+    longest_rows,
+    losses,
+    mean,
+    permute_weights,
+    run_forward_pass,
+    windows_of,
+)
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.logits import LogitBlock, logit_blocks
 from attnorm.normalizers.contract import Normalizer

@@ -24,7 +24,7 @@ from attnorm.run_folder import lock, require_same_run, try_lock
 from attnorm.training.lm.data import Corpus, Tokens, encode, prepare, read_corpus, token_bytes
 from attnorm.training.lm.evaluate import baselines
 from attnorm.training.lm.model import LMSettings
-from attnorm.training.needle.train import NeedleTask
+from attnorm.training.needle import NeedleTask
 
 SOFTMAX = "softmax"
 

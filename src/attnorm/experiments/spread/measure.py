@@ -9,8 +9,8 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from attnorm.experiments.attention_rows import longest_rows, run_forward_pass
 from attnorm.experiments.experiment import ExperimentSubject, Floats, ProgressCallback
+from attnorm.experiments.model_runs import longest_rows, run_forward_pass
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import MODEL
 from attnorm.metrics.rows import measure_rows

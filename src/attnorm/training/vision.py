@@ -26,8 +26,8 @@ from attnorm.models.patch_state import normalizer_of, patched_modules
 from attnorm.normalizers.former_defaults import state_spec
 from attnorm.normalizers.spec import parse_spec
 from attnorm.training.device import MemoryPeak
+from attnorm.training.images import ImageSplits, LabelledImages, as_model_input, shifted_and_mirrored
 from attnorm.training.lm.step import STEPS_BEFORE, CapturedStep, capture, whole_windows
-from attnorm.training.vision.images import ImageSplits, LabelledImages, as_model_input, shifted_and_mirrored
 
 STAGES = 3  # of a pyramid: 32 x 32 pixels with patches of 2 become 16 x 16, 8 x 8 and 4 x 4 tokens
 ARCHITECTURES = ("vit", "pyramid")

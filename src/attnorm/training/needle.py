@@ -27,7 +27,7 @@ from attnorm.training.lm.evaluate import EVALUATION_BATCH, LONGER, check_lengths
 from attnorm.training.lm.model import ANY_LENGTH, RECORD, LMSettings
 from attnorm.training.lm.step import LARGEST_GRADIENT, make_optimizer, whole_windows
 from attnorm.training.lm.train import learning_rate
-from attnorm.training.needle.data import Puzzles, Wording, puzzles_at, shortest_window, training_puzzles
+from attnorm.training.pass_keys import Puzzles, Wording, puzzles_at, shortest_window, training_puzzles
 
 BUNDLED = "bundled"
 LOG_EVERY = 20

@@ -1,1 +1,0 @@
-"""Small vision transformers that classify images, with any normalizer."""
