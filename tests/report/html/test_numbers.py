@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from attnorm.report import page as report
 from attnorm.report.page import packed
 from attnorm.report.page_text import number, plain, share
 
-SCRIPTS = Path(report.__file__).parent / "script"
+SCRIPTS = report.HERE / "script"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import re
 from itertools import pairwise, product
-from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page, expect
@@ -16,7 +15,7 @@ NAMED = {
     "button", "combobox", "searchbox", "textbox", "gridcell", "columnheader", "rowheader", "link", "image", "grid",
     "region", "table",
 }  # fmt: skip
-STYLE = Path(report.__file__).parent / "style"
+STYLE = report.HERE / "style"
 CONTRAST = """(pairs) => {
     const box = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
     const light = (colour) => {
