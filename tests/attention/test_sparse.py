@@ -381,7 +381,7 @@ types |= dict.fromkeys(("unit", "slope", "enough", "tolerance", "doubt"), "fp32"
 rows = ("row_factor", "parameter", "penalties", "threshold", "gaps", "delta", "grad_factor", "grad_parameter")
 types |= dict.fromkeys(rows, "*fp32")
 types |= dict.fromkeys(("q", "k", "v", "out", "out_u", "grad", "grad_q", "grad_k", "grad_v"), "*bf16")
-forward, queries, keys = threshold.forward, threshold_backward.backward_queries, threshold_backward.backward_keys
+forward, queries, keys = threshold.forward_kernel, threshold_backward.backward_queries, threshold_backward.backward_keys
 for kernel, name, trains, capability in [WHICH]:
     one = MAPS[name]
     given = dict(

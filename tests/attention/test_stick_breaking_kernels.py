@@ -76,9 +76,9 @@ def test_half_precision(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shift", [-3.0, 0.0, 1e4])
 def test_rows_end_their_walk_only_where_nothing_is_left(shift: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Among 600 keys a stick lasts for all, for some, or for one of them. Backward takes chunks of 32 queries."""
-    from attnorm.kernels import stick_breaking_attention
+    from attnorm.kernels import stick_breaking_backward
 
-    monkeypatch.setattr(stick_breaking_attention, "MAX_CARRIED", 1)
+    monkeypatch.setattr(stick_breaking_backward, "MAX_CARRIED", 1)
     q, k, v = draw((1, 1, 1, 40, 600, 16, 16))
     with torch.no_grad():
         q[..., 0], k[..., 0] = 4.0, shift
@@ -153,7 +153,7 @@ constants = dict(
     COLUMNS=16, WIDTH=16, V_WIDTH=16, FULL=True, V_FULL=False, LIFT=1.0, ADD=True,
     PART=triton.language.bfloat16,
 )
-forward = [stick_breaking.forward]
+forward = [stick_breaking.forward_kernel]
 backward = [stick_breaking_backward.backward_queries, stick_breaking_backward.backward_keys]
 for kernel in WHICH:
     given = {name: value for name, value in constants.items() if name in kernel.arg_names}

@@ -300,7 +300,7 @@ def test_the_kernels_compile_for_gpus_that_are_not_here(which: str) -> None:
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from attnorm.kernels import map_sums, maps, threshold_maps, threshold_sums, weight_statistics
+from attnorm.kernels import map_sums, maps, row_statistics, threshold_maps, threshold_sums
 types = dict(q="*bf16", k="*bf16", mask="*u8", row_queries="*i32", listed="*i32", broken="*u8")
 types |= dict.fromkeys(("scale", "cap", "floor", "natural", "slope", "enough", "tolerance", "doubt", "unit"), "fp32")
 rows = ("factor", "row_shift", "parameter", "out", "gaps", "sums", "more", "count", "logits", "shift", "threshold")
@@ -314,7 +314,7 @@ shared = dict(
     FAST=True, CAUSAL=True, MASKED=True, CAPPED=True, FACTORED=True, PRECISION="tf32", ROWS=32, KEYS=16, WIDTH=16,
     FULL=False, P=1, SHIFTED=True, LEVELS=1, PASSES=1, MAX_STEPS=9, EARLY=3, BLOCK=128, MORE=True,
 )
-compiles(weight_statistics.weight_statistics, shared)
+compiles(row_statistics.weight_statistics, shared)
 for kernel, name in [WHICH]:
     if kernel == "map_sums":
         one = maps.MAPS[name]
@@ -329,6 +329,6 @@ for kernel, name in [WHICH]:
         )
         compiles(threshold_sums.threshold_sums, {**shared, **given, "WEIGHTS": weights})
     state = dict(HAS_THRESHOLD=kernel != "map_sums", REFERENCE=0, PARAMETER=True)
-    compiles(weight_statistics.key_weights, {**shared, **given, **state, "WEIGHTS": weights})
+    compiles(row_statistics.key_weights, {**shared, **given, **state, "WEIGHTS": weights})
 """
     assert_compiles(script.replace("WHICH", which))

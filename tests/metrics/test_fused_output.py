@@ -211,7 +211,7 @@ def test_the_kernel_compiles_for_gpus_that_are_not_here() -> None:
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from attnorm.kernels.softmax_output import softmax_output as kernel
+from attnorm.kernels.softmax_sums import softmax_output as kernel
 types = dict(q="*bf16", k="*bf16", v="*bf16", output="*bf16", mask="*u8", row_queries="*i32", scale="fp32", cap="fp32")
 types |= dict.fromkeys(("factor", "learned_sink", "out"), "*fp32")
 for flag in (False, True):

@@ -102,8 +102,8 @@ def expected_of(columns: Tensor, gain: Tensor, learned_sink: Tensor, poles: Call
 @pytest.mark.parametrize("improve", [False, True])
 @pytest.mark.parametrize("rule", ["plain", "factor", "learned sink", "both"])
 def test_every_number_is_that_of_the_sums_in_float64(rule: str, improve: bool) -> None:
-    from attnorm.kernels import softmax_statistics as kernels
-    from attnorm.kernels.softmax_statistics import softmax_root
+    from attnorm.kernels import row_statistics as kernels
+    from attnorm.kernels.row_statistics import softmax_root
 
     z, n = logits_of_rows()
     gain = torch.ones(len(n), dtype=torch.float64)

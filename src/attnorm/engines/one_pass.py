@@ -11,8 +11,8 @@ Some normalizers need a number of each row first, from another kernel:
                           which the gradient reaches q and k
     sa_softmax            the extreme logits; the smallest becomes the shift of the     kernels/extremes.py
                           row, and the output is divided by the range
-    top-k                 a number between the k-th logit and the next one (cutoff);    kernels/top_lists.py,
-                          then softmax over the keys above it                           kernels/kth_largest.py
+    top-k                 a number between the k-th logit and the next one (cutoff);    kernels/kth_largest.py
+                          then softmax over the keys above it
 """
 
 from dataclasses import dataclass, replace

@@ -13,14 +13,14 @@ from torch import Tensor
 from attnorm.engines.triton_support import kernel_operator
 
 if TYPE_CHECKING:
-    from attnorm.kernels.one_pass_attention import Form
+    from attnorm.kernels.one_pass import Form
 
 
 def _form(
     map: str, power: int, floor: float, rule: str, softcap: float | None, causal: bool, window: int | None,
     scale: float,
 ) -> "Form":  # fmt: skip
-    from attnorm.kernels.one_pass_attention import Form  # loads Triton
+    from attnorm.kernels.one_pass import Form  # loads Triton
 
     return Form(
         map=map, power=power, floor=floor, rule=rule, softcap=softcap, causal=causal, window=window, scale=scale,
@@ -36,10 +36,10 @@ def extreme_logits(
 
     Of equal logits, the first one gets the gradient.
     """
-    from attnorm.kernels import one_pass_attention
+    from attnorm.kernels import extremes
 
     form = _form("softmax", 1, 0.0, "none", softcap, causal, window, scale)
-    return one_pass_attention.extreme_logits(q, k, mask, factor, form)
+    return extremes.extreme_logits(q, k, mask, factor, form)
 
 
 @extreme_logits.register_fake
@@ -89,9 +89,9 @@ extreme_logits.register_autograd(_gradients_of_extremes, setup_context=_save_ext
 @kernel_operator("attnorm::sum_by_key")
 def _sum_by_key(rows: Tensor, index: Tensor, keys: int, groups: int) -> Tensor:
     """Sum the rows by the key at their index; deterministic, and fast if keys repeat."""
-    from attnorm.kernels import one_pass_attention
+    from attnorm.kernels import extremes
 
-    return one_pass_attention.sum_by_key(rows, index, keys, groups)
+    return extremes.sum_by_key(rows, index, keys, groups)
 
 
 @_sum_by_key.register_fake
@@ -117,10 +117,10 @@ def top_k_cutoff(
     q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, count: Tensor, most: int,
     softcap: float | None, causal: bool, window: int | None, scale: float,
 ) -> Tensor:  # fmt: skip
-    from attnorm.kernels import one_pass_attention
+    from attnorm.kernels import kth_largest
 
     form = _form("softmax", 1, 0.0, "none", softcap, causal, window, scale)
-    return one_pass_attention.top_k_cutoff(q, k, mask, factor, count, most, form)
+    return kth_largest.top_k_cutoff(q, k, mask, factor, count, most, form)
 
 
 @top_k_cutoff.register_fake
@@ -162,12 +162,10 @@ def forward(
     sink: Tensor | None, cutoff: Tensor | None, parameters: Tensor | None, map: str, power: int, floor: float,
     rule: str, softcap: float | None, causal: bool, window: int | None, scale: float, precise: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    from attnorm.kernels import one_pass_attention
+    from attnorm.kernels import one_pass
 
     form = _form(map, power, floor, rule, softcap, causal, window, scale)
-    output, saved = one_pass_attention.forward(
-        q, k, v, mask, factor, shift, sink, cutoff, parameters, form, precise=precise
-    )
+    output, saved = one_pass.forward(q, k, v, mask, factor, shift, sink, cutoff, parameters, form, precise=precise)
     return output, *saved
 
 
@@ -193,11 +191,11 @@ def _backward(
     causal: bool, window: int | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients. grad_of_factor: whether to compute that of the factor; it is empty otherwise."""
-    from attnorm.kernels import one_pass_attention
+    from attnorm.kernels import one_pass, one_pass_backward
 
     form = _form(map, power, floor, rule, softcap, causal, window, scale)
-    saved = one_pass_attention.Saved(reference, inverse)
-    *grads, _ = one_pass_attention.backward(
+    saved = one_pass.Saved(reference, inverse)
+    *grads, _ = one_pass_backward.backward(
         grad,
         q,
         k,

@@ -40,7 +40,7 @@ def sharpened_attention(
 
     entropy, soft_reference: `row_entropy` with the factor soft_factor; slope: the derivative of factor by the entropy.
     """
-    from attnorm.kernels.one_pass_attention import Form, forward
+    from attnorm.kernels.one_pass import Form, forward
 
     form = Form(map="softmax", causal=causal, window=window, scale=scale)
     output, saved = forward(q, k, v, mask, factor, None, None, cutoff, None, form)
@@ -62,7 +62,8 @@ def _backward(
     soft_factor: Tensor | None, entropy: Tensor, soft_reference: Tensor, slope: Tensor, output: Tensor,
     reference: Tensor, causal: bool, window: int | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    from attnorm.kernels.one_pass_attention import Form, RowEntropy, Saved, backward
+    from attnorm.kernels.one_pass import Form, Saved
+    from attnorm.kernels.one_pass_backward import RowEntropy, backward
 
     form = Form(map="softmax", causal=causal, window=window, scale=scale)
     saved = Saved(reference, reference.new_empty(0))

@@ -1,6 +1,6 @@
 """The engine for threshold maps (entmax, sparsemax, kneemax) on Triton kernels, forward and backward, memory O(K).
 
-`sparse` prepares the call; kernels/threshold_attention.py launches the kernels. They are operators of torch.library, so
+`sparse` prepares the call; kernels/threshold.py launches the kernels. They are operators of torch.library, so
 that torch.compile can include them in a graph.
 """
 
@@ -68,9 +68,9 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, parameter: Tensor | None,
     penalties: Tensor | None, causal: bool, scale: float, map: str, trains: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    from attnorm.kernels import threshold_attention  # loads Triton
+    from attnorm.kernels import threshold  # loads Triton
 
-    output, saved = threshold_attention.forward(q, k, v, mask, factor, parameter, penalties, causal, scale, map, trains)
+    output, saved = threshold.forward(q, k, v, mask, factor, parameter, penalties, causal, scale, map, trains)
     return output, *saved
 
 
@@ -79,7 +79,7 @@ def _(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, parameter: Tensor | None,
     penalties: Tensor | None, causal: bool, scale: float, map: str, trains: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    from attnorm.kernels.threshold_attention import saved_shapes
+    from attnorm.kernels.threshold import saved_shapes
 
     mean_u, threshold, live = saved_shapes(q, k, v, trains)
     return (
@@ -94,12 +94,11 @@ def _backward(
     parameter: Tensor | None, penalties: Tensor | None, mean_u: Tensor, threshold: Tensor, live: Tensor, causal: bool,
     scale: float, map: str, learned: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    from attnorm.kernels import threshold_attention
+    from attnorm.kernels.threshold import Saved
+    from attnorm.kernels.threshold_backward import backward
 
-    saved = threshold_attention.Saved(mean_u, threshold, live)
-    return threshold_attention.backward(
-        grad, q, k, v, mask, factor, parameter, penalties, saved, causal, scale, map, learned
-    )
+    saved = Saved(mean_u, threshold, live)
+    return backward(grad, q, k, v, mask, factor, parameter, penalties, saved, causal, scale, map, learned)
 
 
 @_backward.register_fake

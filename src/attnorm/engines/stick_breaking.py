@@ -50,7 +50,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, rest: bool, causal: bool,
     window: int | None, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    from attnorm.kernels.stick_breaking_attention import Stick, forward  # loads Triton
+    from attnorm.kernels.stick_breaking import Stick, forward  # loads Triton
 
     return forward(q, k, v, mask, factor, Stick(rest, causal, window, scale))
 
@@ -69,7 +69,8 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, spent: Tensor,
     rest: bool, causal: bool, window: int | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    from attnorm.kernels.stick_breaking_attention import Stick, backward
+    from attnorm.kernels.stick_breaking import Stick
+    from attnorm.kernels.stick_breaking_backward import backward
 
     return backward(grad, q, k, v, mask, factor, spent, Stick(rest, causal, window, scale))
 

@@ -9,12 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnorm.kernels.blocks import Constants, Matrix, Sight
+from attnorm.kernels.blocks import Constants, LogitRows, MapConstants, Matrix, Sight, logit_rows
 from attnorm.kernels.launch import padded
 from attnorm.kernels.maps import LOG2E, MAPS, Reference
-from attnorm.kernels.one_pass import fold, inverse_of, reference_of
-from attnorm.kernels.one_pass_attention import Form, OnePassLaunch
-from attnorm.kernels.tiles import LogitRows, MapConstants, logit_rows
+from attnorm.kernels.one_pass import Form, OnePassLaunch, fold, inverse_of, reference_of
 
 TOGETHER = tl.constexpr(16)  # parts that are read at a time
 MIN_SPLIT = 256  # keys of a program; with fewer, joining the parts would cost more than reading keys
@@ -130,7 +128,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
     sink: Tensor | None, parameters: Tensor | None, form: Form, *, precise: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return output and reference like one_pass_attention.forward, for few queries."""
+    """Return output and reference like one_pass.forward, for few queries."""
     call = OnePassLaunch.of(q, k, v, mask, factor, shift, sink, None, parameters, form)
     batch, heads, queries, keys, width = *q.shape[:3], k.shape[2], v.shape[-1]
     rows, columns, warps, stages = tile(q, v, heads // k.shape[1] * queries)

@@ -20,9 +20,7 @@ from attnorm.kernels.blocks import (
     store_tile,
 )
 from attnorm.kernels.launch import Launch
-from attnorm.kernels.maps import LN2
-
-_LOG2E = 1.4426950408889634
+from attnorm.kernels.maps import LN2, LOG2E
 
 
 @triton.jit
@@ -158,7 +156,7 @@ def entropy_of_rows(
     """The entropy of each row in nats and log2 of its denominator, (B, H, Q) in float32."""
     call = Launch.without_values(q, k, mask, factor, causal)
     found = call.rows(True), call.rows(True)
-    call.run(row_entropy, scale * _LOG2E, call.tensors[4], *found)
+    call.run(row_entropy, scale * LOG2E.value, call.tensors[4], *found)
     return found
 
 
@@ -170,5 +168,5 @@ def add_gradient_of_queries(
     call = Launch.without_values(q, k, mask, factor, causal)
     grad_factor = call.rows(factor is not None)
     given = call.tensors[4], entropy, reference, grad_entropy
-    call.run(backward_queries, scale * _LOG2E, *given, grad_q, grad_factor)
+    call.run(backward_queries, scale * LOG2E.value, *given, grad_q, grad_factor)
     return grad_factor

@@ -1,10 +1,15 @@
 """For each row, its smallest and its largest logit and their keys: one pass over the keys, without values.
 
 Every column of a tile keeps its own extremes and the tiles they lie in, so that rows are searched once, at the end.
+`sum_by_key` adds up the gradients of extremes: each goes to one key.
 """
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from attnorm.kernels.blocks import (
     Constants,
@@ -13,40 +18,68 @@ from attnorm.kernels.blocks import (
     load_row,
     load_tile,
     matrix_of_head,
+    plain_logits,
     queries_and_keys,
     seen_keys,
     store_tile,
 )
-from attnorm.kernels.maps import LN2
-from attnorm.kernels.tiles import plain_logits
+from attnorm.kernels.launch import device_of, in_rows, padded
+from attnorm.kernels.maps import LN2, LOG2E
+from attnorm.kernels.one_pass import Form, OnePassLaunch
 
 
-@triton.jit
-def _fold(
-    low, high, low_at, high_at, start, stop, q_tile, k, rows, factor, sight, scale, cap,
-    CAPPED: tl.constexpr, FACTORED: tl.constexpr, C: tl.constexpr, EDGE: tl.constexpr,
-):  # fmt: skip
-    for at in range(start, stop, C.COLUMNS):
-        columns = at + tl.arange(0, C.COLUMNS)
-        z = plain_logits(q_tile, k, columns, factor, scale, cap, CAPPED, FACTORED, C, EDGE)
-        smaller, larger = z < low, z > high
-        if EDGE:
-            seen = seen_keys(rows[:, None], columns[None, :], sight, C)
-            smaller, larger = smaller & seen, larger & seen
-        low, low_at = tl.where(smaller, z, low), tl.where(smaller, at, low_at)
-        high, high_at = tl.where(larger, z, high), tl.where(larger, at, high_at)
-    return low, high, low_at, high_at
-
-
-@triton.jit
-def _first_key(values, extreme, tile_at, keys, COLUMNS: tl.constexpr):
-    """The first key of each row whose value is the extreme; 0 in a row that saw none."""
-    key = tile_at + tl.arange(0, COLUMNS)[None, :]
-    return tl.minimum(tl.min(tl.where(values == extreme[:, None], key, keys), 1), keys - 1)
-
-
-@triton.jit
 def extreme_logits(
+    q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, form: Form
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return smallest and largest logit of each row, (B, H, Q), 0 for rows without keys, and the first such keys."""
+    low_key, high_key = (torch.empty(q.shape[:3], dtype=torch.int32, device=q.device) for _ in range(2))
+    low, high = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
+    search(extremes_kernel, q, k, mask, factor, (low_key, high_key, low, high), form, search_tile(q))
+    return low, high, low_key, high_key
+
+
+def sum_by_key(rows: Tensor, index: Tensor, keys: int, groups: int) -> Tensor:
+    """Return for each key the sum of the rows (B, H, Q, D) with its index, over `groups` heads: (B, G, K, D)."""
+    rows = in_rows(rows)
+    batch, heads, queries, width = rows.shape
+    sums = torch.empty((batch, heads // groups, keys, width), dtype=rows.dtype, device=rows.device)
+    exact = torch.backends.cuda.matmul.fp32_precision != "tf32"
+    with device_of(rows):
+        sum_by_key_kernel[(triton.cdiv(keys, 64) * batch * (heads // groups),)](
+            rows, index.contiguous(), sums, *rows.stride()[:3], *sums.stride()[:3], heads, groups, queries, keys, width,
+            PRECISION="tf32x3" if exact else "tf32", ROWS=64, COLUMNS=64, WIDTH=padded(rows),
+            num_warps=4 if width <= 128 else 8,
+        )  # fmt: skip
+    return sums
+
+
+def search(
+    kernel: Any, q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, rows_of: tuple[Tensor, ...],
+    form: Form, tile: tuple[int, int, int, int], rows_per_program: int | None = None, **more_constants: int,
+) -> None:  # fmt: skip
+    """Launch a kernel that reads queries and keys and writes numbers of rows."""
+    call = OnePassLaunch.of(q, k, k, mask, factor, None, None, None, None, form)
+    rows, columns, warps, stages = tile
+    q_in, k_in, _, mask_in, factor_in, *_ = call.tensors
+    names = ("CAPPED", "FACTORED", "CAUSAL", "WINDOWED", "MASKED", "PRECISION", "WIDTH", "FULL")
+    with call.device:
+        kernel[(triton.cdiv(q.shape[-2], rows_per_program or rows) * q.shape[0] * q.shape[1],)](
+            q_in, k_in, mask_in, factor_in, *rows_of, *call.strides[:6], *call.strides[9:],
+            *call.lengths, form.window or 0, q.shape[-1], form.scale * LOG2E.value, (form.softcap or 1.0) * LOG2E.value,
+            **{name: call.constants[name] for name in names}, **more_constants, ROWS=rows, COLUMNS=columns,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+
+
+def search_tile(q: Tensor) -> tuple[int, int, int, int]:
+    """For kernels that keep four numbers per logit in registers. The fastest of five on an H200 in bfloat16."""
+    if q.dtype == torch.float32:
+        return (32, 32, 4, 2) if padded(q) <= 64 else (32, 16, 4, 2)
+    return (64, 32, 4, 4) if padded(q) <= 64 else (64, 64, 4, 2) if padded(q) <= 128 else (64, 32, 4, 2)
+
+
+@triton.jit
+def extremes_kernel(
     q, k, mask, factor, low_key, high_key, low_logit, high_logit,
     q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_column,
     heads, groups, queries, keys, offset, window, width, scale, cap,
@@ -80,7 +113,31 @@ def extreme_logits(
 
 
 @triton.jit
-def sum_by_key(
+def _fold(
+    low, high, low_at, high_at, start, stop, q_tile, k, rows, factor, sight, scale, cap,
+    CAPPED: tl.constexpr, FACTORED: tl.constexpr, C: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    for at in range(start, stop, C.COLUMNS):
+        columns = at + tl.arange(0, C.COLUMNS)
+        z = plain_logits(q_tile, k, columns, factor, scale, cap, CAPPED, FACTORED, C, EDGE)
+        smaller, larger = z < low, z > high
+        if EDGE:
+            seen = seen_keys(rows[:, None], columns[None, :], sight, C)
+            smaller, larger = smaller & seen, larger & seen
+        low, low_at = tl.where(smaller, z, low), tl.where(smaller, at, low_at)
+        high, high_at = tl.where(larger, z, high), tl.where(larger, at, high_at)
+    return low, high, low_at, high_at
+
+
+@triton.jit
+def _first_key(values, extreme, tile_at, keys, COLUMNS: tl.constexpr):
+    """The first key of each row whose value is the extreme; 0 in a row that saw none."""
+    key = tile_at + tl.arange(0, COLUMNS)[None, :]
+    return tl.minimum(tl.min(tl.where(values == extreme[:, None], key, keys), 1), keys - 1)
+
+
+@triton.jit
+def sum_by_key_kernel(
     rows_in, index, sums, r_batch, r_head, r_row, s_batch, s_head, s_row, heads, groups, queries, keys, width,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip

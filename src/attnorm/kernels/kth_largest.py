@@ -10,8 +10,10 @@ t lead to the k-th: every column keeps its own.
 For small k kernels/top_lists.py finds most rows in one pass. `kth_of_lost_rows` searches the others in the same way.
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from attnorm.kernels.blocks import (
     Constants,
@@ -20,18 +22,64 @@ from attnorm.kernels.blocks import (
     key_range_of_rows,
     keys_of_head,
     load_row,
+    plain_logits,
     queries_and_keys,
     seen_keys,
     sight_of_head,
     tile_of_head,
 )
+from attnorm.kernels.extremes import search, search_tile
+from attnorm.kernels.launch import padded
+from attnorm.kernels.one_pass import Form
 from attnorm.kernels.order_statistics import number_of, ordered
-from attnorm.kernels.tiles import plain_logits
+from attnorm.kernels.top_lists import LOWEST, kth_of_lists
 
 EARLY = tl.constexpr(10)  # passes of interpolation; 64 rows of normal numbers need three or four
 NEAR = tl.constexpr(16)  # places from the k-th at which the logits next to the probe lead to it
 MAX_STEPS = tl.constexpr(48)  # a bisection takes 32
-LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+MOST_LISTED = 64  # with more of the k largest per lane, too many lanes would lose one
+GATHERED = 512  # rows among which lost ones are gathered
+
+
+def top_k_cutoff(
+    q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, count: Tensor, most: int, form: Form
+) -> Tensor:
+    """Return the number that the `count` largest logits of a row exceed, (B, H, Q), in bits; -inf: all are kept.
+
+    most: the largest count of all rows. It chooses the kernel and may be too large.
+    """
+    cutoff = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    rows_of = count.contiguous(), cutoff
+    tile = lists_tile(q) if most <= MOST_LISTED else None
+    if tile is None:
+        search(kth_largest, q, k, mask, factor, rows_of, form, search_tile(q))
+        return cutoff
+    largest, listed = torch.empty_like(cutoff), torch.empty(q.shape[:3], dtype=torch.int32, device=q.device)
+    search(
+        kth_of_lists, q, k, mask, factor, (*rows_of, largest), form, tile,
+        PARTS=max(1, tile[2] * 16 // tile[0]), FAST=q.is_cuda,
+    )  # fmt: skip
+    search(
+        kth_of_lost_rows, q, k, mask, factor, (*rows_of, largest, listed), form, lost_rows_tile(q),
+        rows_per_program=GATHERED, CHUNK=GATHERED,
+    )  # fmt: skip
+    return cutoff
+
+
+def lists_tile(q: Tensor) -> tuple[int, int, int, int] | None:
+    """For kernels/top_lists.py, which has eight numbers of each lane, one for four columns, in registers.
+
+    Compiled for sm_90 it takes 254 of them and spills none, so that two programs run on a multiprocessor. None: keys of
+    width 256 or in float32 leave too little shared memory.
+    """
+    if q.is_cuda and (q.dtype == torch.float32 or padded(q) > 128):
+        return None
+    return 64, 128, 4, 3
+
+
+def lost_rows_tile(q: Tensor) -> tuple[int, int, int, int]:
+    return 32, 64 if padded(q) <= 128 else 32, 4, 2
 
 
 @triton.jit

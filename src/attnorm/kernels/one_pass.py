@@ -1,4 +1,4 @@
-"""Forward kernel of attention by any map of kernels/maps.py: one pass over the keys, no matrix of weights in memory.
+"""Attention by any map of kernels/maps.py in one pass over the keys, no matrix of weights in memory: the forward pass.
 
 The kernel adds tiles of keys to the output and the denominator of each row. The logits of a row are
 
@@ -6,86 +6,145 @@ The kernel adds tiles of keys to the output and the denominator of each row. The
 
 where all but the scale are optional. Keys whose logit lies below the `cutoff` of their row are hidden. LIFT multiplies
 weights before their product with values, since float16 loses digits below 6e-5, where the weights of long rows lie.
+
+`forward` launches the kernel: shapes, strides, tiles. one_pass_backward.py has the gradients.
 """
 
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from attnorm.kernels.blocks import (
     Constants,
+    LogitRows,
+    MapConstants,
     key_range,
     load_tile,
+    logit_rows,
+    logits,
     matrix_of_head,
     queries_keys_values,
     seen_keys,
+    selected,
     store_tile,
 )
-from attnorm.kernels.maps import LOG2E
-from attnorm.kernels.tiles import LogitRows, MapConstants, logit_rows, logits, selected
+from attnorm.kernels.launch import Launch, in_rows, padded
+from attnorm.kernels.maps import LOG2E, MAPS, RULES, Reference
 
 
-@triton.jit
-def reference_of(peak, REFERENCE: tl.constexpr, MAY_BE_EMPTY: tl.constexpr):
-    """Return r of maps.Reference from the largest logits so far; 0 for rows without a key so far."""
-    if MAY_BE_EMPTY:
-        peak = tl.where(peak == float("-inf"), 0.0, peak)
-    if REFERENCE == 2:
-        peak = tl.maximum(peak, 0.0)
-    if REFERENCE == 3:
-        peak = tl.minimum(peak, 0.0)
-    return peak
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """Everything that a launch needs besides tensors: map and rule by name, and their constants."""
+
+    map: str
+    power: int = 1  # of relu and polynomial; the variant of self_adjusted
+    floor: float = 0.0  # added to the denominator of a scaled map, in natural units
+    rule: str = "none"
+    softcap: float | None = None
+    causal: bool = False
+    window: int | None = None  # a query sees this many keys, itself the last
+    scale: float = 1.0
 
 
-@triton.jit
-def inverse_of(total):
-    """1 / total, and 0 for rows without a weight."""
-    return tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), tl.where(total == 0, 0.0, float("nan")))
+class Saved(NamedTuple):
+    """Numbers of each row that the backward pass needs; empty tensors if a map has none."""
+
+    reference: Tensor  # log2 of the denominator of a scaled map
+    inverse: Tensor  # 1 / denominator of another normalised map
 
 
-@triton.jit
-def fold(
-    acc, total, peak, start, stop, q_tile, k, v, rows, row, sight, scale, cap, parameter,
-    C: tl.constexpr, M: tl.constexpr, EDGE: tl.constexpr,
-):  # fmt: skip
-    """Add the keys from start to stop to output, denominator and peak of a block of queries."""
-    for at in range(start, stop, C.COLUMNS):
-        columns = at + tl.arange(0, C.COLUMNS)
-        k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
-        dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
-        i, j = rows[:, None], columns[None, :]
-        z, _s, _cap_slope, _rule_slope = logits(dot, i, j, sight.offset, row, scale, cap, parameter, M, 1)
-        if EDGE:
-            seen = seen_keys(i, j, sight, C)
-        if M.REFERENCE != 0:
-            if EDGE:
-                largest = tl.max(tl.where(seen, z, float("-inf")), 1)
-            elif M.PLAIN:  # one product per row instead of one per key
-                largest = tl.max(dot, 1) * (row.factor * scale)
-            else:
-                largest = tl.max(z, 1)
-            largest = tl.maximum(peak, largest)
-            shrink = tl.exp2(reference_of(peak, M.REFERENCE, False) - reference_of(largest, M.REFERENCE, EDGE))
-            acc = acc * shrink[:, None]
-            total = total * shrink
-            peak = largest
-        reference = reference_of(peak, M.REFERENCE, EDGE)
-        if M.SELECTED:  # behind the peak, which is kept: a tile without any other kept key has one all the same
-            z = selected(z, row.cutoff[:, None])
-        a, b = M.MAP(z, reference[:, None], M.P, M.FAST)
-        if EDGE:
-            a = tl.where(seen, a, 0.0)
-            b = tl.where(seen, b, 0.0)
-        if M.NORMALISED:
-            total = total + tl.sum(b, 1)
-        if M.REFERENCE == 0:
-            a = a * M.LIFT
-        v_tile = load_tile(v, columns, C.V_WIDTH, EDGE, C.V_FULL)
-        acc = tl.dot(a.to(v_tile.dtype), v_tile, acc, input_precision=C.PRECISION)
-    return acc, total, peak
-
-
-@triton.jit
 def forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
+    sink: Tensor | None, cutoff: Tensor | None, parameters: Tensor | None, form: Form, *, precise: bool = False,
+) -> tuple[Tensor, Saved]:  # fmt: skip
+    """Return the output, in float32 if precise, and what the backward pass needs.
+
+    factor, shift, cutoff: (B, H, Q) in float32; sink, parameters of the rule: (H,). Logits below the cutoff, which is
+    in bits, are hidden.
+    """
+    call = OnePassLaunch.of(q, k, v, mask, factor, shift, sink, cutoff, parameters, form)
+    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=torch.float32 if precise else q.dtype, device=q.device)
+    map_ = MAPS[form.map]
+    scaled = map_.reference != Reference.NONE
+    saved = Saved(*(call.rows(used) for used in (scaled, map_.normalised and not scaled)))
+    rows, columns, warps, stages = _forward_tile(q, v, scaled)
+    with call.device:
+        forward_kernel[(triton.cdiv(q.shape[-2], rows) * q.shape[0] * q.shape[1],)](
+            *call.tensors, call.sink, out, *saved, *call.strides, *out.stride()[:3],
+            *call.sizes, form.floor, **call.constants, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+    return out, saved
+
+
+@dataclass(frozen=True)
+class OnePassLaunch(Launch):
+    shift: Tensor | None
+    sink_logits: Tensor | None
+    cutoff: Tensor | None
+    parameters: Tensor | None  # of the rule, (H,) in float32
+    form: Form
+
+    @classmethod
+    def of(
+        cls, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
+        sink: Tensor | None, cutoff: Tensor | None, parameters: Tensor | None, form: Form,
+    ) -> "OnePassLaunch":  # fmt: skip
+        factor, shift, cutoff = (None if t is None else t.contiguous() for t in (factor, shift, cutoff))
+        return cls(in_rows(q), in_rows(k), in_rows(v), mask, factor, form.causal, shift, sink, cutoff, parameters, form)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*super().tensors, *(self.q if t is None else t for t in (self.shift, self.cutoff, self.parameters)))
+
+    @property
+    def sink(self) -> Tensor:
+        return self.q if self.sink_logits is None else self.sink_logits
+
+    @property
+    def sizes(self) -> tuple[int | float, ...]:
+        form = self.form
+        return (
+            *self.lengths, form.window or 0, self.q.shape[-1], self.v.shape[-1],
+            form.scale * LOG2E.value, (form.softcap or 1.0) * LOG2E.value,
+        )  # fmt: skip
+
+    @cached_property
+    def constants(self) -> dict[str, object]:
+        form, map_ = self.form, MAPS[self.form.map]
+        ruled, cap, shifted = form.rule != "none", form.softcap is not None, self.shift is not None
+        return {
+            **self.shared_constants,
+            "MAP": map_.weights, "SLOPES": map_.slopes, "RULE": RULES[form.rule],
+            "P": form.power, "FAST": self.q.is_cuda and self.q.dtype != torch.float32,
+            "REFERENCE": int(map_.reference), "NORMALISED": map_.normalised,
+            "RULED": ruled, "CAPPED": cap, "SHIFTED": shifted, "SELECTED": self.cutoff is not None,
+            "SINK": self.sink_logits is not None,
+            "PLAIN": form.scale > 0 and not (ruled or cap or shifted),
+            "WINDOWED": form.window is not None,
+            "FULL": padded(self.q) == self.q.shape[-1], "V_FULL": padded(self.v) == self.v.shape[-1],
+            "LIFT": map_.lift,
+        }  # fmt: skip
+
+
+def _forward_tile(q: Tensor, v: Tensor, scaled: bool) -> tuple[int, int, int, int]:
+    """Rows, columns, warps, stages: the fastest of six or more on an H200 in bfloat16. float32 needs more memory."""
+    width = max(padded(q), padded(v))
+    if q.dtype == torch.float32:
+        return (64, 32, 4, 2) if width <= 64 else (32, 32, 4, 2)
+    if width <= 64:
+        return 128, 64, 4, 3
+    if width <= 128:
+        return (128, 128, 8, 3) if scaled else (128, 64, 4, 2)
+    return 64, 32, 4, 2
+
+
+@triton.jit
+def forward_kernel(
     q, k, v, mask, factor, shift, cutoff, parameters, sink, out, reference_out, inverse_out,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     mask_batch, mask_head, mask_row, mask_column, o_batch, o_head, o_row,
@@ -140,3 +199,63 @@ def forward(
         acc = acc * (1.0 / LIFT)
     out = matrix_of_head(out, own.batch, own.head, o_batch, o_head, o_row, queries, v_width)
     store_tile(out, acc, rows, V_WIDTH)
+
+
+@triton.jit
+def fold(
+    acc, total, peak, start, stop, q_tile, k, v, rows, row, sight, scale, cap, parameter,
+    C: tl.constexpr, M: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """Add the keys from start to stop to output, denominator and peak of a block of queries."""
+    for at in range(start, stop, C.COLUMNS):
+        columns = at + tl.arange(0, C.COLUMNS)
+        k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
+        dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
+        i, j = rows[:, None], columns[None, :]
+        z, _s, _cap_slope, _rule_slope = logits(dot, i, j, sight.offset, row, scale, cap, parameter, M, 1)
+        if EDGE:
+            seen = seen_keys(i, j, sight, C)
+        if M.REFERENCE != 0:
+            if EDGE:
+                largest = tl.max(tl.where(seen, z, float("-inf")), 1)
+            elif M.PLAIN:  # one product per row instead of one per key
+                largest = tl.max(dot, 1) * (row.factor * scale)
+            else:
+                largest = tl.max(z, 1)
+            largest = tl.maximum(peak, largest)
+            shrink = tl.exp2(reference_of(peak, M.REFERENCE, False) - reference_of(largest, M.REFERENCE, EDGE))
+            acc = acc * shrink[:, None]
+            total = total * shrink
+            peak = largest
+        reference = reference_of(peak, M.REFERENCE, EDGE)
+        if M.SELECTED:  # behind the peak, which is kept: a tile without any other kept key has one all the same
+            z = selected(z, row.cutoff[:, None])
+        a, b = M.MAP(z, reference[:, None], M.P, M.FAST)
+        if EDGE:
+            a = tl.where(seen, a, 0.0)
+            b = tl.where(seen, b, 0.0)
+        if M.NORMALISED:
+            total = total + tl.sum(b, 1)
+        if M.REFERENCE == 0:
+            a = a * M.LIFT
+        v_tile = load_tile(v, columns, C.V_WIDTH, EDGE, C.V_FULL)
+        acc = tl.dot(a.to(v_tile.dtype), v_tile, acc, input_precision=C.PRECISION)
+    return acc, total, peak
+
+
+@triton.jit
+def reference_of(peak, REFERENCE: tl.constexpr, MAY_BE_EMPTY: tl.constexpr):
+    """Return r of maps.Reference from the largest logits so far; 0 for rows without a key so far."""
+    if MAY_BE_EMPTY:
+        peak = tl.where(peak == float("-inf"), 0.0, peak)
+    if REFERENCE == 2:
+        peak = tl.maximum(peak, 0.0)
+    if REFERENCE == 3:
+        peak = tl.minimum(peak, 0.0)
+    return peak
+
+
+@triton.jit
+def inverse_of(total):
+    """1 / total, and 0 for rows without a weight."""
+    return tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), tl.where(total == 0, 0.0, float("nan")))

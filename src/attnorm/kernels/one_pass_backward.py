@@ -10,27 +10,107 @@ The gradient of k then has the entropy's part too, grad_entropy times dH/dz (ker
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from attnorm.kernels.blocks import (
     Constants,
+    LogitRows,
+    MapConstants,
     Sight,
     block_of_keys,
     key_range,
     load_row,
     load_tile,
+    logit_rows,
+    logits,
     matrix_of_head,
     queries_keys_values,
     query_range,
     seen_keys,
+    selected,
     sight_of_head,
     store_tile,
     tile_of_head,
 )
-from attnorm.kernels.entropy import entropy_slopes
-from attnorm.kernels.maps import LN2
-from attnorm.kernels.tiles import LogitRows, MapConstants, logit_rows, logits, selected
+from attnorm.kernels.entropy import add_gradient_of_queries, entropy_slopes
+from attnorm.kernels.launch import in_rows, padded
+from attnorm.kernels.maps import LN2, LOG2E, MAPS
+from attnorm.kernels.one_pass import Form, OnePassLaunch, Saved
+from attnorm.kernels.row_dots import row_dots
+
+
+class RowEntropy(NamedTuple):
+    """Entropy of softmax over each row, of which the row's factor is a function. All (B, H, Q) in float32."""
+
+    factor: Tensor | None  # of the logits of this softmax
+    entropy: Tensor
+    reference: Tensor  # log2 of its denominator
+    slope: Tensor  # the derivative of the row's factor
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
+    sink: Tensor | None, cutoff: Tensor | None, parameters: Tensor | None, out: Tensor, saved: Saved, form: Form,
+    sharpened: RowEntropy | None = None, *, grad_of_factor: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return gradients of q, k, v, factor, shift, sink and the factor of the entropy; empty if there is none.
+
+    grad_of_factor: whether to compute the gradient of the factor.
+    """
+    call = OnePassLaunch.of(q, k, v, mask, factor, shift, sink, cutoff, parameters, form)
+    grad = in_rows(grad)
+    grad_in = grad if grad.dtype == q.dtype else grad.to(q.dtype)  # the gradient of a precise output is float32
+    map_ = MAPS[form.map]
+    grad_q, grad_k, grad_v = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    grad_of_factor = grad_of_factor and factor is not None
+    grad_factor, grad_shift = call.rows(grad_of_factor), call.rows(shift is not None)
+    delta = row_dots(grad, out) if map_.normalised else call.rows(False)
+    queries, keys, heads = q.shape[-2], k.shape[-2], q.shape[1]
+    rows_of = (*(t.contiguous() for t in saved), delta)
+    with call.device:
+        rows, columns, warps, stages = _backward_tile(q, v)
+        backward_queries[(triton.cdiv(queries, rows) * q.shape[0] * heads,)](
+            *call.tensors, *rows_of, grad_in, grad_q, grad_factor, grad_shift,
+            *call.strides, *grad_in.stride()[:3], *grad_q.stride()[:3], *call.sizes, form.scale,
+            **call.constants, GRAD_OF_FACTOR=grad_of_factor, ROWS=rows, COLUMNS=columns, num_warps=warps,
+            num_stages=stages,
+        )  # fmt: skip
+        grad_soft, softmax = call.rows(False), (call.q,) * 4
+        if sharpened is not None:
+            soft = None if sharpened.factor is None else sharpened.factor.contiguous()
+            entropies, references = sharpened.entropy.contiguous(), sharpened.reference.contiguous()
+            grad_entropy = (grad_factor * sharpened.slope).contiguous()
+            grad_soft = add_gradient_of_queries(
+                grad_entropy, grad_q, q, k, mask, soft, entropies, references, form.causal, form.scale
+            )
+            softmax = (call.q if soft is None else soft, entropies, references, grad_entropy)
+            stages = 2  # with three, registers are spilled
+        backward_keys[(triton.cdiv(keys, columns) * k.shape[0] * k.shape[1],)](
+            *call.tensors, *rows_of, grad_in, *softmax, grad_k, grad_v,
+            *call.strides, *grad_in.stride()[:3], *grad_k.stride()[:3], *grad_v.stride()[:3], *call.sizes, form.scale,
+            **call.constants, ENTROPY=sharpened is not None,
+            SOFT_FACTORED=sharpened is not None and sharpened.factor is not None,
+            ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+    grad_sink = call.rows(False)
+    if sink is not None:
+        weight = torch.exp2(sink[None, :, None] * LOG2E.value - saved.reference)
+        grad_sink = -(weight * delta).sum((0, 2))
+    return grad_q, grad_k, grad_v, grad_factor, grad_shift, grad_sink, grad_soft
+
+
+def _backward_tile(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
+    """Rows, columns, warps, stages, chosen as in the forward pass.
+
+    Backward holds two tiles of logits at once and spills registers with larger ones.
+    """
+    width = max(padded(q), padded(v))
+    if q.dtype == torch.float32:
+        return 32, 32, 4, 2
+    return (64, 64, 4, 3) if width <= 64 else (64, 64, 4, 2) if width <= 128 else (32, 32, 4, 2)
 
 
 class SumRows(NamedTuple):
@@ -48,65 +128,6 @@ class SoftRows(NamedTuple):
     entropy: Any
     reference: Any
     grad: Any  # of the entropy
-
-
-@triton.jit
-def _sum_rows(pointers, at, inside, M: tl.constexpr):
-    reference = load_row(pointers.reference, at, inside, M.REFERENCE != 0, 0.0)
-    inverse = load_row(pointers.inverse, at, inside, M.NORMALISED and M.REFERENCE == 0, 1.0)
-    return SumRows(reference, inverse, load_row(pointers.delta, at, inside, M.NORMALISED, 0.0))
-
-
-@triton.jit
-def _logit_gradient(dot, dp, i, j, row, sums, offset, scale, cap, parameter, M: tl.constexpr, AXIS: tl.constexpr):
-    """Weights of a tile, the gradients of its logits after and in front of factor and shift; s capped, in bits.
-
-    The latter without the factor itself: it is one number per row. AXIS: of the keys.
-    """
-    z, s, cap_slope, rule_slope = logits(dot, i, j, offset, row, scale, cap, parameter, M, AXIS)
-    if M.SELECTED:
-        z = selected(z, tl.expand_dims(row.cutoff, AXIS))
-    w, slope_a, slope_b = M.SLOPES(z, tl.expand_dims(sums.reference, AXIS), M.P, M.FAST)
-    if M.NORMALISED:
-        dz = slope_a * dp - slope_b * tl.expand_dims(sums.delta, AXIS)
-        if M.REFERENCE == 0:
-            inverse = tl.expand_dims(sums.inverse, AXIS)
-            dz = dz * inverse
-            w = w * inverse
-    else:
-        dz = slope_a * dp
-    if M.RULED:
-        dz = dz * rule_slope
-    ds = dz
-    if M.CAPPED:
-        ds = ds * cap_slope
-    return w, dz, ds, s
-
-
-@triton.jit
-def _fold_queries(
-    grad_q, grad_factor, grad_shift, start, stop, q_tile, grad_tile, k, v, rows, row, sums, sight, scale, cap,
-    parameter, C: tl.constexpr, M: tl.constexpr, EDGE: tl.constexpr, GRAD_OF_FACTOR: tl.constexpr,
-):  # fmt: skip
-    for at in range(start, stop, C.COLUMNS):
-        columns = at + tl.arange(0, C.COLUMNS)
-        k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
-        v_tile = load_tile(v, columns, C.V_WIDTH, EDGE, C.V_FULL)
-        dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
-        dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision=C.PRECISION)
-        i, j = rows[:, None], columns[None, :]
-        _w, dz, ds, s = _logit_gradient(dot, dp, i, j, row, sums, sight.offset, scale, cap, parameter, M, 1)
-        if EDGE:
-            seen = seen_keys(i, j, sight, C)
-            ds = tl.where(seen, ds, 0.0)
-            dz = tl.where(seen, dz, 0.0)
-            s = tl.where(seen, s, 0.0)
-        if GRAD_OF_FACTOR:
-            grad_factor += tl.sum(dz * s, 1)
-        if M.SHIFTED:
-            grad_shift += tl.sum(dz, 1)
-        grad_q = tl.dot(ds.to(k_tile.dtype), k_tile, grad_q, input_precision=C.PRECISION)
-    return grad_q, grad_factor, grad_shift
 
 
 @triton.jit
@@ -157,45 +178,29 @@ def backward_queries(
 
 
 @triton.jit
-def _fold_keys(
-    grad_k, grad_v, start, stop, k_tile, v_tile, q, grad, columns, at_row, logit_pointers, sum_pointers, soft, sight,
-    scale, cap, parameter, C: tl.constexpr, M: tl.constexpr, EDGE: tl.constexpr, WINDOWED: tl.constexpr,
-    ENTROPY: tl.constexpr, SOFT_FACTORED: tl.constexpr,
+def _fold_queries(
+    grad_q, grad_factor, grad_shift, start, stop, q_tile, grad_tile, k, v, rows, row, sums, sight, scale, cap,
+    parameter, C: tl.constexpr, M: tl.constexpr, EDGE: tl.constexpr, GRAD_OF_FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """Tiles lie with the keys as rows here."""
-    for at in range(start, stop, C.ROWS):
-        rows = at + tl.arange(0, C.ROWS)
-        inside = rows < sight.queries
-        q_tile = load_tile(q, rows, C.WIDTH, EDGE, C.FULL)
-        grad_tile = load_tile(grad, rows, C.V_WIDTH, EDGE, C.V_FULL)
-        row_at = at_row + rows
-        row = logit_rows(logit_pointers, row_at, inside, M)
-        sums = _sum_rows(sum_pointers, row_at, inside, M)
-        dot = tl.dot(k_tile, tl.trans(q_tile), input_precision=C.PRECISION)
-        dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision=C.PRECISION)
-        i, j = rows[None, :], columns[:, None]
-        w, _dz, ds, s = _logit_gradient(dot, dp, i, j, row, sums, sight.offset, scale, cap, parameter, M, 0)
-        if M.FACTORED:
-            ds = ds * row.factor[None, :]
-        if ENTROPY:
-            if WINDOWED:
-                within = j > i + sight.offset - sight.window
-                ds = tl.where(within, ds, 0.0)
-                w = tl.where(within, w, 0.0)
-            soft_factor = load_row(soft.factor, row_at, inside, SOFT_FACTORED, 1.0)
-            soft_reference = load_row(soft.reference, row_at, inside, True, 0.0)
-            entropy = load_row(soft.entropy, row_at, inside, True, 0.0)
-            row_grad = load_row(soft.grad, row_at, inside, True, 0.0) * soft_factor
-            ds += row_grad[None, :] * entropy_slopes(
-                s, soft_factor[None, :], soft_reference[None, :], entropy[None, :]
-            )  # fmt: skip
+    for at in range(start, stop, C.COLUMNS):
+        columns = at + tl.arange(0, C.COLUMNS)
+        k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
+        v_tile = load_tile(v, columns, C.V_WIDTH, EDGE, C.V_FULL)
+        dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
+        dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision=C.PRECISION)
+        i, j = rows[:, None], columns[None, :]
+        _w, dz, ds, s = _logit_gradient(dot, dp, i, j, row, sums, sight.offset, scale, cap, parameter, M, 1)
         if EDGE:
             seen = seen_keys(i, j, sight, C)
             ds = tl.where(seen, ds, 0.0)
-            w = tl.where(seen, w, 0.0)
-        grad_v = tl.dot((w * M.LIFT).to(grad_tile.dtype), grad_tile, grad_v, input_precision=C.PRECISION)
-        grad_k = tl.dot(ds.to(q_tile.dtype), q_tile, grad_k, input_precision=C.PRECISION)
-    return grad_k, grad_v
+            dz = tl.where(seen, dz, 0.0)
+            s = tl.where(seen, s, 0.0)
+        if GRAD_OF_FACTOR:
+            grad_factor += tl.sum(dz * s, 1)
+        if M.SHIFTED:
+            grad_shift += tl.sum(dz, 1)
+        grad_q = tl.dot(ds.to(k_tile.dtype), k_tile, grad_q, input_precision=C.PRECISION)
+    return grad_q, grad_factor, grad_shift
 
 
 @triton.jit
@@ -251,3 +256,78 @@ def backward_keys(
     store_tile(grad_k, found_k, columns, WIDTH)
     grad_v = matrix_of_head(grad_v, own.batch, own.head, gv_batch, gv_head, gv_row, keys, v_width)
     store_tile(grad_v, found_v, columns, V_WIDTH)
+
+
+@triton.jit
+def _fold_keys(
+    grad_k, grad_v, start, stop, k_tile, v_tile, q, grad, columns, at_row, logit_pointers, sum_pointers, soft, sight,
+    scale, cap, parameter, C: tl.constexpr, M: tl.constexpr, EDGE: tl.constexpr, WINDOWED: tl.constexpr,
+    ENTROPY: tl.constexpr, SOFT_FACTORED: tl.constexpr,
+):  # fmt: skip
+    """Tiles lie with the keys as rows here."""
+    for at in range(start, stop, C.ROWS):
+        rows = at + tl.arange(0, C.ROWS)
+        inside = rows < sight.queries
+        q_tile = load_tile(q, rows, C.WIDTH, EDGE, C.FULL)
+        grad_tile = load_tile(grad, rows, C.V_WIDTH, EDGE, C.V_FULL)
+        row_at = at_row + rows
+        row = logit_rows(logit_pointers, row_at, inside, M)
+        sums = _sum_rows(sum_pointers, row_at, inside, M)
+        dot = tl.dot(k_tile, tl.trans(q_tile), input_precision=C.PRECISION)
+        dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision=C.PRECISION)
+        i, j = rows[None, :], columns[:, None]
+        w, _dz, ds, s = _logit_gradient(dot, dp, i, j, row, sums, sight.offset, scale, cap, parameter, M, 0)
+        if M.FACTORED:
+            ds = ds * row.factor[None, :]
+        if ENTROPY:
+            if WINDOWED:
+                within = j > i + sight.offset - sight.window
+                ds = tl.where(within, ds, 0.0)
+                w = tl.where(within, w, 0.0)
+            soft_factor = load_row(soft.factor, row_at, inside, SOFT_FACTORED, 1.0)
+            soft_reference = load_row(soft.reference, row_at, inside, True, 0.0)
+            entropy = load_row(soft.entropy, row_at, inside, True, 0.0)
+            row_grad = load_row(soft.grad, row_at, inside, True, 0.0) * soft_factor
+            ds += row_grad[None, :] * entropy_slopes(
+                s, soft_factor[None, :], soft_reference[None, :], entropy[None, :]
+            )  # fmt: skip
+        if EDGE:
+            seen = seen_keys(i, j, sight, C)
+            ds = tl.where(seen, ds, 0.0)
+            w = tl.where(seen, w, 0.0)
+        grad_v = tl.dot((w * M.LIFT).to(grad_tile.dtype), grad_tile, grad_v, input_precision=C.PRECISION)
+        grad_k = tl.dot(ds.to(q_tile.dtype), q_tile, grad_k, input_precision=C.PRECISION)
+    return grad_k, grad_v
+
+
+@triton.jit
+def _logit_gradient(dot, dp, i, j, row, sums, offset, scale, cap, parameter, M: tl.constexpr, AXIS: tl.constexpr):
+    """Weights of a tile, the gradients of its logits after and in front of factor and shift; s capped, in bits.
+
+    The latter without the factor itself: it is one number per row. AXIS: of the keys.
+    """
+    z, s, cap_slope, rule_slope = logits(dot, i, j, offset, row, scale, cap, parameter, M, AXIS)
+    if M.SELECTED:
+        z = selected(z, tl.expand_dims(row.cutoff, AXIS))
+    w, slope_a, slope_b = M.SLOPES(z, tl.expand_dims(sums.reference, AXIS), M.P, M.FAST)
+    if M.NORMALISED:
+        dz = slope_a * dp - slope_b * tl.expand_dims(sums.delta, AXIS)
+        if M.REFERENCE == 0:
+            inverse = tl.expand_dims(sums.inverse, AXIS)
+            dz = dz * inverse
+            w = w * inverse
+    else:
+        dz = slope_a * dp
+    if M.RULED:
+        dz = dz * rule_slope
+    ds = dz
+    if M.CAPPED:
+        ds = ds * cap_slope
+    return w, dz, ds, s
+
+
+@triton.jit
+def _sum_rows(pointers, at, inside, M: tl.constexpr):
+    reference = load_row(pointers.reference, at, inside, M.REFERENCE != 0, 0.0)
+    inverse = load_row(pointers.inverse, at, inside, M.NORMALISED and M.REFERENCE == 0, 1.0)
+    return SumRows(reference, inverse, load_row(pointers.delta, at, inside, M.NORMALISED, 0.0))

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from attnorm.kernels.blocks import (
     block_from_last,
+    capped,
     keys_of_head,
     load_row,
     load_tile,
@@ -22,7 +23,6 @@ from attnorm.kernels.blocks import (
     tile_of_head,
 )
 from attnorm.kernels.maps import LN2
-from attnorm.kernels.tiles import capped
 
 CLASSES = tl.constexpr(4)
 

@@ -1,11 +1,14 @@
-"""Sums of every row of softmax attention in one pass over the keys, without values and without the matrix of logits.
+"""Sums of every row of softmax attention in one pass over the keys, without the matrix of logits.
 
 Two keys of a row are set apart: the first visible one (the sink) and the largest of the others. The remaining keys are
 summed relative to the largest among themselves, the runner-up, so no sum underflows and nothing is ever subtracted.
-softmax_statistics.py turns the sums into the statistics of a row.
+row_statistics.py turns the sums into the statistics of a row.
 
 Every class of keys (see row_tiles.py) has its own largest key, runner-up and sums, which are joined at the end: no
 thread waits for another one within a tile.
+
+`softmax_sums` reads queries and keys; `softmax_output` reads values too and writes the output of attention as well;
+`pole_sums` refines the norm of the Jacobian.
 """
 
 from typing import Any, NamedTuple
@@ -13,8 +16,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from attnorm.kernels.blocks import Constants
+from attnorm.kernels.blocks import Constants, keys_of_head, load_tile, matrix_of_head, store_tile
 from attnorm.kernels.maps import LN2, LOG2E
+from attnorm.kernels.one_pass import inverse_of
 from attnorm.kernels.row_tiles import (
     CLASSES,
     RowState,
@@ -62,34 +66,49 @@ class Sums(NamedTuple):
 
 
 @triton.jit
-def no_sums(ROWS: tl.constexpr):
+def softmax_sums(
+    q, k, mask, factor, row_queries, out,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_column,
+    heads, groups, rows_total, queries, keys, offset, width, scale, cap,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr, FACTORED: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
+    LEVELS: tl.constexpr,
+):  # fmt: skip
+    """q: (B, H, R, D), the rows of the queries `row_queries` in ascending order; out: (COLUMNS, B, H, R)."""
+    C: tl.constexpr = Constants(CAUSAL, False, MASKED, PRECISION, ROWS, KEYS, WIDTH, FULL, CAPPED=CAPPED)
+    own, at, inside, given, unit, logit = rows_of_program(
+        tl.program_id(0), q, k, mask, factor, row_queries, q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch,
+        mask_head, mask_row, mask_column, heads, groups, rows_total, queries, keys, offset, width, scale, cap, C,
+        FACTORED,
+    )  # fmt: skip
+    outer, inner, _high = spans_of_rows(row_queries, own.index, rows_total, given.sight, C)
+    state, sums = no_keys(keys, ROWS), _no_sums(ROWS)
+    for whole in tl.static_range(2):
+        state, sums = _fold(state, sums, inner if whole else outer, given, unit, C, not whole, LEVELS)
+    values = _columns_of(state, sums, given, unit, logit, C)
+    column = tl.num_programs(0).to(tl.int64) // tl.cdiv(rows_total, ROWS) * rows_total
+    store_columns(out + (own.batch_head * rows_total + at), column, inside, values)
+
+
+@triton.jit
+def _no_sums(ROWS: tl.constexpr):
     leader = tl.full([ROWS, CLASSES], float("-inf"), tl.float32)
     s1 = tl.zeros([ROWS, CLASSES], tl.float32)
     return Sums(leader, leader, s1, s1, s1, s1, s1)
 
 
 @triton.jit
-def _powers(lost, unit, base, s1, e_log_e, s2, s3, s4, EDGE: tl.constexpr):
-    """Add the sums of e = exp2(unit * lost - base) to those of each class."""
-    lost = by_class(lost)
-    x = lost * unit[:, None, None] - base[:, None, :]
-    if EDGE:
-        hidden = lost == float("-inf")  # times a factor of 0 it would be NaN
-        x = tl.where(hidden, 0.0, x)
-        e = tl.where(hidden, 0.0, tl.exp2(x))
-    else:
-        e = tl.exp2(x)
-    square = e * e
-    s1 += tl.sum(e, 1)
-    e_log_e += tl.sum(e * x, 1)
-    s2 += tl.sum(square, 1)
-    s3 += tl.sum(square * e, 1)
-    s4 += tl.sum(square * square, 1)
-    return s1, e_log_e, s2, s3, s4
+def _fold(state, sums, span, given, unit, C: tl.constexpr, EDGE: tl.constexpr, LEVELS: tl.constexpr):
+    """The state of a block of rows with some tiles of keys added."""
+    for tile in range(span.tiles):
+        s, state = _products_of_tile(tile_of_span(span, tile, C), given, state, C, EDGE)
+        winners, second = _winners_of(s, LEVELS)
+        sums = _add_products(sums, s, winners, second, unit, EDGE, LEVELS)
+    return state, sums
 
 
 @triton.jit
-def products_of_tile(at, given, state, C: tl.constexpr, EDGE: tl.constexpr):
+def _products_of_tile(at, given, state, C: tl.constexpr, EDGE: tl.constexpr):
     """The products of a tile, -inf where they do not count, and the state with the tile added."""
     s, seen, first, found_sink, count = key_tile(at, given, state.first, C, EDGE)
     n, sink = state.n, state.sink
@@ -104,7 +123,7 @@ def products_of_tile(at, given, state, C: tl.constexpr, EDGE: tl.constexpr):
 
 
 @triton.jit
-def winners_of(s, LEVELS: tl.constexpr):
+def _winners_of(s, LEVELS: tl.constexpr):
     """A knock-out: the winner of each class is its largest key, and every other key loses once. And the second."""
     even, odd = neighbours(s)
     second = tl.max(by_class(smaller(even, odd)), 1)
@@ -117,7 +136,7 @@ def winners_of(s, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def add_products(sums, s, winners, second, unit, EDGE: tl.constexpr, LEVELS: tl.constexpr):
+def _add_products(sums, s, winners, second, unit, EDGE: tl.constexpr, LEVELS: tl.constexpr):
     """The sums with a tile of products added, whose winners and seconds are known."""
     leader, runner_up, s1, e_log_e, s2, s3, s4 = sums
     demoted = smaller(leader, winners)
@@ -150,13 +169,42 @@ def add_products(sums, s, winners, second, unit, EDGE: tl.constexpr, LEVELS: tl.
 
 
 @triton.jit
-def _fold(state, sums, span, given, unit, C: tl.constexpr, EDGE: tl.constexpr, LEVELS: tl.constexpr):
-    """The state of a block of rows with some tiles of keys added."""
-    for tile in range(span.tiles):
-        s, state = products_of_tile(tile_of_span(span, tile, C), given, state, C, EDGE)
-        winners, second = winners_of(s, LEVELS)
-        sums = add_products(sums, s, winners, second, unit, EDGE, LEVELS)
-    return state, sums
+def _powers(lost, unit, base, s1, e_log_e, s2, s3, s4, EDGE: tl.constexpr):
+    """Add the sums of e = exp2(unit * lost - base) to those of each class."""
+    lost = by_class(lost)
+    x = lost * unit[:, None, None] - base[:, None, :]
+    if EDGE:
+        hidden = lost == float("-inf")  # times a factor of 0 it would be NaN
+        x = tl.where(hidden, 0.0, x)
+        e = tl.where(hidden, 0.0, tl.exp2(x))
+    else:
+        e = tl.exp2(x)
+    square = e * e
+    s1 += tl.sum(e, 1)
+    e_log_e += tl.sum(e * x, 1)
+    s2 += tl.sum(square, 1)
+    s3 += tl.sum(square * e, 1)
+    s4 += tl.sum(square * square, 1)
+    return s1, e_log_e, s2, s3, s4
+
+
+@triton.jit
+def _columns_of(state, sums, given, unit, logit, C: tl.constexpr):
+    """The values of COLUMNS, with the classes joined."""
+    leader, runner_up, s1, e_log_e, s2, s3, s4 = sums
+    n = visible_keys(state.n, given, C)
+    extremes = tl.max(leader, 1) * logit, tl.min(state.smallest, 1) * logit
+    largest, least = tl.maximum(extremes[0], extremes[1]), tl.minimum(extremes[0], extremes[1])
+    empty = tl.max(leader, 1) == float("-inf")
+    largest = tl.where(empty, float("-inf"), largest)
+    least = tl.where(empty, float("inf"), least)
+    leader = tl.where(leader == float("-inf"), leader, leader * unit[:, None])
+    runner_up = tl.where(runner_up == float("-inf"), runner_up, runner_up * unit[:, None])
+    level, second, s1, e_log_e, s2, s3, s4 = tl.reduce((leader, runner_up, s1, e_log_e, s2, s3, s4), 1, _joined)
+    return (
+        n.to(tl.float32), state.sink * logit * LN2, largest * LN2, least * LN2, level * LN2, second * LN2,
+        s1, e_log_e * LN2, s2, s3, s4,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -185,62 +233,79 @@ def _joined(
 
 
 @triton.jit
-def columns_of(state, sums, given, unit, logit, C: tl.constexpr):
-    """The values of COLUMNS, with the classes joined."""
-    leader, runner_up, s1, e_log_e, s2, s3, s4 = sums
-    n = visible_keys(state.n, given, C)
-    extremes = tl.max(leader, 1) * logit, tl.min(state.smallest, 1) * logit
-    largest, least = tl.maximum(extremes[0], extremes[1]), tl.minimum(extremes[0], extremes[1])
-    empty = tl.max(leader, 1) == float("-inf")
-    largest = tl.where(empty, float("-inf"), largest)
-    least = tl.where(empty, float("inf"), least)
-    leader = tl.where(leader == float("-inf"), leader, leader * unit[:, None])
-    runner_up = tl.where(runner_up == float("-inf"), runner_up, runner_up * unit[:, None])
-    level, second, s1, e_log_e, s2, s3, s4 = tl.reduce((leader, runner_up, s1, e_log_e, s2, s3, s4), 1, _joined)
-    return (
-        n.to(tl.float32), state.sink * logit * LN2, largest * LN2, least * LN2, level * LN2, second * LN2,
-        s1, e_log_e * LN2, s2, s3, s4,
-    )  # fmt: skip
-
-
-@triton.jit
-def softmax_sums(
-    q, k, mask, factor, row_queries, out,
+def softmax_output(
+    q, k, mask, factor, row_queries, v, learned_sink, output, out,
     q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_column,
     heads, groups, rows_total, queries, keys, offset, width, scale, cap,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr, FACTORED: tl.constexpr,
+    v_batch, v_head, v_row, o_batch, o_head, o_row,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr, FACTORED: tl.constexpr, SINK: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
     LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """q: (B, H, R, D), the rows of the queries `row_queries` in ascending order; out: (COLUMNS, B, H, R)."""
+    """Arguments of softmax_sums; v: (B, G, K, D); learned_sink: (H,) if SINK; output: (B, H, R, D).
+
+    The products of queries and keys are computed once. Weights for the output are relative to the largest logit so far;
+    the sums keep their own references. The exponentials are therefore computed twice per key, but the multiplication
+    with the values can run while the sums are added.
+    """
     C: tl.constexpr = Constants(CAUSAL, False, MASKED, PRECISION, ROWS, KEYS, WIDTH, FULL, CAPPED=CAPPED)
     own, at, inside, given, unit, logit = rows_of_program(
         tl.program_id(0), q, k, mask, factor, row_queries, q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch,
         mask_head, mask_row, mask_column, heads, groups, rows_total, queries, keys, offset, width, scale, cap, C,
         FACTORED,
     )  # fmt: skip
+    v = keys_of_head(v, own, groups, v_batch, v_head, v_row, keys, width)
     outer, inner, _high = spans_of_rows(row_queries, own.index, rows_total, given.sight, C)
-    state, sums = no_keys(keys, ROWS), no_sums(ROWS)
+    state, sums = no_keys(keys, ROWS), _no_sums(ROWS)
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    total = tl.zeros([ROWS, CLASSES], tl.float32)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
     for whole in tl.static_range(2):
-        state, sums = _fold(state, sums, inner if whole else outer, given, unit, C, not whole, LEVELS)
-    values = columns_of(state, sums, given, unit, logit, C)
+        acc, total, peak, state, sums = _fold_output(
+            acc, total, peak, state, sums, inner if whole else outer, given, v, unit, C, not whole, LEVELS
+        )
+    row_total = tl.sum(total, 1)
+    if SINK:  # it may exceed all logits by so much that the sum is infinite: then the output is 0
+        reference = tl.where(peak == float("-inf"), 0.0, peak)
+        row_total += tl.exp2(tl.load(learned_sink + own.head) * LOG2E - reference)
+    rows_out = matrix_of_head(output, own.batch, own.head, o_batch, o_head, o_row, rows_total, width)
+    store_tile(rows_out, acc * inverse_of(row_total)[:, None], at, WIDTH)
+    values = _columns_of(state, sums, given, unit, logit, C)
     column = tl.num_programs(0).to(tl.int64) // tl.cdiv(rows_total, ROWS) * rows_total
     store_columns(out + (own.batch_head * rows_total + at), column, inside, values)
 
 
 @triton.jit
-def _fold_poles(poles, squares, first, span, level, x, given, unit, C: tl.constexpr, EDGE: tl.constexpr):
+def _fold_output(
+    acc, total, peak, state, sums, span, given, v, unit, C: tl.constexpr, EDGE: tl.constexpr, LEVELS: tl.constexpr
+):  # fmt: skip
+    """Add some tiles to output, denominator (per class), largest logit in bits, and the state of the sums."""
     for tile in range(span.tiles):
-        s, seen, first, _sink, _count = key_tile(tile_of_span(span, tile, C), given, first, C, EDGE)
-        e = tl.exp2(s * unit[:, None] - level[:, None])
-        gap = x[:, None] - e
-        keep = gap > 0  # the largest key lies above the root, unless the sink is larger
-        if EDGE:
-            keep = keep & seen
-        ratio = tl.where(keep, e / tl.where(keep, gap, 1.0), 0.0)
-        poles += tl.sum(ratio, 1)
-        squares += tl.sum(ratio * ratio, 1)
-    return poles, squares, first
+        at = tile_of_span(span, tile, C)
+        s, state = _products_of_tile(at, given, state, C, EDGE)
+        winners, second = _winners_of(s, LEVELS)
+        largest = tl.max(winners, 1)
+        columns = at + tl.arange(0, C.COLUMNS)
+        products = s
+        if EDGE:  # the sink has a value as any other key, but is not among the products that the sums take
+            here = (columns[None, :] == state.first[:, None]) & (columns < given.sight.keys)[None, :]
+            products = tl.where(here, state.sink[:, None], s)
+            largest = tl.maximum(largest, tl.max(tl.where(here, products, float("-inf")), 1))
+            new_peak = tl.maximum(peak, tl.where(largest == float("-inf"), largest, largest * unit))
+            reference = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            p = tl.where(products == float("-inf"), 0.0, tl.exp2(products * unit[:, None] - reference[:, None]))
+        else:
+            new_peak = tl.maximum(peak, largest * unit)
+            reference = new_peak
+            p = tl.exp2(products * unit[:, None] - reference[:, None])
+        shrink = tl.exp2(peak - reference)
+        peak = new_peak
+        even, odd = neighbours(p)
+        total = total * shrink[:, None] + tl.sum(by_class(even + odd), 1)
+        v_tile = load_tile(v, columns, C.WIDTH, EDGE, C.FULL)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision=C.PRECISION)
+        sums = _add_products(sums, s, winners, second, unit, EDGE, LEVELS)
+    return acc, total, peak, state, sums
 
 
 @triton.jit
@@ -273,3 +338,18 @@ def pole_sums(
         )
     column = tl.num_programs(0).to(tl.int64) // tl.cdiv(rows_total, ROWS) * rows_total
     store_columns(out + (own.batch_head * rows_total + at), column, inside, (poles, squares))
+
+
+@triton.jit
+def _fold_poles(poles, squares, first, span, level, x, given, unit, C: tl.constexpr, EDGE: tl.constexpr):
+    for tile in range(span.tiles):
+        s, seen, first, _sink, _count = key_tile(tile_of_span(span, tile, C), given, first, C, EDGE)
+        e = tl.exp2(s * unit[:, None] - level[:, None])
+        gap = x[:, None] - e
+        keep = gap > 0  # the largest key lies above the root, unless the sink is larger
+        if EDGE:
+            keep = keep & seen
+        ratio = tl.where(keep, e / tl.where(keep, gap, 1.0), 0.0)
+        poles += tl.sum(ratio, 1)
+        squares += tl.sum(ratio * ratio, 1)
+    return poles, squares, first

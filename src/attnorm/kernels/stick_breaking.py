@@ -7,12 +7,18 @@ A key takes the share sigmoid(z) of what is left of the stick and leaves 2^-cost
 and a row carries one number: the cost so far. Below 2^-160 of the stick float32 has no weight any more: a block of
 queries ends its walk as soon as all its rows are there. With REST the query's own key takes no share, costs nothing and
 receives what is left at the end.
+
+stick_breaking_backward.py has the gradients.
 """
 
 from collections import namedtuple
+from dataclasses import dataclass
+from functools import cached_property
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from attnorm.kernels.blocks import (
     Constants,
@@ -25,116 +31,90 @@ from attnorm.kernels.blocks import (
     store_tile,
     unmasked,
 )
-from attnorm.kernels.maps import log2
+from attnorm.kernels.launch import Launch, in_rows, padded
+from attnorm.kernels.maps import LOG2E, log2
 
 SPENT = tl.constexpr(160.0)  # bits: nothing is left
 GROUP = tl.constexpr(8)  # tiles between two looks at what is left; a loop of fixed length keeps the loads ahead
-
 
 # What is known of a call when a kernel is compiled, beyond blocks.Constants.
 StickConstants = namedtuple("StickConstants", "FAST FACTORED REST LIFT PART")
 
 
-@triton.jit
-def taken_and_cost(dot, i, j, factor, sight, scale, C: tl.constexpr, S: tl.constexpr, EDGE: tl.constexpr):
-    """log2 of the shares of a tile, -inf where a key takes none, and the costs, in bits.
+@dataclass(frozen=True)
+class Stick:
+    """Settings of a stick-breaking call besides its tensors."""
 
-    A cost is at most SPENT: beside larger ones the costs of other keys would lose their digits in sums.
-    """
-    z = dot * scale
-    if S.FACTORED:
-        z = z * factor[:, None]
-    tail = log2(1.0 + tl.exp2(-tl.abs(z)), S.FAST)
-    taken = tl.minimum(z, 0.0, propagate_nan=tl.PropagateNan.ALL) - tail
-    cost = tl.minimum(tl.maximum(z, 0.0) + tail, SPENT)
-    if EDGE:
-        seen = seen_keys(i, j, sight, C)
-        if S.REST:
-            seen = seen & (j != i + sight.offset)
-        taken = tl.where(seen, taken, float("-inf"))
-        cost = tl.where(seen, cost, 0.0)
-    return taken, cost
+    rest: bool  # the query's own key receives what is left
+    causal: bool
+    window: int | None
+    scale: float
 
 
-@triton.jit
-def _times_ones(x, ones, PART: tl.constexpr):
-    """x @ ones, for x in two parts of half precision each: a product costs far less than a scan across threads."""
-    coarse = x.to(PART)
-    fine = (x - coarse.to(tl.float32)).to(PART)
-    return tl.dot(fine, ones, tl.dot(coarse, ones))
-
-
-@triton.jit
-def sum_after(x, PART: tl.constexpr):
-    """Return for each column the sum over the columns after it."""
-    if PART == tl.float32:  # noqa: SIM300
-        return tl.cumsum(x, 1, reverse=True) - x
-    at = tl.arange(0, x.shape[1])
-    return _times_ones(x, (at[:, None] > at[None, :]).to(PART), PART)
-
-
-@triton.jit
-def sum_up_to(x, PART: tl.constexpr):
-    """Return for each column the sum over the columns up to it."""
-    if PART == tl.float32:  # noqa: SIM300
-        return tl.cumsum(x, 1)
-    at = tl.arange(0, x.shape[1])
-    return _times_ones(x, (at[:, None] <= at[None, :]).to(PART), PART)
-
-
-@triton.jit
-def weights_of(taken, cost, later, PART: tl.constexpr):
-    """The weights of a tile, given the costs of all keys behind it."""
-    return tl.exp2(taken - sum_after(cost, PART) - later)
-
-
-@triton.jit
-def own_key(v, rows, sight, C: tl.constexpr):
-    """The values of the queries' own keys, and which of them are seen."""
-    at = tl.where(rows + sight.offset < 0, sight.keys, rows + sight.offset)
-    seen = (rows < sight.queries) & (at < sight.keys)
-    if C.MASKED:
-        seen = unmasked(seen, rows, at, sight)
-    return load_tile(v, at, C.V_WIDTH, True, C.V_FULL), seen
-
-
-@triton.jit
-def stick_range(block, sight, C: tl.constexpr, REST: tl.constexpr):
-    """key_range, where the keys from low to high are less those that may be a query's own."""
-    first, low, high, last = key_range(block, sight, C)
-    if REST:
-        if C.CAUSAL:
-            own = block * C.ROWS + sight.offset  # of the first query
-            high = tl.maximum(tl.minimum(high, tl.maximum(own, 0) // C.COLUMNS * C.COLUMNS), low)
-        else:
-            low, high = first, first
-    return first, low, high, last
-
-
-@triton.jit
-def _fold(
-    acc, spent, start, stop, q_tile, k, v, rows, factor, sight, scale,
-    C: tl.constexpr, S: tl.constexpr, EDGE: tl.constexpr,
-):  # fmt: skip
-    """Output and cost of a block of queries, with the keys from stop down to start added."""
-    tiles = tl.cdiv(stop - start, C.COLUMNS)
-    while (tiles > 0) & (tl.min(spent, 0) < SPENT):
-        group = tl.minimum(tiles, GROUP)
-        for index in range(group):
-            columns = start + (tiles - 1 - index) * C.COLUMNS + tl.arange(0, C.COLUMNS)
-            k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
-            v_tile = load_tile(v, columns, C.V_WIDTH, EDGE, C.V_FULL)
-            dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
-            taken, cost = taken_and_cost(dot, rows[:, None], columns[None, :], factor, sight, scale, C, S, EDGE)
-            p = weights_of(taken, cost, spent[:, None], S.PART) * S.LIFT
-            spent += tl.sum(cost, 1)
-            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=C.PRECISION)
-        tiles -= group
-    return acc, spent
-
-
-@triton.jit
 def forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, stick: Stick
+) -> tuple[Tensor, Tensor]:
+    """Output, and what every row has spent in bits, (B, H, Q), empty unless its own key receives the rest."""
+    call = StickLaunch.of(q, k, v, mask, factor, stick)
+    out = q.new_empty(*q.shape[:-1], v.shape[-1])
+    spent = call.rows(stick.rest)
+    rows, columns, warps, stages = forward_tile(q, v)
+    with call.device:
+        forward_kernel[(triton.cdiv(q.shape[2], rows) * q.shape[0] * q.shape[1],)](
+            *call.tensors, out, spent, *call.strides, *out.stride()[:3], *call.sizes, **call.constants,
+            ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+    return out, spent
+
+
+@dataclass(frozen=True)
+class StickLaunch(Launch):
+    stick: Stick
+
+    @classmethod
+    def of(
+        cls, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, stick: Stick
+    ) -> "StickLaunch":
+        factor = None if factor is None else factor.contiguous()
+        return cls(in_rows(q), in_rows(k), in_rows(v), mask, factor, stick.causal, stick)
+
+    @property
+    def sizes(self) -> tuple[int | float, ...]:
+        stick = self.stick
+        return (*self.lengths, stick.window or 0, self.q.shape[-1], self.v.shape[-1], stick.scale * LOG2E.value)
+
+    @cached_property
+    def constants(self) -> dict[str, object]:
+        return {
+            **self.shared_constants,
+            "FAST": self.q.is_cuda and self.q.dtype != torch.float32,
+            "REST": self.stick.rest, "WINDOWED": self.stick.window is not None,
+            "FULL": padded(self.q) == self.q.shape[-1], "V_FULL": padded(self.v) == self.v.shape[-1],
+            "PART": _part(self.q),
+            "LIFT": 1024.0 if self.q.dtype == torch.float16 else 1.0,  # float16 loses digits below 6e-5
+        }  # fmt: skip
+
+
+def _part(q: Tensor) -> tl.dtype:
+    """The dtype of the parts that are summed inside a tile. Triton's interpreter has no bfloat16."""
+    if q.dtype == torch.float32:
+        return tl.float32
+    return tl.bfloat16 if q.is_cuda else tl.float16
+
+
+def forward_tile(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
+    """Rows, columns, warps, stages: the fastest of four or more on an H200 in bfloat16, to width 128.
+
+    Those of wider heads and of float32 spill least of all that were compiled for it.
+    """
+    width = max(padded(q), padded(v))
+    if q.dtype == torch.float32:
+        return (64, 32, 4, 2) if width <= 64 else (32, 16, 4, 2)
+    return (64, 64, 4, 3) if width <= 64 else (64, 64, 4, 2) if width <= 128 else (64, 32, 4, 2)
+
+
+@triton.jit
+def forward_kernel(
     q, k, v, mask, factor, out, spent_out,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     mask_batch, mask_head, mask_row, mask_column, o_batch, o_head, o_row,
@@ -169,3 +149,101 @@ def forward(
         tl.store(spent_out + row_at, spent, mask=inside)
     out = matrix_of_head(out, own.batch, own.head, o_batch, o_head, o_row, queries, v_width)
     store_tile(out, acc, rows, V_WIDTH)
+
+
+@triton.jit
+def _fold(
+    acc, spent, start, stop, q_tile, k, v, rows, factor, sight, scale,
+    C: tl.constexpr, S: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """Output and cost of a block of queries, with the keys from stop down to start added."""
+    tiles = tl.cdiv(stop - start, C.COLUMNS)
+    while (tiles > 0) & (tl.min(spent, 0) < SPENT):
+        group = tl.minimum(tiles, GROUP)
+        for index in range(group):
+            columns = start + (tiles - 1 - index) * C.COLUMNS + tl.arange(0, C.COLUMNS)
+            k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
+            v_tile = load_tile(v, columns, C.V_WIDTH, EDGE, C.V_FULL)
+            dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
+            taken, cost = taken_and_cost(dot, rows[:, None], columns[None, :], factor, sight, scale, C, S, EDGE)
+            p = weights_of(taken, cost, spent[:, None], S.PART) * S.LIFT
+            spent += tl.sum(cost, 1)
+            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=C.PRECISION)
+        tiles -= group
+    return acc, spent
+
+
+@triton.jit
+def stick_range(block, sight, C: tl.constexpr, REST: tl.constexpr):
+    """key_range, where the keys from low to high are less those that may be a query's own."""
+    first, low, high, last = key_range(block, sight, C)
+    if REST:
+        if C.CAUSAL:
+            own = block * C.ROWS + sight.offset  # of the first query
+            high = tl.maximum(tl.minimum(high, tl.maximum(own, 0) // C.COLUMNS * C.COLUMNS), low)
+        else:
+            low, high = first, first
+    return first, low, high, last
+
+
+@triton.jit
+def taken_and_cost(dot, i, j, factor, sight, scale, C: tl.constexpr, S: tl.constexpr, EDGE: tl.constexpr):
+    """log2 of the shares of a tile, -inf where a key takes none, and the costs, in bits.
+
+    A cost is at most SPENT: beside larger ones the costs of other keys would lose their digits in sums.
+    """
+    z = dot * scale
+    if S.FACTORED:
+        z = z * factor[:, None]
+    tail = log2(1.0 + tl.exp2(-tl.abs(z)), S.FAST)
+    taken = tl.minimum(z, 0.0, propagate_nan=tl.PropagateNan.ALL) - tail
+    cost = tl.minimum(tl.maximum(z, 0.0) + tail, SPENT)
+    if EDGE:
+        seen = seen_keys(i, j, sight, C)
+        if S.REST:
+            seen = seen & (j != i + sight.offset)
+        taken = tl.where(seen, taken, float("-inf"))
+        cost = tl.where(seen, cost, 0.0)
+    return taken, cost
+
+
+@triton.jit
+def weights_of(taken, cost, later, PART: tl.constexpr):
+    """The weights of a tile, given the costs of all keys behind it."""
+    return tl.exp2(taken - sum_after(cost, PART) - later)
+
+
+@triton.jit
+def sum_after(x, PART: tl.constexpr):
+    """Return for each column the sum over the columns after it."""
+    if PART == tl.float32:  # noqa: SIM300
+        return tl.cumsum(x, 1, reverse=True) - x
+    at = tl.arange(0, x.shape[1])
+    return _times_ones(x, (at[:, None] > at[None, :]).to(PART), PART)
+
+
+@triton.jit
+def sum_up_to(x, PART: tl.constexpr):
+    """Return for each column the sum over the columns up to it."""
+    if PART == tl.float32:  # noqa: SIM300
+        return tl.cumsum(x, 1)
+    at = tl.arange(0, x.shape[1])
+    return _times_ones(x, (at[:, None] <= at[None, :]).to(PART), PART)
+
+
+@triton.jit
+def _times_ones(x, ones, PART: tl.constexpr):
+    """x @ ones, for x in two parts of half precision each: a product costs far less than a scan across threads."""
+    coarse = x.to(PART)
+    fine = (x - coarse.to(tl.float32)).to(PART)
+    return tl.dot(fine, ones, tl.dot(coarse, ones))
+
+
+@triton.jit
+def own_key(v, rows, sight, C: tl.constexpr):
+    """The values of the queries' own keys, and which of them are seen."""
+    at = tl.where(rows + sight.offset < 0, sight.keys, rows + sight.offset)
+    seen = (rows < sight.queries) & (at < sight.keys)
+    if C.MASKED:
+        seen = unmasked(seen, rows, at, sight)
+    return load_tile(v, at, C.V_WIDTH, True, C.V_FULL), seen

@@ -13,8 +13,10 @@ memory of queries x tiles, so that the queries are taken in chunks. No two progr
 deterministic.
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from attnorm.kernels.blocks import (
     Constants,
@@ -30,10 +32,13 @@ from attnorm.kernels.blocks import (
     store_tile,
     tile_of_head,
 )
+from attnorm.kernels.launch import in_rows, padded
 from attnorm.kernels.stick_breaking import (
     GROUP,
     SPENT,
+    Stick,
     StickConstants,
+    StickLaunch,
     own_key,
     stick_range,
     sum_up_to,
@@ -42,52 +47,48 @@ from attnorm.kernels.stick_breaking import (
 )
 
 CHUNK = tl.constexpr(128)
+MAX_CARRIED = 2**24  # numbers between the tiles of a chunk, two arrays of them in float32
+NOTHING_LEFT = 1024.0  # bits, for the tiles that a block of queries does not reach
 
 
-@triton.jit
-def _spend(
-    spent, live, start, stop, q_tile, k, rows, factor, later, stride, sight, scale,
-    C: tl.constexpr, S: tl.constexpr, EDGE: tl.constexpr,
-):  # fmt: skip
-    """The cost with the keys from stop down to start added, and the first tile that was reached."""
-    tiles = tl.cdiv(stop - start, C.COLUMNS)
-    while (tiles > 0) & (tl.min(spent, 0) < SPENT):
-        group = tl.minimum(tiles, GROUP)
-        for index in range(group):
-            tile = start // C.COLUMNS + tiles - 1 - index
-            tl.store(later + stride.to(tl.int64) * tile, spent)
-            columns = tile * C.COLUMNS + tl.arange(0, C.COLUMNS)
-            k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
-            dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
-            _taken, cost = taken_and_cost(dot, rows[:, None], columns[None, :], factor, sight, scale, C, S, EDGE)
-            spent += tl.sum(cost, 1)
-        tiles -= group
-        live = start // C.COLUMNS + tiles
-    return spent, live
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, spent: Tensor,
+    stick: Stick,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v and factor; the last is empty where there is none."""
+    call = StickLaunch.of(q, k, v, mask, factor, stick)
+    grad, spent = in_rows(grad), spent.contiguous()
+    rows, columns, warps, stages = backward_tile(q, v)
+    heads, queries, tiles = q.shape[0] * q.shape[1], q.shape[2], triton.cdiv(k.shape[2], columns)
+    chunk = min(triton.cdiv(queries, rows), max(1, MAX_CARRIED // (heads * tiles * rows))) * rows
+    later, earlier = (torch.empty((heads, tiles, chunk), dtype=torch.float32, device=q.device) for _ in range(2))
+    live = torch.empty((heads, chunk // rows), dtype=torch.int32, device=q.device)
+    summed = torch.float32 if chunk < queries else k.dtype  # over chunks
+    grad_q, grad_factor = torch.empty(q.shape, dtype=q.dtype, device=q.device), call.rows(factor is not None)
+    grad_k, grad_v = (torch.empty(t.shape, dtype=summed, device=t.device) for t in (k, v))
+    given, strides = (*call.tensors, grad), (*call.strides, *grad.stride()[:3])
+    options = {**call.constants, "ROWS": rows, "COLUMNS": columns, "num_warps": warps, "num_stages": stages}
+    with call.device:
+        for begin in range(0, queries, chunk):
+            later.fill_(NOTHING_LEFT)
+            earlier.zero_()
+            backward_queries[(chunk // rows * heads,)](
+                *given, later, earlier, live, grad_q, grad_factor, *strides, *grad_q.stride()[:3], *call.sizes,
+                stick.scale, begin, chunk, **options,
+            )  # fmt: skip
+            backward_keys[(tiles * k.shape[0] * k.shape[1],)](
+                *given, spent, later, earlier, live, grad_k, grad_v, *strides, *grad_k.stride()[:3],
+                *grad_v.stride()[:3], *call.sizes, stick.scale, begin, chunk, ADD=begin > 0, **options,
+            )  # fmt: skip
+    return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), grad_factor
 
 
-@triton.jit
-def _fold_queries(
-    grad_q, grad_factor, before, start, stop, q_tile, grad_tile, k, v, rows, factor, later, earlier, stride, sight,
-    scale, C: tl.constexpr, S: tl.constexpr, EDGE: tl.constexpr,
-):  # fmt: skip
-    for at in range(start, stop, C.COLUMNS):
-        columns = at + tl.arange(0, C.COLUMNS)
-        k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
-        v_tile = load_tile(v, columns, C.V_WIDTH, EDGE, C.V_FULL)
-        place = stride.to(tl.int64) * (at // C.COLUMNS)
-        behind = tl.load(later + place)
-        tl.store(earlier + place, before)
-        dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
-        dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision=C.PRECISION)
-        taken, cost = taken_and_cost(dot, rows[:, None], columns[None, :], factor, sight, scale, C, S, EDGE)
-        w = weights_of(taken, cost, behind[:, None], S.PART) * dp
-        dz = w - tl.exp2(taken) * (sum_up_to(w, S.PART) + before[:, None])
-        before += tl.sum(w, 1)
-        if S.FACTORED:
-            grad_factor += tl.sum(dz * dot, 1)
-        grad_q = tl.dot(dz.to(k_tile.dtype), k_tile, grad_q, input_precision=C.PRECISION)
-    return grad_q, grad_factor, before
+def backward_tile(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
+    """Chosen as in the forward pass; the same for both kernels, which share the tiles of keys and blocks of queries."""
+    width = max(padded(q), padded(v))
+    if q.dtype == torch.float32:
+        return (32, 32, 4, 2) if width <= 64 else (16, 32, 4, 2)
+    return (64, 64, 4, 2) if width <= 64 else (64, 32, 4, 2) if width <= 128 else (32, 32, 8, 2)
 
 
 @triton.jit
@@ -154,49 +155,49 @@ def backward_queries(
 
 
 @triton.jit
-def _fold_keys(
-    grad_k, grad_v, start, stop, k_tile, v_tile, q, grad, columns, at_row, factor, spent, later, earlier, begin, sight,
-    scale, C: tl.constexpr, S: tl.constexpr, EDGE: tl.constexpr,
+def _spend(
+    spent, live, start, stop, q_tile, k, rows, factor, later, stride, sight, scale,
+    C: tl.constexpr, S: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    for at in range(start, stop, C.ROWS):
-        rows = at + tl.arange(0, C.ROWS)
-        inside = rows < sight.queries
-        q_tile = load_tile(q, rows, C.WIDTH, EDGE, C.FULL)
-        grad_tile = load_tile(grad, rows, C.V_WIDTH, EDGE, C.V_FULL)
-        row_factor = load_row(factor, at_row + rows, inside, S.FACTORED, 1.0)
-        behind = tl.load(later + (rows - begin))
-        before = tl.load(earlier + (rows - begin))
-        dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
-        dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision=C.PRECISION)
-        i, j = rows[:, None], columns[None, :]
-        taken, cost = taken_and_cost(dot, i, j, row_factor, sight, scale, C, S, EDGE)
-        p = weights_of(taken, cost, behind[:, None], S.PART)
-        w = p * dp
-        dz = w - tl.exp2(taken) * (sum_up_to(w, S.PART) + before[:, None])
-        if S.FACTORED:
-            dz = dz * row_factor[:, None]
-        if S.REST and EDGE:
-            rest = tl.exp2(-load_row(spent, at_row + rows, inside, True, 0.0))
-            at_mask = sight.mask + rows.to(tl.int64) * sight.mask_row
-            at_mask += (rows + sight.offset).to(tl.int64) * sight.mask_column
-            own = inside & (rows + sight.offset >= 0)
-            if C.MASKED:
-                own = own & (tl.load(at_mask, mask=own & (rows + sight.offset < sight.keys), other=0) != 0)
-            p = tl.where((j == i + sight.offset) & own[:, None], rest[:, None], p)
-        grad_v = tl.dot(tl.trans((p * S.LIFT).to(grad_tile.dtype)), grad_tile, grad_v, input_precision=C.PRECISION)
-        grad_k = tl.dot(tl.trans(dz.to(q_tile.dtype)), q_tile, grad_k, input_precision=C.PRECISION)
-    return grad_k, grad_v
+    """The cost with the keys from stop down to start added, and the first tile that was reached."""
+    tiles = tl.cdiv(stop - start, C.COLUMNS)
+    while (tiles > 0) & (tl.min(spent, 0) < SPENT):
+        group = tl.minimum(tiles, GROUP)
+        for index in range(group):
+            tile = start // C.COLUMNS + tiles - 1 - index
+            tl.store(later + stride.to(tl.int64) * tile, spent)
+            columns = tile * C.COLUMNS + tl.arange(0, C.COLUMNS)
+            k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
+            dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
+            _taken, cost = taken_and_cost(dot, rows[:, None], columns[None, :], factor, sight, scale, C, S, EDGE)
+            spent += tl.sum(cost, 1)
+        tiles -= group
+        live = start // C.COLUMNS + tiles
+    return spent, live
 
 
 @triton.jit
-def _last_live(live, tile, blocks):
-    """One more than the last block of queries of the chunk that reached a tile of keys."""
-    last = tl.zeros([CHUNK], tl.int32)
-    for at in range(0, blocks, CHUNK):
-        block = at + tl.arange(0, CHUNK)
-        reached = tl.load(live + block, mask=block < blocks, other=tile + 1) <= tile
-        last = tl.maximum(last, tl.where(reached, block + 1, 0))
-    return tl.max(last, 0)
+def _fold_queries(
+    grad_q, grad_factor, before, start, stop, q_tile, grad_tile, k, v, rows, factor, later, earlier, stride, sight,
+    scale, C: tl.constexpr, S: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    for at in range(start, stop, C.COLUMNS):
+        columns = at + tl.arange(0, C.COLUMNS)
+        k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
+        v_tile = load_tile(v, columns, C.V_WIDTH, EDGE, C.V_FULL)
+        place = stride.to(tl.int64) * (at // C.COLUMNS)
+        behind = tl.load(later + place)
+        tl.store(earlier + place, before)
+        dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
+        dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision=C.PRECISION)
+        taken, cost = taken_and_cost(dot, rows[:, None], columns[None, :], factor, sight, scale, C, S, EDGE)
+        w = weights_of(taken, cost, behind[:, None], S.PART) * dp
+        dz = w - tl.exp2(taken) * (sum_up_to(w, S.PART) + before[:, None])
+        before += tl.sum(w, 1)
+        if S.FACTORED:
+            grad_factor += tl.sum(dz * dot, 1)
+        grad_q = tl.dot(dz.to(k_tile.dtype), k_tile, grad_q, input_precision=C.PRECISION)
+    return grad_q, grad_factor, before
 
 
 @triton.jit
@@ -260,3 +261,49 @@ def backward_keys(
         found_v += load_tile(grad_v, columns, V_WIDTH, True, V_FULL)
     store_tile(grad_k, found_k, columns, WIDTH)
     store_tile(grad_v, found_v, columns, V_WIDTH)
+
+
+@triton.jit
+def _fold_keys(
+    grad_k, grad_v, start, stop, k_tile, v_tile, q, grad, columns, at_row, factor, spent, later, earlier, begin, sight,
+    scale, C: tl.constexpr, S: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    for at in range(start, stop, C.ROWS):
+        rows = at + tl.arange(0, C.ROWS)
+        inside = rows < sight.queries
+        q_tile = load_tile(q, rows, C.WIDTH, EDGE, C.FULL)
+        grad_tile = load_tile(grad, rows, C.V_WIDTH, EDGE, C.V_FULL)
+        row_factor = load_row(factor, at_row + rows, inside, S.FACTORED, 1.0)
+        behind = tl.load(later + (rows - begin))
+        before = tl.load(earlier + (rows - begin))
+        dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
+        dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision=C.PRECISION)
+        i, j = rows[:, None], columns[None, :]
+        taken, cost = taken_and_cost(dot, i, j, row_factor, sight, scale, C, S, EDGE)
+        p = weights_of(taken, cost, behind[:, None], S.PART)
+        w = p * dp
+        dz = w - tl.exp2(taken) * (sum_up_to(w, S.PART) + before[:, None])
+        if S.FACTORED:
+            dz = dz * row_factor[:, None]
+        if S.REST and EDGE:
+            rest = tl.exp2(-load_row(spent, at_row + rows, inside, True, 0.0))
+            at_mask = sight.mask + rows.to(tl.int64) * sight.mask_row
+            at_mask += (rows + sight.offset).to(tl.int64) * sight.mask_column
+            own = inside & (rows + sight.offset >= 0)
+            if C.MASKED:
+                own = own & (tl.load(at_mask, mask=own & (rows + sight.offset < sight.keys), other=0) != 0)
+            p = tl.where((j == i + sight.offset) & own[:, None], rest[:, None], p)
+        grad_v = tl.dot(tl.trans((p * S.LIFT).to(grad_tile.dtype)), grad_tile, grad_v, input_precision=C.PRECISION)
+        grad_k = tl.dot(tl.trans(dz.to(q_tile.dtype)), q_tile, grad_k, input_precision=C.PRECISION)
+    return grad_k, grad_v
+
+
+@triton.jit
+def _last_live(live, tile, blocks):
+    """One more than the last block of queries of the chunk that reached a tile of keys."""
+    last = tl.zeros([CHUNK], tl.int32)
+    for at in range(0, blocks, CHUNK):
+        block = at + tl.arange(0, CHUNK)
+        reached = tl.load(live + block, mask=block < blocks, other=tile + 1) <= tile
+        last = tl.maximum(last, tl.where(reached, block + 1, 0))
+    return tl.max(last, 0)

@@ -1,19 +1,25 @@
-"""Forward kernel of attention by a threshold map such as entmax: the matrix of weights never leaves the chip.
+"""Attention by a threshold map such as entmax, whose matrix of weights never leaves the chip: the forward pass.
 
 The kernel computes the logits in two or more passes over the keys:
 
-1. The first pass collects the leaders of each row (kernels/leaders.py), and for each tile how close its logits come to
-   the peaks of its rows (`gaps`). The threshold of the leaders is that of all keys or slightly below it.
+1. The first pass collects the leaders of each row (kernels/threshold_tiles.py), and for each tile how close its logits
+   come to the peaks of its rows (`gaps`). The threshold of the leaders is that of all keys or slightly below it.
 2. If the leaders may have left out much weight, passes of Newton's method over all keys follow.
 3. The last pass computes the output and the sums of each row. A small excess of the sum over 1 is removed to first
    order. If it is large, steps 2 and 3 are repeated.
 
-All passes but the first skip tiles without a weight: they read a list of the other tiles. So does the backward pass.
-Thresholds are relative to the largest logit of their row, the peak. kernels/threshold_maps.py defines the maps.
+All passes but the first skip tiles without a weight: they read a list of the other tiles. So does the backward pass
+(kernels/threshold_backward.py). Thresholds are relative to the largest logit of their row, the peak.
+kernels/threshold_maps.py defines the maps.
 """
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from attnorm.kernels.blocks import (
     Constants,
@@ -25,97 +31,158 @@ from attnorm.kernels.blocks import (
     seen_keys,
     store_tile,
 )
-from attnorm.kernels.leaders import add_tile, below_peak, no_leaders, threshold_of_leaders, weight_left_out
+from attnorm.kernels.launch import Launch, in_rows, padded
+from attnorm.kernels.threshold_maps import MAPS
 from attnorm.kernels.threshold_tiles import (
     ThresholdConstants,
+    add_tile,
+    below_peak,
     list_tiles,
     lowest_weight,
     minus_penalty,
     newton_step,
+    no_leaders,
     seen_above_threshold,
+    threshold_of_leaders,
+    weight_left_out,
 )
 
-
-@triton.jit
-def _collect_leaders(
-    leaders, peak, start, stop, q_tile, k, rows, sign, size, gaps, sight, penalty,
-    SIGNED: tl.constexpr, PENALISED: tl.constexpr, C: tl.constexpr, EDGE: tl.constexpr,
-):  # fmt: skip
-    """Update leaders and peaks with the products of the tiles from start to stop.
-
-    sign: -1 for rows with a negative factor, whose largest logits have the smallest products.
-    """
-    for at in range(start, stop, C.COLUMNS):
-        columns = at + tl.arange(0, C.COLUMNS)
-        k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
-        dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
-        dot = minus_penalty(dot, penalty, rows[:, None], columns[None, :], sight.offset, PENALISED)
-        if SIGNED:
-            dot = dot * sign[:, None]
-        if EDGE:
-            dot = tl.where(seen_keys(rows[:, None], columns[None, :], sight, C), dot, float("-inf"))
-        left, right = tl.split(tl.permute(tl.reshape(dot, [dot.shape[0], 2, C.COLUMNS // 2]), (0, 2, 1)))
-        leaders, peak = add_tile(leaders, peak, left, right, size, gaps, at, C.COLUMNS)
-    return leaders, peak
+Tile = tuple[int, int, int, int]  # rows, columns, warps, stages
 
 
-@triton.jit
-def _sum_weights(
-    sum_p, sum_u, count, listed, number, q_tile, k, rows, factor, peak, t, a, sight, penalty,
-    PENALISED: tl.constexpr, C: tl.constexpr, T: tl.constexpr, EDGE: tl.constexpr,
-):  # fmt: skip
-    """Add p, u and the number of weights of the listed tiles to the sums, one sum per row and column."""
-    tile = tl.load(listed)
-    for index in range(number):
-        following = tl.load(listed + index + 1)
-        columns = tile * C.COLUMNS + tl.arange(0, C.COLUMNS)
-        i, j = rows[:, None], columns[None, :]
-        k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
-        dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
-        dot = minus_penalty(dot, penalty, i, j, sight.offset, PENALISED)
-        x = seen_above_threshold(dot, i, j, factor, peak, t, a, sight, C, T, EDGE)
-        p, u = T.WEIGHTS(x, a, T.FAST)
-        sum_p += p
-        sum_u += u
-        if T.COUNTED:
-            count += tl.where(x > 0, 1.0, 0.0)
-        tile = following
-    return sum_p, sum_u, count
+class Tiles(NamedTuple):
+    forward: Tile
+    queries: Tile  # gradients of q
+    keys: Tile  # gradients of k and v
 
 
-@triton.jit
-def _attend(
-    output, output_u, sum_p, sum_u, listed, number, q_tile, k, v, rows, factor, peak, t, a, live, sight, penalty,
-    LIFT: tl.constexpr, TRAINS: tl.constexpr, PENALISED: tl.constexpr, C: tl.constexpr, T: tl.constexpr,
-    EDGE: tl.constexpr,
-):  # fmt: skip
-    """Add p v LIFT, u v, p and u of the listed tiles to the sums; mark the tiles that hold a weight as live."""
-    tile = tl.load(listed)
-    for index in range(number):
-        following = tl.load(listed + index + 1)
-        columns = tile * C.COLUMNS + tl.arange(0, C.COLUMNS)
-        i, j = rows[:, None], columns[None, :]
-        k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
-        v_tile = load_tile(v, columns, C.V_WIDTH, EDGE, C.V_FULL)
-        dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
-        dot = minus_penalty(dot, penalty, i, j, sight.offset, PENALISED)
-        x = seen_above_threshold(dot, i, j, factor, peak, t, a, sight, C, T, EDGE)
-        p, u = T.WEIGHTS(x, a, T.FAST)
-        mass = tl.sum(p, 1)
-        sum_p += mass
-        if LIFT != 1.0:
-            p = p * LIFT
-        output = tl.dot(p.to(v_tile.dtype), v_tile, output, input_precision=C.PRECISION)
-        if TRAINS:
-            sum_u += tl.sum(u, 1)
-            output_u = tl.dot(u.to(v_tile.dtype), v_tile, output_u, input_precision=C.PRECISION)
-            tl.store(live + tile, tl.max(tl.where(mass == 0, 0, 1), 0).to(tl.uint8))
-        tile = following
-    return output, output_u, sum_p, sum_u
+# By the padded width of a head. In half precision the fastest of 8 forward tiles and of 8 or 9 pairs of backward tiles:
+# entmax15 in bfloat16 on an H200, 8,192 x 128 and 32,768 x 64. 128 forward rows cost 4 to 7 %, 128 columns 15 % or
+# more: the leaders, one set per pair of columns, stay in registers. Width 256 and float32: what fits in shared memory.
+HALF_TILES = {
+    64: Tiles((64, 64, 4, 4), (64, 64, 4, 3), (32, 128, 4, 3)),
+    128: Tiles((64, 64, 4, 3), (128, 64, 8, 3), (32, 64, 4, 3)),
+    256: Tiles((64, 32, 8, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
+}
+FLOAT32_TILES = {
+    64: Tiles((64, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
+    128: Tiles((32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
+}
+
+MAX_STEPS = 100  # rows built against Newton need 24, ordinary ones one or two
+EARLY_STEPS = 6
 
 
-@triton.jit
+class Saved(NamedTuple):
+    """Tensors that the backward pass needs; empty if nothing is trained."""
+
+    mean_u: Tensor  # (B, H, Q, E): the mean of the values under u
+    threshold: Tensor  # (B, H, Q, 2): peak and threshold
+    live: Tensor  # (B, H, row blocks, key tiles): which tiles of the forward pass hold a weight
+
+
+def saved_shapes(q: Tensor, k: Tensor, v: Tensor, trains: bool) -> tuple[tuple[int, ...], ...]:
+    if not trains:
+        return (0,), (0,), (0,)
+    rows, columns, *_ = tiles(q, v).forward
+    blocks = -(-q.shape[2] // rows), -(-k.shape[2] // columns)
+    return (*q.shape[:3], v.shape[-1]), (*q.shape[:3], 2), (*q.shape[:2], *blocks)
+
+
 def forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, parameter: Tensor | None,
+    penalties: Tensor | None, causal: bool, scale: float, map: str, trains: bool,
+) -> tuple[Tensor, Saved]:  # fmt: skip
+    """Return the output, and what the backward pass needs.
+
+    mask: boolean (B, H, Q, K) or None; factor, parameter: (B, H, Q) in float32 or None; penalties: (H,) in
+    float32 or None, subtracted from the product <q, k> per position of distance; causal: bottom-right.
+    """
+    call = ThresholdLaunch.of(q, k, v, mask, factor, parameter, penalties, causal, scale, map)
+    batch, heads, queries = q.shape[:3]
+    output = q.new_empty(batch, heads, queries, v.shape[-1])
+    rows, columns, warps, stages = tiles(q, v).forward
+    shapes = saved_shapes(q, k, v, trains)
+    saved = Saved(
+        torch.empty(shapes[0], dtype=q.dtype, device=q.device),
+        torch.empty(shapes[1], dtype=torch.float32, device=q.device),
+        torch.zeros(shapes[2], dtype=torch.uint8, device=q.device),
+    )
+    blocks, across = triton.cdiv(queries, rows), triton.cdiv(k.shape[2], columns)
+    gaps = torch.empty((batch, heads, blocks, across), dtype=torch.float32, device=q.device)
+    listed = list_of_tiles(gaps.numel(), q)
+    one, (enough, tolerance, doubt) = MAPS[map], _tolerances(q.dtype, trains)
+    with call.device:
+        forward_kernel[(blocks * batch * heads,)](
+            *call.tensors, output, saved.mean_u, saved.threshold, gaps, listed, saved.live, *call.strides,
+            *output.stride()[:3], *call.sizes, enough, tolerance, doubt, **call.constants, NEWTON=one.newton,
+            START=one.start, DECLINE=one.decline, COUNTED=one.counted, SIGNED=factor is not None or scale < 0,
+            TRAINS=trains, ROWS=rows, COLUMNS=columns, MAX_STEPS=MAX_STEPS, EARLY=EARLY_STEPS, num_warps=warps,
+            num_stages=stages,
+        )  # fmt: skip
+    return output, saved
+
+
+@dataclass(frozen=True)
+class ThresholdLaunch(Launch):
+    parameter: Tensor | None
+    penalties: Tensor | None
+    scale: float
+    map: str
+
+    @classmethod
+    def of(
+        cls, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, parameter: Tensor | None,
+        penalties: Tensor | None, causal: bool, scale: float, map: str,
+    ) -> "ThresholdLaunch":  # fmt: skip
+        factor, parameter, penalties = (None if t is None else t.contiguous() for t in (factor, parameter, penalties))
+        return cls(in_rows(q), in_rows(k), in_rows(v), mask, factor, causal, parameter, penalties, scale, map)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*super().tensors, *(self.q if t is None else t for t in (self.parameter, self.penalties)))
+
+    @property
+    def sizes(self) -> tuple[int | float, ...]:
+        return (*self.lengths, self.q.shape[-1], self.v.shape[-1], self.scale * MAPS[self.map].unit)
+
+    @property
+    def constants(self) -> dict[str, object]:
+        one = MAPS[self.map]
+        return {
+            **self.shared_constants,
+            "PENALISED": self.penalties is not None,
+            "WEIGHTS": one.weights, "DEFORMED": one.deformed, "PARAMETER": one.parameter,
+            "EXACT": self.q.dtype != torch.bfloat16, "FAST": self.q.is_cuda and self.q.dtype != torch.float32,
+            # float16 loses digits below 6e-5, where the weights of long rows lie
+            "LIFT": 1024.0 if self.q.dtype == torch.float16 else 1.0,
+            "FULL": padded(self.q) == self.q.shape[-1], "V_FULL": padded(self.v) == self.v.shape[-1],
+        }  # fmt: skip
+
+
+def list_of_tiles(count: int, q: Tensor) -> Tensor:
+    """Allocate memory for lists of tiles, with one more entry: kernels read one entry beyond the end of a list."""
+    return torch.empty(count + 1, dtype=torch.int32, device=q.device)
+
+
+def tiles(q: Tensor, v: Tensor) -> Tiles:
+    table = FLOAT32_TILES if q.dtype == torch.float32 else HALF_TILES
+    width = max(padded(q), padded(v))
+    return table[min(known for known in table if width <= known)]
+
+
+def _tolerances(dtype: torch.dtype, trains: bool) -> tuple[float, float, float]:
+    """Return three tolerances.
+
+    How far the sum of a row may be from 1 before the last Newton step; how far in the output pass; and how much weight
+    the leaders may leave out before a Newton step is needed.
+    """
+    enough, tolerance = {torch.float32: (1e-3, 4e-6), torch.float16: (0.1, 5e-3)}.get(dtype, (0.2, 1e-2))
+    return enough, tolerance * (2 if trains else 1), 4 * tolerance
+
+
+@triton.jit
+def forward_kernel(
     q, k, v, mask, row_factor, parameter, penalties, out, out_u, threshold, gaps, listed, live,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     mask_batch, mask_head, mask_row, mask_column, o_batch, o_head, o_row,
@@ -228,6 +295,29 @@ def forward(
 
 
 @triton.jit
+def _collect_leaders(
+    leaders, peak, start, stop, q_tile, k, rows, sign, size, gaps, sight, penalty,
+    SIGNED: tl.constexpr, PENALISED: tl.constexpr, C: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """Update leaders and peaks with the products of the tiles from start to stop.
+
+    sign: -1 for rows with a negative factor, whose largest logits have the smallest products.
+    """
+    for at in range(start, stop, C.COLUMNS):
+        columns = at + tl.arange(0, C.COLUMNS)
+        k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
+        dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
+        dot = minus_penalty(dot, penalty, rows[:, None], columns[None, :], sight.offset, PENALISED)
+        if SIGNED:
+            dot = dot * sign[:, None]
+        if EDGE:
+            dot = tl.where(seen_keys(rows[:, None], columns[None, :], sight, C), dot, float("-inf"))
+        left, right = tl.split(tl.permute(tl.reshape(dot, [dot.shape[0], 2, C.COLUMNS // 2]), (0, 2, 1)))
+        leaders, peak = add_tile(leaders, peak, left, right, size, gaps, at, C.COLUMNS)
+    return leaders, peak
+
+
+@triton.jit
 def _lists(gaps, listed, whole, some, peak, t, a, empty, DEFORMED: tl.constexpr):
     """List the tiles that may hold a weight at the thresholds t.
 
@@ -239,3 +329,58 @@ def _lists(gaps, listed, whole, some, peak, t, a, empty, DEFORMED: tl.constexpr)
     edges = list_tiles(gaps, 1, some, 0, 1, listed + whole, 0, whole, some, level, 1, 1, 1)
     tl.debug_barrier()
     return number, edges
+
+
+@triton.jit
+def _sum_weights(
+    sum_p, sum_u, count, listed, number, q_tile, k, rows, factor, peak, t, a, sight, penalty,
+    PENALISED: tl.constexpr, C: tl.constexpr, T: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """Add p, u and the number of weights of the listed tiles to the sums, one sum per row and column."""
+    tile = tl.load(listed)
+    for index in range(number):
+        following = tl.load(listed + index + 1)
+        columns = tile * C.COLUMNS + tl.arange(0, C.COLUMNS)
+        i, j = rows[:, None], columns[None, :]
+        k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
+        dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
+        dot = minus_penalty(dot, penalty, i, j, sight.offset, PENALISED)
+        x = seen_above_threshold(dot, i, j, factor, peak, t, a, sight, C, T, EDGE)
+        p, u = T.WEIGHTS(x, a, T.FAST)
+        sum_p += p
+        sum_u += u
+        if T.COUNTED:
+            count += tl.where(x > 0, 1.0, 0.0)
+        tile = following
+    return sum_p, sum_u, count
+
+
+@triton.jit
+def _attend(
+    output, output_u, sum_p, sum_u, listed, number, q_tile, k, v, rows, factor, peak, t, a, live, sight, penalty,
+    LIFT: tl.constexpr, TRAINS: tl.constexpr, PENALISED: tl.constexpr, C: tl.constexpr, T: tl.constexpr,
+    EDGE: tl.constexpr,
+):  # fmt: skip
+    """Add p v LIFT, u v, p and u of the listed tiles to the sums; mark the tiles that hold a weight as live."""
+    tile = tl.load(listed)
+    for index in range(number):
+        following = tl.load(listed + index + 1)
+        columns = tile * C.COLUMNS + tl.arange(0, C.COLUMNS)
+        i, j = rows[:, None], columns[None, :]
+        k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
+        v_tile = load_tile(v, columns, C.V_WIDTH, EDGE, C.V_FULL)
+        dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
+        dot = minus_penalty(dot, penalty, i, j, sight.offset, PENALISED)
+        x = seen_above_threshold(dot, i, j, factor, peak, t, a, sight, C, T, EDGE)
+        p, u = T.WEIGHTS(x, a, T.FAST)
+        mass = tl.sum(p, 1)
+        sum_p += mass
+        if LIFT != 1.0:
+            p = p * LIFT
+        output = tl.dot(p.to(v_tile.dtype), v_tile, output, input_precision=C.PRECISION)
+        if TRAINS:
+            sum_u += tl.sum(u, 1)
+            output_u = tl.dot(u.to(v_tile.dtype), v_tile, output_u, input_precision=C.PRECISION)
+            tl.store(live + tile, tl.max(tl.where(mass == 0, 0, 1), 0).to(tl.uint8))
+        tile = following
+    return output, output_u, sum_p, sum_u

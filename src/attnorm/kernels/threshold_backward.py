@@ -8,8 +8,10 @@ number, so results are deterministic.
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from attnorm.kernels.blocks import (
     Constants,
@@ -25,44 +27,55 @@ from attnorm.kernels.blocks import (
     store_tile,
     tile_of_head,
 )
+from attnorm.kernels.launch import in_rows
+from attnorm.kernels.row_dots import row_dots
+from attnorm.kernels.threshold import Saved, ThresholdLaunch, list_of_tiles, tiles
+from attnorm.kernels.threshold_maps import MAPS
 from attnorm.kernels.threshold_tiles import ThresholdConstants, list_tiles, minus_penalty, seen_above_threshold
 
 
-@triton.jit
-def _by_alpha(x, u, a):
-    """Return dp / d alpha at a fixed threshold, times -a^2: u (1 - x + x log x); as a series near x = 1."""
-    e = x - 1.0
-    series = e * e * (0.5 - e * (1.0 / 6.0 - e * (1.0 / 12.0 - e * 0.05)))
-    logarithm = tl.log(tl.where(x > 0, x, 1.0)) * x - e
-    return u * tl.where(tl.abs(e) < 0.05, series, logarithm)
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None,
+    parameter: Tensor | None, penalties: Tensor | None, saved: Saved, causal: bool, scale: float, map: str,
+    learned: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q, k, v, factor and parameter; the last two are empty if there is none."""
+    call = ThresholdLaunch.of(q, k, v, mask, factor, parameter, penalties, causal, scale, map)
+    grad, saved = in_rows(grad), Saved(*(t.contiguous() for t in saved))
+    grad_q, grad_k, grad_v = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    grad_factor, grad_parameter = call.rows(factor is not None), call.rows(learned)
+    delta = row_dots(grad, saved.mean_u)
+    batch, heads, queries, keys = *q.shape[:3], k.shape[2]
+    given = (*call.tensors, saved.threshold, delta, grad, saved.live)
+    strides = (*call.strides, *grad.stride()[:3])
+    live_rows, live_columns, *_ = tiles(q, v).forward
+    slope = scale * MAPS[map].slope
+    shared = {**call.constants, "LIVE_ROWS": live_rows, "LIVE_COLUMNS": live_columns}
+    with call.device:
+        rows, columns, warps, stages = tiles(q, v).queries
+        blocks, across = triton.cdiv(queries, rows), triton.cdiv(keys, columns)
+        listed = list_of_tiles(batch * heads * blocks * across, q)
+        backward_queries[(blocks * batch * heads,)](
+            *given, listed, grad_q, grad_factor, grad_parameter, *strides, *grad_q.stride()[:3], *call.sizes, slope,
+            **shared, LEARNED=learned, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+        rows, columns, warps, stages = tiles(q, v).keys
+        blocks, across = triton.cdiv(queries, rows), triton.cdiv(keys, columns)
+        listed = list_of_tiles(batch * k.shape[1] * blocks * across, q)
+        backward_keys[(across * batch * k.shape[1],)](
+            *given, listed, grad_k, grad_v, *strides, *grad_k.stride()[:3], *grad_v.stride()[:3], *call.sizes, slope,
+            **shared, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+    return grad_q, grad_k, grad_v, grad_factor, grad_parameter
 
 
-@triton.jit
-def _fold_queries(
-    grad_q, grad_factor, grad_parameter, listed, number, q_tile, grad_tile, k, v, rows, factor, peak, t, a, delta,
-    middle, sight, penalty, FACTORED: tl.constexpr, LEARNED: tl.constexpr, PENALISED: tl.constexpr,
-    C: tl.constexpr, T: tl.constexpr, EDGE: tl.constexpr,
-):  # fmt: skip
-    tile = tl.load(listed)
-    for index in range(number):
-        following = tl.load(listed + index + 1)
-        columns = tile * C.COLUMNS + tl.arange(0, C.COLUMNS)
-        i, j = rows[:, None], columns[None, :]
-        k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
-        v_tile = load_tile(v, columns, C.V_WIDTH, EDGE, C.V_FULL)
-        dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
-        dot = minus_penalty(dot, penalty, i, j, sight.offset, PENALISED)
-        dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision=C.PRECISION)
-        x = seen_above_threshold(dot, i, j, factor, peak, t, a, sight, C, T, EDGE)
-        _p, u = T.WEIGHTS(x, a, T.FAST)
-        ds = u * (dp - delta)
-        if FACTORED:
-            grad_factor += tl.sum(ds * (dot - middle), 1)
-        if LEARNED:
-            grad_parameter += tl.sum(_by_alpha(x, u, a) * (dp - delta), 1)
-        grad_q = tl.dot(ds.to(k_tile.dtype), k_tile, grad_q, input_precision=C.PRECISION)
-        tile = following
-    return grad_q, grad_factor, grad_parameter
+class RowPointers(NamedTuple):
+    """Pointers to the numbers of all rows."""
+
+    factor: Any
+    parameter: Any
+    threshold: Any  # peak and threshold
+    delta: Any
 
 
 @triton.jit
@@ -127,52 +140,32 @@ def backward_queries(
     store_tile(grad_q, found, rows, WIDTH)
 
 
-class RowPointers(NamedTuple):
-    """Pointers to the numbers of all rows."""
-
-    factor: Any
-    parameter: Any
-    threshold: Any  # peak and threshold
-    delta: Any
-
-
 @triton.jit
-def _fold_keys(
-    grad_k, grad_v, listed, number, k_tile, v_tile, q, grad, columns, at_row, row, sight, penalty, unit,
-    PARAMETER: tl.constexpr, LIFT: tl.constexpr, FACTORED: tl.constexpr, PENALISED: tl.constexpr,
+def _fold_queries(
+    grad_q, grad_factor, grad_parameter, listed, number, q_tile, grad_tile, k, v, rows, factor, peak, t, a, delta,
+    middle, sight, penalty, FACTORED: tl.constexpr, LEARNED: tl.constexpr, PENALISED: tl.constexpr,
     C: tl.constexpr, T: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Add the gradients of a block of keys from the listed tiles; here the keys are the rows of a tile."""
     tile = tl.load(listed)
     for index in range(number):
         following = tl.load(listed + index + 1)
-        rows = tile * C.ROWS + tl.arange(0, C.ROWS)
-        i, j = rows[None, :], columns[:, None]
-        inside = rows < sight.queries
-        q_tile = load_tile(q, rows, C.WIDTH, EDGE, C.FULL)
-        grad_tile = load_tile(grad, rows, C.V_WIDTH, EDGE, C.V_FULL)
-        row_at = at_row + rows
-        factor = load_row(row.factor, row_at, inside, FACTORED, 1.0)
-        a = load_row(row.parameter, row_at, inside, PARAMETER, 0.5)
-        peak = tl.load(row.threshold + 2 * row_at, mask=inside, other=0.0)
-        t = tl.load(row.threshold + 2 * row_at + 1, mask=inside, other=0.0)
-        mean = tl.load(row.delta + row_at, mask=inside, other=0.0)
-        dot = tl.dot(k_tile, tl.trans(q_tile), input_precision=C.PRECISION)
+        columns = tile * C.COLUMNS + tl.arange(0, C.COLUMNS)
+        i, j = rows[:, None], columns[None, :]
+        k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
+        v_tile = load_tile(v, columns, C.V_WIDTH, EDGE, C.V_FULL)
+        dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
         dot = minus_penalty(dot, penalty, i, j, sight.offset, PENALISED)
-        dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision=C.PRECISION)
-        x = seen_above_threshold(
-            dot, i, j, (factor * unit)[None, :], peak[None, :], t[None, :], a[None, :], sight, C, T, EDGE
-        )  # fmt: skip
-        p, u = T.WEIGHTS(x, a[None, :], T.FAST)
-        if LIFT != 1.0:
-            p = p * LIFT
-        grad_v = tl.dot(p.to(grad_tile.dtype), grad_tile, grad_v, input_precision=C.PRECISION)
-        ds = u * (dp - mean[None, :])
+        dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision=C.PRECISION)
+        x = seen_above_threshold(dot, i, j, factor, peak, t, a, sight, C, T, EDGE)
+        _p, u = T.WEIGHTS(x, a, T.FAST)
+        ds = u * (dp - delta)
         if FACTORED:
-            ds = ds * factor[None, :]
-        grad_k = tl.dot(ds.to(q_tile.dtype), q_tile, grad_k, input_precision=C.PRECISION)
+            grad_factor += tl.sum(ds * (dot - middle), 1)
+        if LEARNED:
+            grad_parameter += tl.sum(_by_alpha(x, u, a) * (dp - delta), 1)
+        grad_q = tl.dot(ds.to(k_tile.dtype), k_tile, grad_q, input_precision=C.PRECISION)
         tile = following
-    return grad_k, grad_v
+    return grad_q, grad_factor, grad_parameter
 
 
 @triton.jit
@@ -243,3 +236,51 @@ def backward_keys(
     store_tile(grad_k, found_k, columns, WIDTH)
     grad_v = matrix_of_head(grad_v, own.batch, own.head, gv_batch, gv_head, gv_row, keys, v_width)
     store_tile(grad_v, found_v, columns, V_WIDTH)
+
+
+@triton.jit
+def _fold_keys(
+    grad_k, grad_v, listed, number, k_tile, v_tile, q, grad, columns, at_row, row, sight, penalty, unit,
+    PARAMETER: tl.constexpr, LIFT: tl.constexpr, FACTORED: tl.constexpr, PENALISED: tl.constexpr,
+    C: tl.constexpr, T: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """Add the gradients of a block of keys from the listed tiles; here the keys are the rows of a tile."""
+    tile = tl.load(listed)
+    for index in range(number):
+        following = tl.load(listed + index + 1)
+        rows = tile * C.ROWS + tl.arange(0, C.ROWS)
+        i, j = rows[None, :], columns[:, None]
+        inside = rows < sight.queries
+        q_tile = load_tile(q, rows, C.WIDTH, EDGE, C.FULL)
+        grad_tile = load_tile(grad, rows, C.V_WIDTH, EDGE, C.V_FULL)
+        row_at = at_row + rows
+        factor = load_row(row.factor, row_at, inside, FACTORED, 1.0)
+        a = load_row(row.parameter, row_at, inside, PARAMETER, 0.5)
+        peak = tl.load(row.threshold + 2 * row_at, mask=inside, other=0.0)
+        t = tl.load(row.threshold + 2 * row_at + 1, mask=inside, other=0.0)
+        mean = tl.load(row.delta + row_at, mask=inside, other=0.0)
+        dot = tl.dot(k_tile, tl.trans(q_tile), input_precision=C.PRECISION)
+        dot = minus_penalty(dot, penalty, i, j, sight.offset, PENALISED)
+        dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision=C.PRECISION)
+        x = seen_above_threshold(
+            dot, i, j, (factor * unit)[None, :], peak[None, :], t[None, :], a[None, :], sight, C, T, EDGE
+        )  # fmt: skip
+        p, u = T.WEIGHTS(x, a[None, :], T.FAST)
+        if LIFT != 1.0:
+            p = p * LIFT
+        grad_v = tl.dot(p.to(grad_tile.dtype), grad_tile, grad_v, input_precision=C.PRECISION)
+        ds = u * (dp - mean[None, :])
+        if FACTORED:
+            ds = ds * factor[None, :]
+        grad_k = tl.dot(ds.to(q_tile.dtype), q_tile, grad_k, input_precision=C.PRECISION)
+        tile = following
+    return grad_k, grad_v
+
+
+@triton.jit
+def _by_alpha(x, u, a):
+    """Return dp / d alpha at a fixed threshold, times -a^2: u (1 - x + x log x); as a series near x = 1."""
+    e = x - 1.0
+    series = e * e * (0.5 - e * (1.0 / 6.0 - e * (1.0 / 12.0 - e * 0.05)))
+    logarithm = tl.log(tl.where(x > 0, x, 1.0)) * x - e
+    return u * tl.where(tl.abs(e) < 0.05, series, logarithm)

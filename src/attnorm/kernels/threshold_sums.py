@@ -2,7 +2,7 @@
 
 As in threshold.py, a first pass keeps leaders, whose threshold is that of all keys or slightly below it, and notes how
 close each tile comes to the peaks of its rows. Passes of Newton's method follow where the leaders may have left out
-much. The last pass sums weights; it and all but the first leave out tiles without a weight. weight_statistics.py turns
+much. The last pass sums weights; it and all but the first leave out tiles without a weight. row_statistics.py turns
 the sums into the statistics of a row.
 
 Two keys of a row are set apart: the first visible one (the sink) and the largest of the others. Sums over the remaining
@@ -12,24 +12,20 @@ The norm of the Jacobian is that of diag(u) - u u^T / sum u. Its first estimate 
 moments of the others; each pass over the keys squares its error. See theory/rank_one_eigenvalues.py.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from attnorm.kernels.blocks import Constants, load_row
-from attnorm.kernels.leaders import (
-    add_tile,
-    below_peak,
-    insert,
-    no_leaders,
-    threshold_of_leaders,
-    weight_left_out,
-    weight_of,
-)
-from attnorm.kernels.maps import LN2
+from attnorm.kernels.maps import LN2, log2
 from attnorm.kernels.rank_one import rational_step, root_of_moments
 from attnorm.kernels.row_tiles import (
     CLASSES,
+    by_class,
     extreme_logits,
+    key_tile,
+    neighbours,
     no_keys,
     pairs_of_tile,
     rows_of_program,
@@ -38,87 +34,56 @@ from attnorm.kernels.row_tiles import (
     tile_of_span,
     visible_keys,
 )
-from attnorm.kernels.threshold_passes import (
-    ListedTiles,
-    SolvedRows,
-    WeightSums,
-    list_row_tiles,
-    measure,
-    pole,
-    sum_poles,
-    sum_weights,
+from attnorm.kernels.threshold_tiles import (
+    ThresholdConstants,
+    above_threshold,
+    add_tile,
+    below_peak,
+    insert,
+    list_tiles,
+    lowest_weight,
+    newton_step,
+    no_leaders,
+    threshold_of_leaders,
+    weight_left_out,
+    weight_of,
 )
-from attnorm.kernels.threshold_tiles import ThresholdConstants, newton_step
+
+
+class ListedTiles(NamedTuple):
+    """A list of `number` tiles that all rows see; behind room for all of those, a list of `edges` others."""
+
+    listed: Any
+    whole: Any  # where the tiles that all rows see end; the first tile is none of them
+    number: Any
+    edges: Any
+
+
+class SolvedRows(NamedTuple):
+    """Numbers of each row that convert its products to x: see threshold_maps.py."""
+
+    size: Any  # of the map's unit in products
+    peak: Any
+    t: Any
+    a: Any
+
+
+class WeightSums(NamedTuple):
+    """Sums over the keys but the sink and those at the top, and the moments of u in units of its third largest."""
+
+    others: Any
+    e_log_e: Any
+    squares: Any
+    tops: Any  # how many are at the top
+    m1: Any
+    m2: Any
+    m3: Any
+    m4: Any
+
 
 # The columns of the result: those of map_sums.py and the threshold, relative to the largest logit in the map's unit.
 MORE_COLUMNS = ("threshold",)
-_ABOVE_POLE = tl.constexpr(1.0000003)  # a root this close to a pole is not told apart from it in float32
-
-
-@triton.jit
-def _collect_leaders(state, leaders, peak, span, gaps, size, given, C: tl.constexpr, EDGE: tl.constexpr):
-    """Leaders and peaks, of products, with some tiles of keys added."""
-    for tile in range(span.tiles):
-        at = tile_of_span(span, tile, C)
-        even, odd, state = pairs_of_tile(at, given, state, C, EDGE)
-        leaders, peak = add_tile(leaders, peak, even, odd, size, gaps, at, C.COLUMNS)
-    return state, leaders, peak
-
-
-@triton.jit
-def _top_three(one_a, two_a, three_a, one_b, two_b, three_b):
-    """The three largest of two ordered triples."""
-    three = tl.maximum(tl.minimum(one_a, two_b), tl.minimum(two_a, one_b))
-    return (
-        tl.maximum(one_a, one_b),
-        tl.maximum(tl.minimum(one_a, one_b), tl.maximum(two_a, two_b)),
-        tl.maximum(three, tl.maximum(three_a, three_b)),
-    )
-
-
-@triton.jit
-def _largest(leaders, sink_y):
-    """The largest key but the sink, and the three largest of all."""
-    one, candidate = insert(leaders.one, leaders.other)
-    two, candidate = insert(leaders.two, candidate)
-    top_y, two_y, three_y = tl.reduce((one, two, tl.maximum(leaders.three, candidate)), 1, _top_three)
-    one_y, candidate_y = insert(top_y, sink_y)
-    two_y, candidate_y = insert(two_y, candidate_y)
-    return top_y, one_y, two_y, tl.maximum(three_y, candidate_y)
-
-
-@triton.jit
-def _jacobian_root(
-    sums, tiles, first, sink_y, one_y, two_y, third, given, row, PASSES: tl.constexpr, C: tl.constexpr, T: tl.constexpr
-):
-    """The norm of diag(u) - u u^T / sum u, in float64. third: the third largest u."""
-    _p, first_u, _n = weight_of(one_y, row.t, row.a, T)
-    _p, second_u, _n = weight_of(two_y, row.t, row.a, T)
-    _p, sink_u, _n = weight_of(sink_y, row.t, row.a, T)
-    v = tl.where(third > 1e-30, tl.minimum(sink_u / tl.where(third > 1e-30, third, 1.0), 1.0), 0.0)
-    c = tl.where(third > 1e-30, third, 0.0).to(tl.float64)
-    k1, k2 = tl.sum(sums.m1, 1) + v - 3.0, tl.sum(sums.m2, 1) + v * v - 3.0
-    k3, k4 = tl.sum(sums.m3, 1) + v * v * v - 3.0, tl.sum(sums.m4, 1) + v * v * v * v - 3.0
-    first_w, second_w = first_u.to(tl.float64), second_u.to(tl.float64)
-    root = root_of_moments(
-        first_w, second_w, third.to(tl.float64),
-        tl.maximum(k1, 0.0) * c, tl.maximum(k2, 0.0) * c * c, tl.maximum(k3, 0.0) * c * c * c,
-        tl.maximum(k4, 0.0) * c * c * c * c, c * 0.0,
-    )  # fmt: skip
-    unused = tl.zeros_like(sums.m1)
-    for _ in range(PASSES):
-        x_root = tl.maximum(root.to(tl.float32), second_u * _ABOVE_POLE)
-        poles, squares = sum_poles(unused, tiles, first, second_u, x_root, given, row, C, T)
-        sink_pole, extra = pole(sink_u, second_u, x_root), pole(second_u, second_u, x_root)  # extra: of the first
-        value = (tl.sum(poles, 1) + sink_pole - extra).to(tl.float64)
-        value_squares = (tl.sum(squares, 1) + sink_pole * sink_pole - extra * extra).to(tl.float64)
-        x = x_root.to(tl.float64)
-        d = x - second_w
-        better = (second_w < first_w) & (second_w > 0) & (d > 0)
-        d = tl.where(better, d, 1.0)
-        d = rational_step(first_w, first_w - second_w, d, value, d / tl.where(better, x, 1.0) * (value + value_squares))
-        root = tl.where(better & (d > 0) & (d <= first_w - second_w), second_w + d, root)
-    return root.to(tl.float32)
+_ABOVE_POLE = tl.constexpr(1.0000003)  # a root this close to a _pole is not told apart from it in float32
 
 
 @triton.jit
@@ -188,9 +153,9 @@ def threshold_sums(
     while attempts < 2:
         steps = 0
         while (left > bound) & (steps < MAX_STEPS):
-            number, edges = list_row_tiles(gaps, listed, whole, some, t + ahead, empty, DEFORMED, a, around)
+            number, edges = _list_row_tiles(gaps, listed, whole, some, t + ahead, empty, DEFORMED, a, around)
             tiles, row = ListedTiles(listed, whole, number, edges), SolvedRows(size, peak, t, a)
-            sum_p, sum_u, sum_n = measure(unused, tiles, first, given, row, C, T)
+            sum_p, sum_u, sum_n = _measure(unused, tiles, first, given, row, C, T)
             one_p, one_u, ones = weight_of(sink_y, t, a, T)
             # A step after a small excess nearly squares it: it is taken and checked by the sums of the last pass.
             t, left = newton_step(
@@ -198,14 +163,14 @@ def threshold_sums(
                 steps < EARLY, T,
             )  # fmt: skip
             steps += 1
-        number, edges = list_row_tiles(gaps, listed, whole, some, t + ahead, empty, DEFORMED, a, around)
+        number, edges = _list_row_tiles(gaps, listed, whole, some, t + ahead, empty, DEFORMED, a, around)
         sink_p, _u, _n = weight_of(sink_y, t, a, T)
         top_p, _u, _n = weight_of(top_y, t, a, T)
         _p, third, _n = weight_of(three_y, t, a, T)
         inverse = tl.where(top_p > 0, 1.0 / tl.where(top_p > 0, top_p, 1.0), 0.0)
         third_inverse = tl.where(third > 1e-30, 1.0 / tl.where(third > 1e-30, third, 1.0), 0.0)
         tiles, row = ListedTiles(listed, whole, number, edges), SolvedRows(size, peak, t, a)
-        sums = sum_weights(unused, tiles, first, top, inverse, third_inverse, given, row, C, T)
+        sums = _sum_units(unused, tiles, first, top, inverse, third_inverse, given, row, C, T)
         spare = tl.where(top_p > 0, tl.sum(sums.tops, 1) - 1.0, 0.0)  # of equal ones all but one count among the others
         row_others = tl.maximum(tl.sum(sums.others, 1) + spare, 0.0)
         total_p = sink_p + top_p * (1.0 + row_others)
@@ -229,3 +194,204 @@ def threshold_sums(
             tl.sum(sums.e_log_e, 1) * LN2, tl.maximum(tl.sum(sums.squares, 1) + spare, 0.0), gain * root, t,
         ),
     )  # fmt: skip
+
+
+@triton.jit
+def _collect_leaders(state, leaders, peak, span, gaps, size, given, C: tl.constexpr, EDGE: tl.constexpr):
+    """Leaders and peaks, of products, with some tiles of keys added."""
+    for tile in range(span.tiles):
+        at = tile_of_span(span, tile, C)
+        even, odd, state = pairs_of_tile(at, given, state, C, EDGE)
+        leaders, peak = add_tile(leaders, peak, even, odd, size, gaps, at, C.COLUMNS)
+    return state, leaders, peak
+
+
+@triton.jit
+def _list_row_tiles(gaps, listed, whole, some, floor, empty, DEFORMED: tl.constexpr, a, around):
+    """List the tiles in which a row has a logit above its floor: how many of those seen whole, and of the others."""
+    level = lowest_weight(floor, around, empty, a, DEFORMED)
+    tl.debug_barrier()
+    number = list_tiles(gaps, 1, some, 0, 1, listed, 0, 1, whole, level, 1, 1, 1)
+    edges = list_tiles(gaps, 1, some, 0, 1, listed + whole - 1, 0, 0, tl.minimum(1, some), level, 1, 1, 1)
+    edges = list_tiles(gaps, 1, some, 0, 1, listed + whole - 1, edges, whole, some, level, 1, 1, 1)
+    tl.debug_barrier()
+    return number, edges
+
+
+@triton.jit
+def _class_sums(x):
+    even, odd = neighbours(x)
+    return tl.sum(by_class(even + odd), 1)
+
+
+@triton.jit
+def _rise_of_tile(tile, first, given, row, C: tl.constexpr, T: tl.constexpr, EDGE: tl.constexpr):
+    """x of a tile, 0 where a key does not count; its products, which keys count, and the first visible key."""
+    s, seen, first, _sink, _count = key_tile(tile * C.COLUMNS, given, first, C, EDGE)
+    x = above_threshold(s, row.size[:, None], row.peak[:, None], row.t[:, None], row.a[:, None], T.DEFORMED, True)
+    if EDGE:
+        x = tl.where(seen, x, 0.0)
+    return x, s, seen, first
+
+
+@triton.jit
+def _fold_weights(
+    sum_p, sum_u, count, listed, number, first, given, row, C: tl.constexpr, T: tl.constexpr, EDGE: tl.constexpr
+):
+    tile = tl.load(listed)
+    for index in range(number):
+        following = tl.load(listed + index + 1)
+        x, _s, _seen, first = _rise_of_tile(tile, first, given, row, C, T, EDGE)
+        p, u = T.WEIGHTS(x, row.a[:, None], T.FAST)
+        sum_p += _class_sums(p)
+        sum_u += _class_sums(u)
+        if T.COUNTED:
+            count += _class_sums(tl.where(x > 0, 1.0, 0.0))
+        tile = following
+    return sum_p, sum_u, count
+
+
+@triton.jit
+def _measure(zeros, tiles, first, given, row, C: tl.constexpr, T: tl.constexpr):
+    """The sums of p and u, and the number of weights, of each class."""
+    sum_p, sum_u, count = zeros, zeros, zeros
+    sum_p, sum_u, count = _fold_weights(
+        sum_p, sum_u, count, tiles.listed, tiles.number, first, given, row, C, T, False
+    )  # fmt: skip
+    return _fold_weights(
+        sum_p, sum_u, count, tiles.listed + tiles.whole - 1, tiles.edges, first, given, row, C, T, True
+    )
+
+
+@triton.jit
+def _fold_units(
+    sums, listed, number, first, top, inverse, third_inverse, given, row,
+    C: tl.constexpr, T: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    tile = tl.load(listed)
+    for index in range(number):
+        following = tl.load(listed + index + 1)
+        x, s, seen, first = _rise_of_tile(tile, first, given, row, C, T, EDGE)
+        is_top = s == top[:, None]
+        if EDGE:
+            is_top = is_top & seen
+        p, u = T.WEIGHTS(x, row.a[:, None], T.FAST)
+        e = tl.where(is_top, 0.0, p * inverse[:, None])
+        others = sums.others + _class_sums(e)
+        e_log_e = sums.e_log_e + _class_sums(e * log2(tl.where(e > 0, e, 1.0), T.FAST))
+        squares = sums.squares + _class_sums(e * e)
+        tops = sums.tops + _class_sums(is_top.to(tl.float32))
+        v = tl.minimum(u * third_inverse[:, None], 1.0)
+        square = v * v
+        m1 = sums.m1 + _class_sums(v)
+        m2 = sums.m2 + _class_sums(square)
+        m3 = sums.m3 + _class_sums(square * v)
+        m4 = sums.m4 + _class_sums(square * square)
+        sums = WeightSums(others, e_log_e, squares, tops, m1, m2, m3, m4)
+        tile = following
+    return sums
+
+
+@triton.jit
+def _sum_units(zeros, tiles, first, top, inverse, third_inverse, given, row, C: tl.constexpr, T: tl.constexpr):
+    """The WeightSums of each class: p in units of 1 / inverse, no u counted as more than 1 / third_inverse."""
+    sums = WeightSums(zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros)
+    sums = _fold_units(
+        sums, tiles.listed, tiles.number, first, top, inverse, third_inverse, given, row, C, T, False
+    )  # fmt: skip
+    return _fold_units(
+        sums, tiles.listed + tiles.whole - 1, tiles.edges, first, top, inverse, third_inverse, given, row, C, T, True
+    )
+
+
+@triton.jit
+def _pole(u, second, x_root):
+    """u / (x - u), with no u counted as more than the second largest."""
+    u = tl.minimum(u, second)
+    gap = x_root - u
+    return tl.where(gap > 0, u / tl.where(gap > 0, gap, 1.0), 0.0)
+
+
+@triton.jit
+def _fold_poles(
+    poles, squares, listed, number, first, second, x_root, given, row,
+    C: tl.constexpr, T: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    tile = tl.load(listed)
+    for index in range(number):
+        following = tl.load(listed + index + 1)
+        x, _s, _seen, first = _rise_of_tile(tile, first, given, row, C, T, EDGE)
+        _p, u = T.WEIGHTS(x, row.a[:, None], T.FAST)
+        ratio = _pole(u, second[:, None], x_root[:, None])
+        poles += _class_sums(ratio)
+        squares += _class_sums(ratio * ratio)
+        tile = following
+    return poles, squares
+
+
+@triton.jit
+def _sum_poles(zeros, tiles, first, second, x_root, given, row, C: tl.constexpr, T: tl.constexpr):
+    """sum u / (x - u) and sum (u / (x - u))^2 of each class."""
+    poles, squares = zeros, zeros
+    poles, squares = _fold_poles(
+        poles, squares, tiles.listed, tiles.number, first, second, x_root, given, row, C, T, False
+    )  # fmt: skip
+    return _fold_poles(
+        poles, squares, tiles.listed + tiles.whole - 1, tiles.edges, first, second, x_root, given, row, C, T, True
+    )
+
+
+@triton.jit
+def _jacobian_root(
+    sums, tiles, first, sink_y, one_y, two_y, third, given, row, PASSES: tl.constexpr, C: tl.constexpr, T: tl.constexpr
+):
+    """The norm of diag(u) - u u^T / sum u, in float64. third: the third largest u."""
+    _p, first_u, _n = weight_of(one_y, row.t, row.a, T)
+    _p, second_u, _n = weight_of(two_y, row.t, row.a, T)
+    _p, sink_u, _n = weight_of(sink_y, row.t, row.a, T)
+    v = tl.where(third > 1e-30, tl.minimum(sink_u / tl.where(third > 1e-30, third, 1.0), 1.0), 0.0)
+    c = tl.where(third > 1e-30, third, 0.0).to(tl.float64)
+    k1, k2 = tl.sum(sums.m1, 1) + v - 3.0, tl.sum(sums.m2, 1) + v * v - 3.0
+    k3, k4 = tl.sum(sums.m3, 1) + v * v * v - 3.0, tl.sum(sums.m4, 1) + v * v * v * v - 3.0
+    first_w, second_w = first_u.to(tl.float64), second_u.to(tl.float64)
+    root = root_of_moments(
+        first_w, second_w, third.to(tl.float64),
+        tl.maximum(k1, 0.0) * c, tl.maximum(k2, 0.0) * c * c, tl.maximum(k3, 0.0) * c * c * c,
+        tl.maximum(k4, 0.0) * c * c * c * c, c * 0.0,
+    )  # fmt: skip
+    unused = tl.zeros_like(sums.m1)
+    for _ in range(PASSES):
+        x_root = tl.maximum(root.to(tl.float32), second_u * _ABOVE_POLE)
+        poles, squares = _sum_poles(unused, tiles, first, second_u, x_root, given, row, C, T)
+        sink_pole, extra = _pole(sink_u, second_u, x_root), _pole(second_u, second_u, x_root)  # extra: of the first
+        value = (tl.sum(poles, 1) + sink_pole - extra).to(tl.float64)
+        value_squares = (tl.sum(squares, 1) + sink_pole * sink_pole - extra * extra).to(tl.float64)
+        x = x_root.to(tl.float64)
+        d = x - second_w
+        better = (second_w < first_w) & (second_w > 0) & (d > 0)
+        d = tl.where(better, d, 1.0)
+        d = rational_step(first_w, first_w - second_w, d, value, d / tl.where(better, x, 1.0) * (value + value_squares))
+        root = tl.where(better & (d > 0) & (d <= first_w - second_w), second_w + d, root)
+    return root.to(tl.float32)
+
+
+@triton.jit
+def _largest(leaders, sink_y):
+    """The largest key but the sink, and the three largest of all."""
+    one, candidate = insert(leaders.one, leaders.other)
+    two, candidate = insert(leaders.two, candidate)
+    top_y, two_y, three_y = tl.reduce((one, two, tl.maximum(leaders.three, candidate)), 1, _top_three)
+    one_y, candidate_y = insert(top_y, sink_y)
+    two_y, candidate_y = insert(two_y, candidate_y)
+    return top_y, one_y, two_y, tl.maximum(three_y, candidate_y)
+
+
+@triton.jit
+def _top_three(one_a, two_a, three_a, one_b, two_b, three_b):
+    """The three largest of two ordered triples."""
+    three = tl.maximum(tl.minimum(one_a, two_b), tl.minimum(two_a, one_b))
+    return (
+        tl.maximum(one_a, one_b),
+        tl.maximum(tl.minimum(one_a, one_b), tl.maximum(two_a, two_b)),
+        tl.maximum(three, tl.maximum(three_a, three_b)),
+    )

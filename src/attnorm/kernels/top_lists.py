@@ -15,13 +15,21 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from attnorm.kernels.blocks import Constants, key_range, load_row, load_tile, queries_and_keys, seen_keys
-from attnorm.kernels.kth_largest import LOWEST
+from attnorm.kernels.blocks import (
+    Constants,
+    capped,
+    factored,
+    key_range,
+    load_row,
+    load_tile,
+    queries_and_keys,
+    seen_keys,
+)
 from attnorm.kernels.order_statistics import number_of, ordered
-from attnorm.kernels.tiles import capped, factored
 
 EARLY = tl.constexpr(14)  # steps of interpolation; 64 rows of normal logits need five to eight
 MAX_STEPS = tl.constexpr(48)  # a bisection takes 32
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 class TopLists(NamedTuple):

@@ -106,13 +106,13 @@ class FusedMap:
 
 def fused_map(call: AttentionCall, rows: Tensor, names: Sequence[str], map_: RowMap) -> FusedMap:
     """The statistics of these names (of catalogue.PER_ROW) of queries (sorted indices)."""
-    from attnorm.kernels.weight_statistics import MORE_NUMBERS, NUMBERS, weight_statistics
+    from attnorm.kernels.row_statistics import MORE_WEIGHT_NUMBERS, WEIGHT_NUMBERS, weight_statistics
 
     sums = _threshold_sums(call, rows, map_) if map_.has_threshold else _map_sums(call, rows, map_)
     shape, total = sums.shape[1:], sums[0].numel()
-    more = not {*names} <= {*NUMBERS, *_UNDEFINED}
-    numbers = sums.new_empty((len(NUMBERS), *shape))
-    others = sums.new_empty((len(MORE_NUMBERS) if more else 0, *shape))
+    more = not {*names} <= {*WEIGHT_NUMBERS, *_UNDEFINED}
+    numbers = sums.new_empty((len(WEIGHT_NUMBERS), *shape))
+    others = sums.new_empty((len(MORE_WEIGHT_NUMBERS) if more else 0, *shape))
     n = sums.new_empty(shape, dtype=torch.int64)
     broken = sums.new_empty(shape, dtype=torch.bool)
     if total:
@@ -121,9 +121,9 @@ def fused_map(call: AttentionCall, rows: Tensor, names: Sequence[str], map_: Row
                 sums, numbers, others, n, broken.view(torch.uint8), total, MORE=more, BLOCK=_BLOCK,
                 num_warps=_BLOCK // 32,
             )  # fmt: skip
-    values = dict(zip(NUMBERS, numbers.unbind(), strict=True))
+    values = dict(zip(WEIGHT_NUMBERS, numbers.unbind(), strict=True))
     if more:
-        values |= zip(MORE_NUMBERS, others.unbind(), strict=True)
+        values |= zip(MORE_WEIGHT_NUMBERS, others.unbind(), strict=True)
     nothing = sums.new_full((), torch.nan).expand(shape)
     values |= {name: nothing.double() if name.startswith("horizon") else nothing for name in _UNDEFINED}
     if map_.map == "softpick" and "jacobian_norm" in names:
@@ -155,7 +155,7 @@ def _map_sums(call: AttentionCall, rows: Tensor, map_: RowMap) -> Tensor:
 def _threshold_sums(call: AttentionCall, rows: Tensor, map_: RowMap) -> Tensor:
     """Return the sums of threshold maps, (COLUMNS of kernels/map_sums.py and the threshold, B, H, R)."""
     from attnorm.kernels.map_sums import COLUMNS
-    from attnorm.kernels.threshold_attention import EARLY_STEPS, MAX_STEPS
+    from attnorm.kernels.threshold import EARLY_STEPS, MAX_STEPS
     from attnorm.kernels.threshold_maps import MAPS
     from attnorm.kernels.threshold_sums import threshold_sums
 
@@ -284,7 +284,7 @@ def _key_weights(
 ) -> Tensor:
     """Weights of logits (..., N), largest first, up to a constant of the row."""
     from attnorm.kernels import maps, threshold_maps
-    from attnorm.kernels.weight_statistics import key_weights
+    from attnorm.kernels.row_statistics import key_weights
 
     z = z.contiguous()
     weights = torch.empty_like(z)

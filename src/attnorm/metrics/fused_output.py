@@ -1,4 +1,4 @@
-"""Output and statistics of softmax attention on a GPU from one pass over keys and values (kernels/softmax_output.py).
+"""Output and statistics of softmax attention on a GPU from one pass over keys and values (kernels/softmax_sums.py).
 
 The output has no gradient: its backward pass would cost more than the pass that is saved, since SDPA's is faster.
 """
@@ -53,8 +53,7 @@ def output_and_rows(call: AttentionCall, one: MeasuredNormalizer, names: Sequenc
 
 
 def _output_and_sums(launch: RowsLaunch, value: Tensor, learned_sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    from attnorm.kernels.softmax_output import softmax_output
-    from attnorm.kernels.softmax_sums import COLUMNS
+    from attnorm.kernels.softmax_sums import COLUMNS, softmax_output
 
     q, v = launch.q, in_rows(value)
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
