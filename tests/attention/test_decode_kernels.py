@@ -95,7 +95,7 @@ def test_the_kernels_compile_for_gpus_that_are_not_here() -> None:
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from attnorm.kernels import decode
+from attnorm.kernels import one_pass
 from attnorm.kernels.maps import MAPS, RULES
 map_ = MAPS["softpick"]
 constants = dict(
@@ -108,7 +108,7 @@ types = dict(mask="*u8") | dict.fromkeys(("scale", "cap", "floor"), "fp32")
 rows = ("factor", "shift", "cutoff", "parameters", "sink", "reference_out", "part", "total", "peak")
 types |= dict.fromkeys((*rows, "part_out", "total_out", "peak_out"), "*fp32")
 types |= dict.fromkeys(("q", "k", "v", "out"), "*bf16")
-for kernel in (decode.decode_parts, decode.join_parts):
+for kernel in (one_pass.decode_parts, one_pass.join_parts):
     given = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {name: "constexpr" if name in given else types.get(name, "i32") for name in kernel.arg_names}
     source = ASTSource(kernel, signature, constexprs=given)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnorm import attention
-from attnorm.engines import blocked, device_sync, flex, fused, one_pass, stick_breaking, triton_support
+from attnorm.engines import blocked, execution, flex, fused, one_pass, stick_breaking, triton_support
 from attnorm.engines import inputs as inputs_module
 from attnorm.engines.inputs import Inputs, validate_inputs
 from attnorm.normalizers import compose, get
@@ -54,14 +54,14 @@ class Elsewhere:
 def test_only_what_a_gpu_takes_from_the_cpu_is_pinned(device: str, own: str, sent: list[Any]) -> None:
     tensor: Any = Elsewhere(own)
     target: Any = SimpleNamespace(type=device)
-    assert device_sync.sent_to(target, tensor) is tensor
+    assert execution.sent_to(target, tensor) is tensor
     assert tensor.sent == sent
 
 
 @pytest.mark.parametrize(("own", "waits"), [("cuda", False), ("cpu", True)])
 def test_a_gpu_does_not_wait_for_what_it_sends(own: str, waits: bool) -> None:
     tensor: Any = Elsewhere(own)
-    device_sync.sent_to_cpu(tensor)
+    execution.sent_to_cpu(tensor)
     assert tensor.sent == [("cpu", {"non_blocking": not waits})]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import attnorm
-from attnorm.engines import device_sync, flex, fused, inputs, one_pass, sparse, triton_support
+from attnorm.engines import execution, flex, fused, inputs, one_pass, sparse, triton_support
 from attnorm.engines.inputs import Inputs, row_factors, validate_inputs, with_rounded_queries
 from attnorm.normalizers import Normalizer, compose, get
 
@@ -334,13 +334,13 @@ def test_a_kernel_needs_a_dtype_and_widths_that_fit_the_chip() -> None:
 
 def test_only_a_cpu_runs_in_step_with_the_program() -> None:
     here, meta = torch.ones(2), torch.device("meta")
-    assert not device_sync.runs_asynchronously(here)
-    assert device_sync.runs_asynchronously(here.to(meta))
-    assert torch.equal(device_sync.sent_to(torch.device("cpu"), here), here)
-    assert device_sync.sent_to(meta, here).is_meta
-    assert device_sync.sent_to(meta, here.to(meta)).is_meta
-    assert device_sync.arrival(torch.device("cpu"))() is None  # type: ignore[func-returns-value]
-    assert torch.equal(device_sync.sent_to_cpu(here), here)
+    assert not execution.runs_asynchronously(here)
+    assert execution.runs_asynchronously(here.to(meta))
+    assert torch.equal(execution.sent_to(torch.device("cpu"), here), here)
+    assert execution.sent_to(meta, here).is_meta
+    assert execution.sent_to(meta, here.to(meta)).is_meta
+    assert execution.arrival(torch.device("cpu"))() is None  # type: ignore[func-returns-value]
+    assert torch.equal(execution.sent_to_cpu(here), here)
 
 
 def test_rows_of_a_mask_are_aligned_for_the_kernel_that_reads_them() -> None:

@@ -6,14 +6,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from attnorm.engines import (
-    fused,
-    one_pass_operators,
-    sharpened_operators,
-    sparse,
-    stick_breaking,
-    variance_operators,
-)
+from attnorm.engines import fused, one_pass_operators, sparse, stick_breaking
 from attnorm.engines.inputs import validate_inputs
 
 CALLS = [
@@ -150,16 +143,16 @@ def test_shapes_of_the_gradients_of_one_pass(
 
 @pytest.mark.parametrize("soft_factor", [None, ROWS])
 def test_shapes_of_sharpened_attention(soft_factor: torch.Tensor | None) -> None:
-    assert shapes(sharpened_operators.row_entropy.operator(Q, K, None, soft_factor, True, 0.5)) == like(ROWS, ROWS)
+    assert shapes(one_pass_operators.row_entropy.operator(Q, K, None, soft_factor, True, 0.5)) == like(ROWS, ROWS)
     given = (Q, K, V, None, ROWS, None, soft_factor, ROWS, ROWS, ROWS)
-    assert shapes(sharpened_operators.sharpened_attention.operator(*given, True, None, 0.5)) == like(OUTPUT, ROWS)
-    grads = sharpened_operators._backward.operator(OUTPUT, *given, OUTPUT, ROWS, True, None, 0.5)
+    assert shapes(one_pass_operators.sharpened_attention.operator(*given, True, None, 0.5)) == like(OUTPUT, ROWS)
+    grads = one_pass_operators._sharpened_backward.operator(OUTPUT, *given, OUTPUT, ROWS, True, None, 0.5)
     assert shapes(grads) == like(Q, K, V, ROWS, NOTHING if soft_factor is None else ROWS)
 
 
 def test_shapes_of_the_variance_of_rows() -> None:
-    assert shapes(variance_operators.row_variance.operator(Q, K, None, True, 0.5)) == like(ROWS, ROWS, ROWS)
-    assert shapes(variance_operators._backward.operator(ROWS, Q, K, None, ROWS, True, 0.5)) == like(Q, K)
+    assert shapes(one_pass_operators.row_variance.operator(Q, K, None, True, 0.5)) == like(ROWS, ROWS, ROWS)
+    assert shapes(one_pass_operators._variance_backward.operator(ROWS, Q, K, None, ROWS, True, 0.5)) == like(Q, K)
 
 
 @pytest.mark.parametrize("rest", [False, True])

@@ -463,7 +463,7 @@ def test_the_kernels_compile_for_gpus_that_are_not_here(which: str) -> None:
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from attnorm.kernels import entropy, extremes, kth_largest, one_pass, one_pass_backward, top_lists, variance
+from attnorm.kernels import extremes, kth_largest, one_pass, one_pass_backward, row_spread, top_lists
 from attnorm.kernels.maps import MAPS, RULES
 map_ = MAPS["softpick"]
 constants = dict(
@@ -488,8 +488,8 @@ types |= dict.fromkeys(("q", "k", "v", "out", "rows_in", "sums", "grad", "grad_q
 attention = (one_pass.forward_kernel, one_pass_backward.backward_queries, one_pass_backward.backward_keys)
 searches = (extremes.extremes_kernel, extremes.sum_by_key_kernel, kth_largest.kth_largest, kth_largest.kth_of_lost_rows)
 searches += (top_lists.kth_of_lists,)
-entropies = (entropy.row_entropy, entropy.backward_queries)
-variances = (variance.row_variance, variance.backward_queries, variance.backward_keys)
+entropies = (row_spread.row_entropy, row_spread.entropy_backward)
+variances = (row_spread.row_variance, row_spread.variance_backward_queries, row_spread.variance_backward_keys)
 every_kernel = (*attention, *searches, *entropies, *variances)
 size, stages, wanted = WHICH
 tiles = dict.fromkeys(("WIDTH", "V_WIDTH", "ROWS", "COLUMNS"), size)

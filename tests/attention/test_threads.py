@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from attnorm.engines.threads import in_threads, one_thread
+from attnorm.engines.execution import in_threads, one_thread
 
 CPU = torch.device("cpu")
 

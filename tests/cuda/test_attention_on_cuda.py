@@ -9,8 +9,8 @@ import torch
 
 import attnorm
 from attnorm.engines import flex
+from attnorm.engines.execution import in_new_thread
 from attnorm.engines.inputs import validate_inputs
-from attnorm.engines.threads import in_new_thread
 from attnorm.normalizers import Mechanism
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -52,7 +52,7 @@ def operators(measure: Callable[[], object]) -> int:
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch) -> AttentionCall:
     """The heads of several layers, on the device without numbers, which has no autocast."""
-    monkeypatch.setattr("attnorm.engines.threads.without_autocast", lambda device: nullcontext())
+    monkeypatch.setattr("attnorm.engines.execution.without_autocast", lambda device: nullcontext())
     query, key, value = (
         torch.empty(1, LAYERS * heads, KEYS, 16, device="meta", dtype=torch.bfloat16)
         for heads in (HEADS, KEY_HEADS, KEY_HEADS)

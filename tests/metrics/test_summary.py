@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from attnorm.engines.device_sync import arrival
+from attnorm.engines.execution import arrival
 from attnorm.engines.triton_support import HAS_TRITON
 from attnorm.metrics import summary
 from attnorm.metrics.summary import QUANTILES, _summarise_on_device, summarise, summarise_all

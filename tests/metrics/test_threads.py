@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from attnorm.engines.threads import in_threads
+from attnorm.engines.execution import in_threads
 from attnorm.metrics.rows import measure_rows
 from tests.metrics.calls import CALLS
 

@@ -17,8 +17,7 @@ from attnorm.analysis.reads import Tokens, listed_reads, token_columns
 from attnorm.analysis.settings import AnalysisSettings
 from attnorm.analysis.store import FinishedLayers, MeasuredLayer
 from attnorm.analysis.tables import SCHEMAS, Columns, layer_table, part_table
-from attnorm.engines.device_sync import arrival
-from attnorm.engines.threads import MAX_THREADS
+from attnorm.engines.execution import MAX_THREADS, arrival
 from attnorm.metrics.call import (
     AttentionCall,
     call_bytes,

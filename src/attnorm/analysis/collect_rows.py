@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnorm.analysis.tables import BLOCK_METRICS, BLOCK_NORM, QUANTILES, Columns
-from attnorm.engines.device_sync import sent_to_cpu
+from attnorm.engines.execution import sent_to_cpu
 from attnorm.metrics.catalogue import PER_ROW
 from attnorm.metrics.rows import RowStatistics
 from attnorm.metrics.summary import Summary, binned, summarise_all
@@ -44,7 +44,7 @@ def pool_rows(parts: Sequence[RowStatistics]) -> RowStatistics:
 
 @dataclass(frozen=True)
 class RowSummaries:
-    """Summaries of the measured rows of one normalizer. Wait for a GPU before reading them: device_sync.arrival."""
+    """Summaries of the measured rows of one normalizer. Wait for a GPU before reading them: execution.arrival."""
 
     bins: list[tuple[int, int]]  # (n_low, n_high), the longest rows first
     metrics: dict[str, Summary]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnorm.analysis.settings import AnalysisSettings, sampled_rows_at
 from attnorm.analysis.tables import Columns
-from attnorm.engines.device_sync import sent_to_cpu
+from attnorm.engines.execution import sent_to_cpu
 from attnorm.metrics.call import AttentionCall, without_data
 from attnorm.metrics.coverage import coverage_sums
 from attnorm.metrics.logits import known_n
@@ -80,7 +80,7 @@ def sampled_columns(
     ahead: the random numbers of each layer, where they have been drawn before.
 
     The result returns by normalizer and table the columns, ordered by layer, head and N. It may be called once the
-    numbers have arrived from a GPU: see device_sync.arrival.
+    numbers have arrived from a GPU: see execution.arrival.
     """
     sampled_sequences = [
         Sequences(item.call, _sample_rows(item.call, item.rows, settings)) for item in longest if len(item.rows)

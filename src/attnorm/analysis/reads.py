@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attnorm.analysis.settings import AnalysisSettings
 from attnorm.analysis.tables import Columns
-from attnorm.engines.device_sync import sent_to_cpu
+from attnorm.engines.execution import sent_to_cpu
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.reads import NO_KEY, measure_reads
 from attnorm.metrics.sampling import evenly_spaced, one_sequence
@@ -137,7 +137,7 @@ def listed_reads(
 ) -> Callable[[], dict[str, Columns]]:
     """Measure the listed rows of a call. The result returns what they add to the table `reads`, by normalizer.
 
-    It may be called once the numbers have arrived from a GPU: see device_sync.arrival.
+    It may be called once the numbers have arrived from a GPU: see execution.arrival.
     """
     batch, queries = call.query_BHQD.shape[0], call.query_BHQD.shape[-2]
     tokens_Q = tokens_BQ[0] if tokens_BQ is not None and tokens_BQ.shape == (batch, queries) else None

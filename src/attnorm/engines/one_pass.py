@@ -2,12 +2,12 @@
 
 `lower` translates a normalizer to what the kernels know: a map and a rule by name (kernels/maps.py), and a factor and a
 shift per row, which stay in float32. engines/one_pass_operators.py calls the kernels. With fewer than 16 queries, as in
-decoding, the keys are split over programs (kernels/decode.py), forward only.
+decoding, the keys are split over programs (kernels/one_pass.py), forward only.
 
 Some normalizers need a number of each row first, from another kernel:
 
-    adaptive temperature  the entropy; its beta becomes a factor                        engines/sharpened_operators.py
-    norm_softmax          mean and variance; 1 / deviation becomes a factor, through    engines/variance_operators.py
+    adaptive temperature  the entropy; its beta becomes a factor                        engines/one_pass_operators.py
+    norm_softmax          mean and variance; 1 / deviation becomes a factor, through    engines/one_pass_operators.py
                           which the gradient reaches q and k
     sa_softmax            the extreme logits; the smallest becomes the shift of the     kernels/extremes.py
                           row, and the output is divided by the range
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attnorm.engines import one_pass_operators, sharpened_operators, variance_operators
+from attnorm.engines import one_pass_operators
 from attnorm.engines.inputs import Inputs, head_numbers, row_factors, under_transform
 from attnorm.engines.triton_support import MIN_QUERIES, runs_kernels
 from attnorm.normalizers.adaptive_temperature import EntropyRule
@@ -154,7 +154,7 @@ def _attend_with_entropy_rule(
     if inputs.queries < MIN_QUERIES:
         entropy = _entropy_of_few_queries(inputs, soft_factor)
     else:
-        entropy, reference = sharpened_operators.row_entropy(
+        entropy, reference = one_pass_operators.row_entropy(
             inputs.q_BHQD.detach(), inputs.k_BGKD.detach(), mask, soft_factor, inputs.causal, inputs.scale
         )
     beta = rule.beta(entropy)
@@ -164,7 +164,7 @@ def _attend_with_entropy_rule(
         return _launch(inputs, inputs.v_BGKE, sharpened_factor, None, None, form, cutoff)[0]
     assert reference is not None
     slope = rule.slope(entropy) if soft_factor is None else rule.slope(entropy) * soft_factor
-    output: Tensor = sharpened_operators.sharpened_attention(
+    output: Tensor = one_pass_operators.sharpened_attention(
         inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, mask, sharpened_factor, cutoff, factor, entropy, reference, slope,
         inputs.causal, form.window, inputs.scale,
     )[0]  # fmt: skip
@@ -181,7 +181,7 @@ def _attend_with_unit_variance(
     """
     inputs = replace(inputs, k_BGKD=_subtract_common_key(inputs.k_BGKD))
     mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
-    variance, mean, count = variance_operators.row_variance(
+    variance, mean, count = one_pass_operators.row_variance(
         inputs.q_BHQD, inputs.k_BGKD, mask, inputs.causal, inputs.scale
     )
     if factor is None:

@@ -3,6 +3,15 @@
 Each operator has three parts: the function that launches the kernel, a `register_fake` function that gives the compiler
 the shapes of its outputs, and its gradient. Operators take plain numbers and tensors only; `_form` collects the plain
 numbers into the record that the kernels take.
+
+    forward, decode               attention
+    extreme_logits, top_k_cutoff  numbers of each row that a map needs first
+    row_variance                  the same; its gradient reaches q and k
+    row_entropy                   the same, without gradient
+    sharpened_attention           softmax whose factor per row is a function of that entropy, with the gradient through
+                                  it: backward knows the gradient of the factor before that of k, so one kernel computes
+                                  both parts of the latter
+    row_dots                      products of two tensors row by row
 """
 
 from typing import TYPE_CHECKING, Any, Never
@@ -137,10 +146,10 @@ def decode(
     sink: Tensor | None, parameters: Tensor | None, map: str, power: int, floor: float, rule: str,
     softcap: float | None, causal: bool, window: int | None, scale: float, precise: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    from attnorm.kernels import decode
+    from attnorm.kernels import one_pass
 
     form = _form(map, power, floor, rule, softcap, causal, window, scale)
-    return decode.forward(q, k, v, mask, factor, shift, sink, parameters, form, precise=precise)
+    return one_pass.decode(q, k, v, mask, factor, shift, sink, parameters, form, precise=precise)
 
 
 @decode.register_fake
@@ -254,3 +263,148 @@ def raise_second_gradient(*_: Any) -> Never:
 forward.register_autograd(_gradients, setup_context=_save_for_backward)
 _backward.register_autograd(raise_second_gradient)
 _sum_by_key.register_autograd(raise_second_gradient)
+
+
+@kernel_operator("attnorm::row_entropy")
+def row_entropy(
+    q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Entropy in nats of softmax over each row, and log2 of its denominator; 0 for rows that see nothing."""
+    from attnorm.kernels import row_spread
+
+    return row_spread.entropy_of_rows(q, k, mask, factor, causal, scale)
+
+
+@row_entropy.register_fake
+def _(
+    q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    return tuple(q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))  # type: ignore[return-value]
+
+
+@kernel_operator("attnorm::sharpened_attention")
+def sharpened_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor, cutoff: Tensor | None,
+    soft_factor: Tensor | None, entropy: Tensor, soft_reference: Tensor, slope: Tensor, causal: bool,
+    window: int | None, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output, and log2 of each row's denominator.
+
+    entropy, soft_reference: `row_entropy` with the factor soft_factor; slope: the derivative of factor by the entropy.
+    """
+    from attnorm.kernels.one_pass import Form, forward
+
+    form = Form(map="softmax", causal=causal, window=window, scale=scale)
+    output, saved = forward(q, k, v, mask, factor, None, None, cutoff, None, form)
+    return output, saved.reference
+
+
+@sharpened_attention.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor, cutoff: Tensor | None,
+    soft_factor: Tensor | None, entropy: Tensor, soft_reference: Tensor, slope: Tensor, causal: bool,
+    window: int | None, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@kernel_operator("attnorm::sharpened_attention_backward")
+def _sharpened_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor, cutoff: Tensor | None,
+    soft_factor: Tensor | None, entropy: Tensor, soft_reference: Tensor, slope: Tensor, output: Tensor,
+    reference: Tensor, causal: bool, window: int | None, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    from attnorm.kernels.one_pass import Form, Saved
+    from attnorm.kernels.one_pass_backward import RowEntropy, backward
+
+    form = Form(map="softmax", causal=causal, window=window, scale=scale)
+    saved = Saved(reference, reference.new_empty(0))
+    sharpened = RowEntropy(soft_factor, entropy, soft_reference, slope)
+    grad_q, grad_k, grad_v, grad_factor, _, _, grad_soft = backward(
+        grad, q, k, v, mask, factor, None, None, cutoff, None, output, saved, form, sharpened
+    )
+    return grad_q, grad_k, grad_v, grad_factor, grad_soft
+
+
+@_sharpened_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor, cutoff: Tensor | None,
+    soft_factor: Tensor | None, entropy: Tensor, soft_reference: Tensor, slope: Tensor, output: Tensor,
+    reference: Tensor, causal: bool, window: int | None, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    rows = [q.new_empty(q.shape[:3] if used else (0,), dtype=torch.float32) for used in (True, soft_factor is not None)]
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), *rows  # type: ignore[return-value]
+
+
+def _save_sharpened(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:10], *output)
+    ctx.options = inputs[10:]
+
+
+def _gradients_of_sharpened(ctx: Any, grad: Tensor, _reference: None) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors  # read once: gradient checkpointing returns each of them only once
+    grad_q, grad_k, grad_v, grad_factor, grad_soft = _sharpened_backward(grad, *saved, *ctx.options)
+    soft_factor = saved[6]
+    rows = (grad_factor, None, None if soft_factor is None else grad_soft)
+    return grad_q, grad_k, grad_v, None, *rows, *([None] * 6)
+
+
+sharpened_attention.register_autograd(_gradients_of_sharpened, setup_context=_save_sharpened)
+_sharpened_backward.register_autograd(raise_second_gradient)
+
+EQUAL_LOGITS = 1e-6  # deviation over mean up to which the logits of a row differ by rounding only: no gradient
+
+
+@kernel_operator("attnorm::row_variance")
+def row_variance(
+    q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Variance and mean of the visible logits, 0 for rows that see nothing, and their number. Only the first has a
+    gradient."""
+    from attnorm.kernels import row_spread
+
+    return row_spread.variance_of_rows(q, k, mask, causal, scale)
+
+
+@row_variance.register_fake
+def _(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(3))  # type: ignore[return-value]
+
+
+@kernel_operator("attnorm::row_variance_backward")
+def _variance_backward(
+    slope: Tensor, q: Tensor, k: Tensor, mask: Tensor | None, mean: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    from attnorm.kernels import row_spread
+
+    return row_spread.variance_gradients(slope, q, k, mask, mean, causal, scale)
+
+
+@_variance_backward.register_fake
+def _(
+    slope: Tensor, q: Tensor, k: Tensor, mask: Tensor | None, mean: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+def _save_variance(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:3], *output)
+    ctx.options = inputs[3:]
+
+
+def _gradients_of_variance(ctx: Any, grad: Tensor | None, _mean: None, _count: None) -> tuple[Tensor | None, ...]:
+    q, k, mask, variance, mean, count = ctx.saved_tensors
+    if grad is None:
+        return (None,) * 5
+    differ = variance > (EQUAL_LOGITS * mean).square()
+    slope = torch.where(differ, 2 * grad / count.clamp(min=1), 0.0)
+    grad_q, grad_k = _variance_backward(slope, q, k, mask, mean, *ctx.options)
+    return grad_q, grad_k, None, None, None
+
+
+row_variance.register_autograd(_gradients_of_variance, setup_context=_save_variance)
+_variance_backward.register_autograd(raise_second_gradient)

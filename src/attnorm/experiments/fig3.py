@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from attnorm.engines.threads import one_thread
+from attnorm.engines.execution import one_thread
 from attnorm.experiments.experiment import (
     Experiment,
     ExperimentFinding,

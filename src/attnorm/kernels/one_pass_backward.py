@@ -5,7 +5,7 @@ Tiles are computed again. With w = a / D, dp_j = <dO, v_j> and delta = <dO, O> t
 shift, one over queries into those of k and v. No two programs add to the same number: results are deterministic.
 
 ENTROPY: the factor of a row depends on the entropy of softmax with soft_factor, over all keys in front of any window.
-The gradient of k then has the entropy's part too, grad_entropy times dH/dz (kernels/entropy.py).
+The gradient of k then has the entropy's part too, grad_entropy times dH/dz (kernels/row_spread.py).
 """
 
 from typing import Any, NamedTuple
@@ -35,11 +35,11 @@ from attnorm.kernels.blocks import (
     store_tile,
     tile_of_head,
 )
-from attnorm.kernels.entropy import add_gradient_of_queries, entropy_slopes
 from attnorm.kernels.launch import in_rows, padded
 from attnorm.kernels.maps import LN2, LOG2E, MAPS
 from attnorm.kernels.one_pass import Form, OnePassLaunch, Saved
 from attnorm.kernels.row_dots import row_dots
+from attnorm.kernels.row_spread import add_gradient_of_queries, entropy_slopes
 
 
 class RowEntropy(NamedTuple):

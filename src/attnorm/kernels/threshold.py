@@ -2,7 +2,7 @@
 
 The kernel computes the logits in two or more passes over the keys:
 
-1. The first pass collects the leaders of each row (kernels/threshold_tiles.py), and for each tile how close its logits
+1. The first pass collects the leaders of each row (kernels/threshold_maps.py), and for each tile how close its logits
    come to the peaks of its rows (`gaps`). The threshold of the leaders is that of all keys or slightly below it.
 2. If the leaders may have left out much weight, passes of Newton's method over all keys follow.
 3. The last pass computes the output and the sums of each row. A small excess of the sum over 1 is removed to first
@@ -32,8 +32,8 @@ from attnorm.kernels.blocks import (
     store_tile,
 )
 from attnorm.kernels.launch import Launch, in_rows, padded
-from attnorm.kernels.threshold_maps import MAPS
-from attnorm.kernels.threshold_tiles import (
+from attnorm.kernels.threshold_maps import (
+    MAPS,
     ThresholdConstants,
     add_tile,
     below_peak,

@@ -30,8 +30,7 @@ from attnorm.kernels.blocks import (
 from attnorm.kernels.launch import in_rows
 from attnorm.kernels.row_dots import row_dots
 from attnorm.kernels.threshold import Saved, ThresholdLaunch, list_of_tiles, tiles
-from attnorm.kernels.threshold_maps import MAPS
-from attnorm.kernels.threshold_tiles import ThresholdConstants, list_tiles, minus_penalty, seen_above_threshold
+from attnorm.kernels.threshold_maps import MAPS, ThresholdConstants, list_tiles, minus_penalty, seen_above_threshold
 
 
 def backward(

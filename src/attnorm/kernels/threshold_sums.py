@@ -34,7 +34,7 @@ from attnorm.kernels.row_tiles import (
     tile_of_span,
     visible_keys,
 )
-from attnorm.kernels.threshold_tiles import (
+from attnorm.kernels.threshold_maps import (
     ThresholdConstants,
     above_threshold,
     add_tile,
@@ -83,7 +83,7 @@ class WeightSums(NamedTuple):
 
 # The columns of the result: those of map_sums.py and the threshold, relative to the largest logit in the map's unit.
 MORE_COLUMNS = ("threshold",)
-_ABOVE_POLE = tl.constexpr(1.0000003)  # a root this close to a _pole is not told apart from it in float32
+_ABOVE_POLE = tl.constexpr(1.0000003)  # a root this close to a pole is not told apart from it in float32
 
 
 @triton.jit

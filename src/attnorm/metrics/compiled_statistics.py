@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attnorm.engines.execution import in_new_thread
 from attnorm.engines.inputs import Inputs, row_factors
-from attnorm.engines.threads import in_new_thread
 from attnorm.engines.triton_support import runs_kernels
 from attnorm.metrics import fused_maps
 from attnorm.metrics.call import AttentionCall

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnorm.engines.device_sync import sent_to
+from attnorm.engines.execution import sent_to
 from attnorm.engines.one_pass import POWERS
 from attnorm.kernels.launch import device_of
 from attnorm.metrics import fused_rows

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnorm.engines.device_sync import sent_to
+from attnorm.engines.execution import sent_to
 from attnorm.engines.triton_support import runs_kernels
 from attnorm.kernels.launch import device_of, padded
 from attnorm.metrics.call import AttentionCall

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnorm.engines.device_sync import runs_asynchronously, sent_to
+from attnorm.engines.execution import runs_asynchronously, sent_to
 from attnorm.metrics.call import AttentionCall
 from attnorm.theory.selection import at_least_float32
 

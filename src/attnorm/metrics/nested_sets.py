@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnorm.engines.device_sync import runs_asynchronously, sent_to
+from attnorm.engines.execution import runs_asynchronously, sent_to
 from attnorm.metrics.logits import BLOCK_ELEMENTS, CUDA_BLOCK_ELEMENTS, LogitWorkspace
 from attnorm.theory.distance import largest_gaps
 from attnorm.theory.geometry import cantelli_bounds, without_each

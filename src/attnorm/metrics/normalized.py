@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attnorm.engines.device_sync import runs_asynchronously
+from attnorm.engines.execution import runs_asynchronously
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.logits import LogitBlock
 from attnorm.normalizers.block import Block, Positions

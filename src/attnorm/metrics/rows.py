@@ -12,8 +12,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from attnorm.engines.device_sync import sent_to
-from attnorm.engines.threads import in_threads
+from attnorm.engines.execution import in_threads, sent_to
 from attnorm.metrics import fused_maps, fused_rows
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import PER_ROW

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnorm.engines.device_sync import sent_to, sent_to_cpu
+from attnorm.engines.execution import sent_to, sent_to_cpu
 from attnorm.engines.triton_support import runs_triton
 from attnorm.kernels.launch import device_of
 
@@ -37,7 +37,7 @@ def summarise_all(
 ) -> dict[str, Summary]:
     """Apply `summarise` to several numbers of the same rows at once.
 
-    Numbers on a GPU are summarised there. Wait with device_sync.arrival before reading the summaries.
+    Numbers on a GPU are summarised there. Wait with execution.arrival before reading the summaries.
     """
     names = list(values)
     if n.device.type != "cpu":
@@ -86,7 +86,7 @@ def _summarise_on_device(
     broken: Tensor,
     quantiles: Sequence[float],
 ) -> dict[str, Summary]:
-    """Summarise on the GPU and copy only the summaries to the CPU; see device_sync.arrival."""
+    """Summarise on the GPU and copy only the summaries to the CPU; see execution.arrival."""
     shape = next(iter(values.values())).shape
     heads = shape[1]
     keys, left_out = (t.expand(shape).transpose(0, 1).flatten(1) for t in (n, broken))

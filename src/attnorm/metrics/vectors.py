@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnorm.engines.device_sync import runs_asynchronously, sent_to
-from attnorm.engines.threads import each_in_a_thread, in_threads
+from attnorm.engines.execution import each_in_a_thread, in_threads, runs_asynchronously, sent_to
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.logits import LogitBlock, known_n, logit_blocks, padded_keys
 from attnorm.metrics.nested_sets import NestedSets, distances, draw_permutations, separabilities, theorem2

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from attnorm.engines.device_sync import arrival, runs_asynchronously, sent_to_cpu
+from attnorm.engines.execution import arrival, runs_asynchronously, sent_to_cpu
 from attnorm.metrics.call import AttentionCall, Kind
 from attnorm.models.dispatch import (
     LayerNumbers,

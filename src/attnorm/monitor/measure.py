@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from attnorm.engines.device_sync import sent_to
+from attnorm.engines.execution import sent_to
 from attnorm.engines.inputs import without_autocast
 from attnorm.metrics import fused_maps, fused_rows
 from attnorm.metrics.call import AttentionCall, stack_calls

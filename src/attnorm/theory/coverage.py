@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attnorm.engines.device_sync import runs_asynchronously
+from attnorm.engines.execution import runs_asynchronously
 from attnorm.theory.dispersion import Bounds
 from attnorm.theory.selection import top_n_set
 

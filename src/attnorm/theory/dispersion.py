@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attnorm.engines.device_sync import runs_asynchronously
+from attnorm.engines.execution import runs_asynchronously
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.kernel import FUNCTIONS, Kernel, PositiveFunction
 from attnorm.normalizers.softmax import Softmax, Temperature

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attnorm.engines.device_sync import runs_asynchronously
+from attnorm.engines.execution import runs_asynchronously
 from attnorm.theory.dispersion import Bounds, least_squares_line
 from attnorm.theory.selection import SelectedRows, safe_sqrt, select, sum_where
 

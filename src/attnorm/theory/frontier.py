@@ -22,7 +22,7 @@ import torch
 from scipy.optimize import brentq
 from torch import Tensor
 
-from attnorm.engines.threads import one_thread
+from attnorm.engines.execution import one_thread
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.hard import Hard
 from attnorm.normalizers.registry import available, get

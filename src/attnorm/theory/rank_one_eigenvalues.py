@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnorm.engines.device_sync import runs_asynchronously
+from attnorm.engines.execution import runs_asynchronously
 
 # Largest relative error after 0, 1, 2, 3, 4 passes over 200,000 adversarial rows: 8e-2, 1e-3, 3e-7, 2e-14, 7e-16.
 PASSES_FLOAT32 = 3

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attnorm.engines.threads import one_thread
+from attnorm.engines.execution import one_thread
 from attnorm.theory.catalogue import Claim, ClaimCase, claims
 from attnorm.theory.catalogue.claim import draw_case
 

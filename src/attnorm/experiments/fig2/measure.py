@@ -18,7 +18,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from attnorm.engines.threads import one_thread
+from attnorm.engines.execution import one_thread
 from attnorm.experiments.experiment import Floats
 from attnorm.experiments.model_runs import LastRows
 from attnorm.theory.dispersion import least_squares_line

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from attnorm.engines.threads import one_thread
+from attnorm.engines.execution import one_thread
 from attnorm.experiments.experiment import ProgressCallback
 from attnorm.files import read_jsonl
 from attnorm.normalizers.contract import Normalizer
