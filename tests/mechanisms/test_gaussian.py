@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import attnorm
-from attnorm.mechanisms.gaussian import Gaussian
+from attnorm.mechanisms.soft import Gaussian
 from tests.attention.calls import CALLS, Call, assert_all_close, outputs_and_gradients
 from tests.attention.reference import HEADS, seen
 from tests.mechanisms import reference

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 import attnorm
 from attnorm.engines.inputs import validate_inputs
-from attnorm.mechanisms import gaussian
-from attnorm.mechanisms.gaussian import Gaussian, as_dot_products
+from attnorm.mechanisms import soft
+from attnorm.mechanisms.soft import Gaussian, as_dot_products
 from tests.attention.kernel_calls import DEVICE, GROUPS, PAST_THE_EDGES, SMALL, SQUARE, draw, exactly, mask_of
 
 pytestmark = pytest.mark.as_installed
@@ -24,8 +24,8 @@ def run(tensors: tuple[Tensor, ...], mechanism: Gaussian, **options: object) -> 
 def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """One entry for each call that reached the kernels."""
     calls: list[object] = []
-    launch = gaussian.one_pass.one_pass
-    monkeypatch.setattr(gaussian.one_pass, "one_pass", lambda *given: (calls.append(given), launch(*given))[1])
+    launch = soft.one_pass.one_pass
+    monkeypatch.setattr(soft.one_pass, "one_pass", lambda *given: (calls.append(given), launch(*given))[1])
     return calls
 
 

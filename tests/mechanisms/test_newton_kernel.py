@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attnorm.mechanisms import newton
-from attnorm.mechanisms.gaussian import gaussian_logits
-from attnorm.mechanisms.newton import RIDGE, newton_inverse
+from attnorm.mechanisms import soft
+from attnorm.mechanisms.soft import RIDGE, gaussian_logits, newton_inverse
 from tests.attention.kernel_calls import DEVICE
 
 pytestmark = [pytest.mark.as_installed, pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")]
@@ -24,17 +23,15 @@ def residual(a: Tensor, inverse: Tensor) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def _in_the_interpreter_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(newton, "_runs_kernel", newton.fits_kernel)
+    monkeypatch.setattr(soft, "_runs_kernel", soft.fits_kernel)
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """The shapes that reached the kernel."""
     shapes: list[torch.Size] = []
-    launch = newton._newton_inverse_kernel
-    monkeypatch.setattr(
-        newton, "_newton_inverse_kernel", lambda a, steps: (shapes.append(a.shape), launch(a, steps))[1]
-    )
+    launch = soft._newton_inverse_kernel
+    monkeypatch.setattr(soft, "_newton_inverse_kernel", lambda a, steps: (shapes.append(a.shape), launch(a, steps))[1])
     return shapes
 
 

@@ -7,9 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import attnorm
-from attnorm.mechanisms.gaussian import gaussian_logits
-from attnorm.mechanisms.newton import RIDGE, newton_inverse
-from attnorm.mechanisms.soft import Soft, segment_means
+from attnorm.mechanisms.soft import RIDGE, Soft, gaussian_logits, newton_inverse, segment_means
 from tests.attention.calls import Call, assert_all_close, outputs_and_gradients
 from tests.attention.reference import HEADS
 from tests.mechanisms import reference

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from attnorm.mechanisms import token_sums
+from attnorm.mechanisms import linear
 
 
-@pytest.mark.parametrize("tokens", [token_sums.CHUNK, 2 * token_sums.CHUNK, 2 * token_sums.CHUNK + 7])
+@pytest.mark.parametrize("tokens", [linear.SUM_CHUNK, 2 * linear.SUM_CHUNK, 2 * linear.SUM_CHUNK + 7])
 def test_chunks_give_the_product_and_its_gradients(tokens: int) -> None:
     a, b = (torch.randn(2, 3, tokens, width, dtype=torch.float64, requires_grad=True) for width in (5, 4))
     probe = torch.randn(2, 3, 5, 4, dtype=torch.float64)
-    whole, by_chunks = a.mT @ b, token_sums._sum_by_chunks(a, b)
+    whole, by_chunks = a.mT @ b, linear._sum_by_chunks(a, b)
     torch.testing.assert_close(by_chunks, whole)
     for ours, expected in zip(
         torch.autograd.grad((by_chunks * probe).sum(), (a, b)),
@@ -24,9 +24,9 @@ def test_chunks_give_the_product_and_its_gradients(tokens: int) -> None:
 @pytest.mark.parametrize("exporting", [False, True])
 def test_a_gpu_takes_chunks_unless_the_graph_is_exported(exporting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     by_chunks: list[int] = []
-    monkeypatch.setattr(token_sums, "_sum_by_chunks", lambda a, b: by_chunks.append(a.shape[-2]))
-    monkeypatch.setattr(token_sums, "is_exporting", lambda: exporting)
+    monkeypatch.setattr(linear, "_sum_by_chunks", lambda a, b: by_chunks.append(a.shape[-2]))
+    monkeypatch.setattr(linear, "is_exporting", lambda: exporting)
     with FakeTensorMode():
-        a = torch.empty(1, 2, 2 * token_sums.CHUNK, 4, device="cuda")
-        token_sums.sum_over_tokens(a, a)
-    assert by_chunks == ([] if exporting else [2 * token_sums.CHUNK])
+        a = torch.empty(1, 2, 2 * linear.SUM_CHUNK, 4, device="cuda")
+        linear.sum_over_tokens(a, a)
+    assert by_chunks == ([] if exporting else [2 * linear.SUM_CHUNK])

@@ -23,9 +23,7 @@ from attnorm.bench.results import ApproximationError, CostCurve, CostPoint, Foot
 from attnorm.bench.timing import MEGABYTE, RESET, Call, peak_above, run_and_read_json, time_alone, time_alternating
 from attnorm.engines import fused
 from attnorm.engines.inputs import validate_inputs
-from attnorm.mechanisms.gaussian import gaussian_logits
-from attnorm.mechanisms.newton import NEWTON_STEPS, RIDGE, newton_inverse
-from attnorm.mechanisms.soft import segment_means
+from attnorm.mechanisms.soft import NEWTON_STEPS, RIDGE, gaussian_logits, newton_inverse, segment_means
 from attnorm.normalizers.adaptive_temperature import MIN_ENTROPY, PRINTED
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.registry import available, get

@@ -1,23 +1,29 @@
-"""Differential attention: the difference of two softmax maps, softmax(z1) - lambda softmax(z2), cancels common noise.
+"""Differential attention: the difference of two softmax maps cancels common noise; two versions.
 
-Ye et al. 2024, https://arxiv.org/abs/2410.05258. Query and key heads come in pairs (2h, 2h+1), values have one head per
-pair: q (B, 2H, Q, D), k (B, 2G, K, D), v (B, G, K, E) -> (B, H, Q, E).
+Version 1, Ye et al. 2024, https://arxiv.org/abs/2410.05258: softmax(z1) - lambda softmax(z2). Query and key heads come
+in pairs (2h, 2h+1), values have one head per pair: q (B, 2H, Q, D), k (B, 2G, K, D), v (B, G, K, E) -> (B, H, Q, E).
 
     lambda = exp(<lq1, lk1>) - exp(<lq2, lk2>) + lambda_init,   lambda_init = 0.8 - 0.6 exp(-0.3 depth)
 
 followed by RMS norm per head and the factor 1 - lambda_init. Depth counts layers from 0.
+
+Version 2, Ye, Dong, Sun & Wei 2026, github.com/microsoft/unilm, Diff-Transformer/Diff-Transformer-V2:
+o = a1 - sigmoid(w . x) a2, two query heads for each output head. q (B, 2H, Q, D), k (B, G, K, D), v (B, G, K, E) ->
+(B, H, Q, E). The pair (2h, 2h + 1) shares key and value: a1 and a2 are ordinary attention, so one call computes both.
+Against version 1: no lambda_init, no norm of the heads, and lambda = sigmoid(w_h . x) per token and head, below 1.
 """
 
 import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm
+from torch.nn.functional import linear, rms_norm
 
 from attnorm.engines.fused import fused
 from attnorm.engines.inputs import validate_inputs
+from attnorm.mechanisms.attend import attend
 from attnorm.normalizers.block import Positions, check_mask
-from attnorm.normalizers.contract import Mechanism, Normalizer, Properties
+from attnorm.normalizers.contract import Mechanism, Normalizer, Properties, per_head_parameter
 from attnorm.normalizers.softmax import Softmax
 
 
@@ -82,3 +88,75 @@ class Differential(Mechanism):
         if self.head_norm:
             difference = rms_norm(difference, (difference.shape[-1],), eps=1e-5) * (1 - self.start)
         return difference.to(q.dtype).reshape(*q.shape[:-3], q.shape[-3] // 2, q.shape[-2], v.shape[-1])
+
+
+class DifferentialV2(Mechanism):
+    """a1 - sigmoid(w . x) a2 of two query heads that share key and value; signed weights.
+
+    heads: output heads H, for a lambda of each. width: of the hidden states x from which lambda is read (default: a
+    learned number per head, or for all, that does not depend on x). It starts at 1/2. head_width: D, inside models that
+    have one query per output head: the second queries are a learned projection of x.
+    """
+
+    name = "differential_v2"
+    properties = Properties(row_sum="free", signed=True)
+    another_architecture = "takes the difference of two query heads that share key and value"
+
+    def __init__(self, *, heads: int | None = None, width: int | None = None, head_width: int | None = None) -> None:
+        super().__init__()
+        if width is not None and heads is None:
+            raise ValueError(f"expected heads with width={width}: lambda is read per head. Pass heads=, half of q's.")
+        if head_width is not None and (width is None or heads is None):
+            raise ValueError(f"expected heads and width with head_width={head_width}: second queries are read from x.")
+        self.width, self.head_width = width, head_width
+        self.second: nn.Linear | None = None
+        if head_width is not None and width is not None and heads is not None:
+            self.second = nn.Linear(width, heads * head_width, bias=False)
+            nn.init.normal_(self.second.weight, std=0.02)  # as the other projections of a model in transformers
+        self.from_hidden = None if width is None or heads is None else nn.Linear(width, heads, bias=False)
+        self.logit = None if width is not None else per_head_parameter(0.0, heads)
+
+    def second_queries(self, hidden_states: Tensor) -> Tensor:
+        """Return the second queries, (B, H, Q, D), before any rotation."""
+        assert self.second is not None
+        assert self.from_hidden is not None
+        queries = self.second(hidden_states)
+        by_head: Tensor = queries.unflatten(-1, (self.from_hidden.out_features, -1)).transpose(1, 2)
+        return by_head
+
+    @property
+    def reads_hidden_states(self) -> bool:  # type: ignore[override]
+        return self.from_hidden is not None
+
+    def share(self, hidden_states: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """lambda, broadcastable to (B, H, Q, 1)."""
+        if self.from_hidden is None:
+            assert self.logit is not None
+            logit = self.logit.to(dtype)
+            return torch.sigmoid(logit if logit.dim() == 0 else logit[:, None, None])
+        if hidden_states is None:
+            raise ValueError("expected hidden_states of shape (batch, queries, width), from which lambda is read.")
+        return torch.sigmoid(linear(hidden_states.to(dtype), self.from_hidden.weight.to(dtype))).mT[..., None]
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None = None,
+        causal: bool = False,
+        scale: float | None = None,
+        positions: Tensor | Positions | None = None,
+        hidden_states: Tensor | None = None,
+    ) -> Tensor:
+        if q.dim() < 3 or q.shape[-3] % (2 * k.shape[-3]):
+            raise ValueError(
+                "expected two query heads for each output head, both with the same key head: "
+                f"q (B, 2H, Q, D), k (B, G, K, D), H a multiple of G; got {tuple(q.shape)}, {tuple(k.shape)}."
+            )
+        inputs = validate_inputs(q, k, v, mask=mask, causal=causal, scale=scale, positions=positions)
+        working = torch.promote_types(q.dtype, torch.float32)  # a difference of rounded maps would keep few digits
+        outputs = attend(inputs, Normalizer(Softmax(), name=self.name)).to(working)
+        output = outputs[:, 0::2] - self.share(hidden_states, working) * outputs[:, 1::2]
+        return output.to(q.dtype).reshape(*q.shape[:-3], q.shape[-3] // 2, q.shape[-2], v.shape[-1])

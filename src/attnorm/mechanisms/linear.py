@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from attnorm.engines.blocked import blocked
 from attnorm.engines.inputs import Inputs, validate_inputs, without_autocast
-from attnorm.mechanisms.token_sums import sum_over_tokens
-from attnorm.normalizers.block import Block, Positions
+from attnorm.normalizers.block import Block, Positions, is_exporting
 from attnorm.normalizers.contract import Map, Mechanism, Normalizer, Properties
 from attnorm.normalizers.declaration import WarmStart, declare
 from attnorm.normalizers.kernel import FUNCTIONS
 
-CHUNK = 128
+CHUNK = 128  # queries and keys between two sums that the causal form carries
+SUM_CHUNK = 512  # tokens of one product in a sum over all tokens
+ENOUGH_PRODUCTS = 256  # that keep a GPU busy
 
 FeatureMap = Callable[[Tensor], Tensor]
 
@@ -108,3 +109,22 @@ def _causal_sums(q: Tensor, k: Tensor, v: Tensor, offset: int) -> Tensor:
         outputs.append(q_chunk @ state + within @ v_chunk)
         state = state + k_chunk.transpose(-1, -2) @ v_chunk
     return torch.cat(outputs, dim=-2)
+
+
+def sum_over_tokens(a: Tensor, b: Tensor) -> Tensor:
+    """Return a^T b, (..., m, d), of a (..., L, m) and b (..., L, d).
+
+    A GPU computes each of these products in a single program, which reads all tokens. A few long ones are divided into
+    chunks of tokens, whose products are added; not in an exported graph, where their number may vary.
+    """
+    products, tokens = a.shape[:-2].numel(), a.shape[-2]
+    if not a.is_cuda or is_exporting() or products >= ENOUGH_PRODUCTS or tokens < 2 * SUM_CHUNK:
+        return a.transpose(-1, -2) @ b
+    return _sum_by_chunks(a, b)
+
+
+def _sum_by_chunks(a: Tensor, b: Tensor) -> Tensor:
+    chunked_length = a.shape[-2] // SUM_CHUNK * SUM_CHUNK
+    chunks_of_a, chunks_of_b = (t[..., :chunked_length, :].unflatten(-2, (-1, SUM_CHUNK)) for t in (a, b))
+    total: Tensor = (chunks_of_a.transpose(-1, -2) @ chunks_of_b).sum(-3)
+    return total + a[..., chunked_length:, :].transpose(-1, -2) @ b[..., chunked_length:, :]

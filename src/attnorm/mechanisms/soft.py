@@ -1,28 +1,148 @@
-"""SOFT: the Gaussian kernel in linear time through m landmarks, S ~ P_q A^+ P_k^T, without softmax.
+"""SOFT: attention by a Gaussian kernel of q and k, without softmax: exact (`gaussian`), and in linear time (`soft`).
 
-Lu et al. 2021, https://arxiv.org/abs/2110.11945; the normalised form (SOFT++, A^+ between D^-1/2, D = diag(A 1)) from
-https://arxiv.org/abs/2207.03341. P and A are Gaussian kernels of the tokens and landmarks with the landmarks; A^+ comes
-from Newton's iteration V <- 2V - V A V. By default a landmark is the mean of a segment of visible keys. On images the
-papers share K = Q and sample landmarks by a learned convolution over squares of the grid: `stride` and `convolution`.
-Theirs is followed by a layer norm and GELU; here the convolution starts as the mean of its square. Bidirectional only.
+Lu et al. 2021, https://arxiv.org/abs/2110.11945 (there with K = Q).
+
+gaussian: weights exp(-scale ||q_i - k_j||^2 / 2), scale 1/sqrt(D), with no sum over the row; `normalised=True` divides
+by it. Quadratic in time. On a GPU the squared distance becomes a scaled dot product of longer vectors, so that the
+one-pass kernels compute it.
+
+soft: the same through m landmarks, S ~ P_q A^+ P_k^T; the normalised form (SOFT++, A^+ between D^-1/2, D = diag(A 1))
+from https://arxiv.org/abs/2207.03341. P and A are Gaussian kernels of the tokens and landmarks with the landmarks; A^+
+comes from Newton's iteration V <- 2V - V A V. By default a landmark is the mean of a segment of visible keys. On images
+the papers share K = Q and sample landmarks by a learned convolution over squares of the grid: `stride` and
+`convolution`. Theirs is followed by a layer norm and GELU; here the convolution starts as the mean of its square.
+Bidirectional only.
 """
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import avg_pool2d, conv2d
+from torch.nn.functional import avg_pool2d, conv2d, pad
 
-from attnorm.engines.inputs import Inputs, validate_inputs, without_autocast
-from attnorm.mechanisms.gaussian import gaussian_logits
-from attnorm.mechanisms.newton import newton_inverse
-from attnorm.mechanisms.token_sums import sum_over_tokens
-from attnorm.normalizers.block import Positions
-from attnorm.normalizers.contract import Mechanism, Properties
+from attnorm.engines import one_pass
+from attnorm.engines.blocked import blocked
+from attnorm.engines.inputs import Inputs, under_transform, validate_inputs, without_autocast
+from attnorm.engines.triton_support import kernel_operator, runs_triton
+from attnorm.mechanisms.linear import sum_over_tokens
+from attnorm.normalizers.block import Block, Positions, is_exporting
+from attnorm.normalizers.contract import KernelForm, Map, Mechanism, Normalizer, Properties
 from attnorm.normalizers.declaration import WarmStart, declare
+from attnorm.normalizers.softmax import Softmax
+
+RIDGE = 0.01
+NEWTON_STEPS = 20
+LARGEST_IN_KERNEL = 64  # rows of a matrix that the registers of a program hold
 
 Landmarks = Callable[[Tensor], Tensor]  # keys (B, H, L, D) -> landmarks (B, H, m, D)
+
+
+class Exp(Map):
+    """exp(z) of z <= 0, not divided by anything."""
+
+    properties = Properties(row_sum="free", shift_invariant=False)
+
+    def forward(self, block: Block) -> Tensor:
+        return block.hide(torch.exp(block.logits))
+
+    def kernel_form(self) -> KernelForm:
+        return KernelForm("exp")
+
+
+@declare(warm_start=WarmStart("far", "nothing to set: no function of the logits"))
+class Gaussian(Mechanism):
+    """exp(-||q - k||^2 / (2 sqrt D)): SOFT's kernel on q and k, not normalised by default."""
+
+    name = "gaussian"
+
+    def __init__(self, *, normalised: bool = False) -> None:
+        super().__init__()
+        self.normalizer = Normalizer(Softmax() if normalised else Exp(), name="gaussian")
+        self.properties = self.normalizer.properties
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None = None,
+        causal: bool = False,
+        scale: float | None = None,
+        positions: Tensor | Positions | None = None,
+    ) -> Tensor:
+        inputs = validate_inputs(q, k, v, mask=mask, causal=causal, scale=scale, positions=positions)
+        return self._attend(inputs).reshape(*q.shape[:-1], v.shape[-1])
+
+    def _attend(self, inputs: Inputs) -> Tensor:
+        # Squares of queries and keys may exceed the range of float16. With a negative scale the kernel of exp, which
+        # takes no positive logits, would be wrong.
+        in_range = inputs.q_BHQD.dtype != torch.float16 and inputs.scale >= 0
+        if in_range and not is_exporting() and one_pass.applies(inputs, self.normalizer):
+            products = as_dot_products(inputs)
+            if one_pass.applies(products, self.normalizer):  # not if they are too wide
+                return one_pass.one_pass(products, self.normalizer)
+        return blocked(inputs, self.normalizer, scores=lambda q, k: gaussian_logits(q, k, inputs.scale))
+
+
+def gaussian_logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """-scale ||q_i - k_j||^2 / 2, by the expanded square; rounding cannot make it positive.
+
+    Distances do not change when all points move: with a key at the origin the squares stay small even where all points
+    share a large offset.
+    """
+    origin = _origin(k)
+    q, k = q - origin, k - origin
+    squares = q.square().sum(-1)[..., :, None] + k.square().sum(-1)[..., None, :]
+    return -0.5 * scale * (squares - 2 * q @ k.transpose(-1, -2)).relu()
+
+
+def _origin(k: Tensor) -> Tensor:
+    """Return the first key that is not 0: padding is 0 here, and a later key would change the rounding of earlier rows.
+
+    Keys that are not finite count as 0: queries that do not see them must not notice.
+    """
+    finite = k.detach().nan_to_num(0.0, 0.0, 0.0)
+    first = finite.ne(0).any(-1).to(torch.uint8).argmax(-1)[..., None, None]
+    return finite.gather(-2, first.expand(*finite.shape[:-2], 1, finite.shape[-1]))
+
+
+def as_dot_products(inputs: Inputs) -> Inputs:
+    """Return the call with longer q and k, whose dot product is -||q - k||^2 / 2.
+
+    That is <q, k> - ||q||^2 / 2 - ||k||^2 / 2: the squares become columns, with columns of ones on the other side. In
+    bfloat16 a square takes three columns, which together have the digits of float32.
+    """
+    q, k = inputs.q_BHQD, inputs.k_BGKD
+    if q.dtype == torch.float32:
+        origin = _origin(k)
+        q, k = q - origin.repeat_interleave(inputs.groups, dim=1), k - origin
+    with without_autocast(q.device):
+        of_q, of_k = _square_columns(q), _square_columns(k)
+        q = _widen(q, of_q, torch.ones_like(of_q))
+        k = _widen(k, torch.ones_like(of_k), of_k)
+    return replace(inputs, q_BHQD=q, k_BGKD=k)
+
+
+def _square_columns(x: Tensor) -> Tensor:
+    """Return columns whose sum is -||x||^2 / 2 in float32. The gradient flows through the first one."""
+    rest = -0.5 * x.float().square().sum(-1, keepdim=True)
+    if x.dtype == torch.float32:
+        return rest
+    columns = []
+    for _ in range(3):
+        columns.append(rest.to(x.dtype))
+        rest = rest.detach() - columns[-1].detach().float()
+    return torch.cat(columns, dim=-1)
+
+
+def _widen(x: Tensor, *columns: Tensor) -> Tensor:
+    """Append columns, and zeros up to a power of two: the kernels then read whole tiles."""
+    wide = torch.cat([x, *columns], dim=-1)
+    return pad(wide, (0, 2 ** (wide.shape[-1] - 1).bit_length() - wide.shape[-1]))
 
 
 @declare(warm_start=WarmStart("far", "nothing to set: no function of the logits"))
@@ -143,3 +263,62 @@ def patch_landmarks(k: Tensor, stride: int, sampling: Tensor | None = None) -> T
     pooled = avg_pool2d(grid, stride) if sampling is None else conv2d(grid, sampling.to(k.dtype), stride=stride)
     squares = pooled.flatten(-2).transpose(-1, -2).unflatten(0, k.shape[:2])
     return torch.cat([k[..., :extra, :], squares], dim=-2)
+
+
+def newton_inverse(a: Tensor, steps: int = NEWTON_STEPS) -> Tensor:
+    """(A + ridge)^-1 of a kernel matrix A, to rounding for up to a few hundred landmarks.
+
+    On a GPU one kernel computes all steps; elsewhere, and for more landmarks than it takes, torch does.
+    """
+    inverse: Tensor = _NewtonInverse.apply(a, steps)  # type: ignore[no-untyped-call]
+    return inverse
+
+
+class _NewtonInverse(torch.autograd.Function):
+    """Inverse of symmetric A + ridge; its backward is the derivative of the inverse, not of the iteration."""
+
+    @staticmethod
+    def forward(a: Tensor, steps: int) -> Tensor:
+        if _runs_kernel(a):
+            on_gpu: Tensor = _newton_inverse_kernel(a, steps)
+            return on_gpu
+        unit = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+        regular = a + RIDGE * unit
+        # The authors start from a multiple of A. From a multiple of I the same steps reach the inverse even where
+        # landmarks crowd or coincide, and only at the inverse is backward the derivative of forward.
+        inverse = unit / regular.abs().sum(-1).amax(-1)[..., None, None]
+        for _ in range(steps):  # written with the residual, which keeps the digits of 2V - V A V
+            inverse = inverse + inverse @ (unit - regular @ inverse)
+        return inverse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (inverse,) = ctx.saved_tensors
+        transposed: Tensor = inverse.transpose(-1, -2)
+        return -transposed @ grads[0] @ transposed, None
+
+
+def _runs_kernel(a: Tensor) -> bool:
+    """On a GPU alone: Triton's interpreter takes far longer than torch on a CPU."""
+    return a.is_cuda and fits_kernel(a)
+
+
+def fits_kernel(a: Tensor) -> bool:
+    small = a.dtype == torch.float32 and a.shape[-1] <= LARGEST_IN_KERNEL
+    return small and a.numel() > 0 and not is_exporting() and not under_transform() and runs_triton(a.device)
+
+
+@kernel_operator("attnorm::newton_inverse")
+def _newton_inverse_kernel(a: Tensor, steps: int) -> Tensor:
+    from attnorm.kernels import newton  # loads Triton
+
+    return newton.newton_inverse(a, steps, RIDGE)
+
+
+@_newton_inverse_kernel.register_fake
+def _(a: Tensor, steps: int) -> Tensor:
+    return torch.empty_like(a, memory_format=torch.contiguous_format)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnorm.mechanisms.differential_v2 import DifferentialV2
+from attnorm.mechanisms.differential import DifferentialV2
 from attnorm.mechanisms.forget import Forget
 from attnorm.models.dispatch import running_normalizer
 from attnorm.models.private_names import rotary_files

@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from attnorm.mechanisms.differential_v2 import DifferentialV2
+from attnorm.mechanisms.differential import DifferentialV2
 from attnorm.mechanisms.forget import Forget
 from attnorm.models.dispatch import Site, attention_sites, check_model, check_observable, is_paused
 from attnorm.models.layer_input import check_readable
