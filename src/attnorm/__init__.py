@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from attnorm.analysis.result import Analysis as Analysis
     from attnorm.analysis.verdicts import Thresholds as Thresholds
     from attnorm.evaluation.run import evaluate as evaluate
-    from attnorm.metrics.attention_statistics import AttentionStatistics as AttentionStatistics
-    from attnorm.metrics.attention_statistics import attention_statistics as attention_statistics
+    from attnorm.metrics.attention_statistics import AttentionStatistics, attention_statistics
     from attnorm.models.patch import patch as patch
     from attnorm.models.patch import swap as swap
     from attnorm.models.patch import unpatch as unpatch

@@ -181,7 +181,7 @@ def _attend_with_statistics(
     Both come from one pass without gradients and dropout: softmax and its rescalings on a GPU, and other maps if their
     attention runs in blocks, without torch.compile. Otherwise the rows are computed twice.
     """
-    from attnorm.metrics import fused_output
+    from attnorm.metrics import fused_rows
     from attnorm.metrics.attention_statistics import (  # takes time to import
         output_and_statistics,
         softmax_output_and_statistics,
@@ -191,7 +191,7 @@ def _attend_with_statistics(
 
     softmax = MeasuredNormalizer(normalizer.name, normalizer).scaled_softmax
     if not inputs.dropout and not needs_gradient(inputs, normalizer):
-        if softmax and engine == "auto" and fused_output.applies(inputs):
+        if softmax and engine == "auto" and fused_rows.output_applies(inputs):
             return softmax_output_and_statistics(inputs, normalizer)
         if not softmax and not torch.compiler.is_compiling():
             chosen = choose_engine(inputs, normalizer) if engine == "auto" else engine

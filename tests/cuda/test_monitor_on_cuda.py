@@ -27,7 +27,7 @@ COMPARED = ("entropy_nats", "max_logit", "sink_mass", "jacobian_norm", "logit_sp
 @pytest.fixture(autouse=True)
 def _kernel_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sequences are short; with fewer than 65 rows the statistics would come from blocks of logits."""
-    monkeypatch.setattr("attnorm.metrics.rows.MIN_KERNEL_ROWS", 1)
+    monkeypatch.setattr("attnorm.metrics.fused_rows.MIN_KERNEL_ROWS", 1)
 
 
 def measured(model: PreTrainedModel, ids: Tensor, autocast: bool = False, **options: Any) -> dict[str, float]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import attnorm
-from attnorm.metrics import fused_output
+from attnorm.metrics import fused_rows
 from tests.cuda.on_device import DEVICE, NEEDS_DEVICE
 from tests.metrics.naive_softmax import KINDS, assert_at_most_twice_the_naive_error, drawn
 from tests.metrics.test_fused_maps import MAPS, assert_close_to_float64, call_of, make
@@ -17,7 +17,7 @@ NORM_ERROR = {torch.bfloat16: 5e-3, torch.float16: 6e-4, torch.float32: 1e-4}
 
 @pytest.fixture(autouse=True)
 def any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_output, "MIN_KERNEL_ROWS", 1)
+    monkeypatch.setattr(fused_rows, "MIN_KERNEL_ROWS", 1)
 
 
 @pytest.mark.parametrize("dtype", NORM_ERROR, ids=str)
@@ -58,7 +58,7 @@ def test_every_candidate_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None
     q, k, v = (torch.randn(1, 4, 700, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
     expected = attnorm.attention(q, k, v, causal=True, return_statistics=True)
     for tile in ((64, 64, 4, 2), (128, 64, 8, 3)):
-        monkeypatch.setitem(fused_output.TILES, (2, 128), tile)
+        monkeypatch.setitem(fused_rows.OUTPUT_TILES, (2, 128), tile)
         found = attnorm.attention(q, k, v, causal=True, return_statistics=True)
         torch.testing.assert_close(found[0], expected[0], rtol=2e-2, atol=1e-2)
         torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-4)

@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 import attnorm
-from attnorm.metrics import compiled_statistics
+from attnorm.metrics import attention_statistics
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.reference import dense_logits, dense_visible, dense_weights
 
@@ -242,7 +242,7 @@ def test_a_compiled_function_keeps_one_graph() -> None:
     ],
 )
 def test_a_compiled_function_keeps_one_graph_with_every_map(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_statistics, "runs_kernels", lambda q: False)
+    monkeypatch.setattr(attention_statistics, "runs_kernels", lambda q: False)
     torch.compiler.reset()
     q, k = draw()
     normalizer = attnorm.get(name)
@@ -258,7 +258,7 @@ def test_a_compiled_function_keeps_one_graph_with_every_map(name: str, monkeypat
 
 def test_compiled_statistics_follow_the_normalizer_and_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator finds its normalizer by id: another one, a copy and a changed parameter must be noticed."""
-    monkeypatch.setattr(compiled_statistics, "runs_kernels", lambda q: False)
+    monkeypatch.setattr(attention_statistics, "runs_kernels", lambda q: False)
     q, k = draw()
     states = torch.randn(B, Q, 6, generator=torch.Generator().manual_seed(1))
     learned = attnorm.get("asentmax", heads=H, width=6)
@@ -283,7 +283,7 @@ def test_compiled_statistics_follow_the_normalizer_and_its_parameters(monkeypatc
 
 def test_layers_share_one_compiled_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile gives up on a function after 8 graphs; a model has more layers than that."""
-    monkeypatch.setattr(compiled_statistics, "runs_kernels", lambda q: False)
+    monkeypatch.setattr(attention_statistics, "runs_kernels", lambda q: False)
     torch.compiler.reset()
     q, k = draw()
     counter = CompileCounter()
@@ -300,7 +300,7 @@ def test_layers_share_one_compiled_graph(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_compiled_statistics_see_parameters_that_the_graph_changes_or_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiled graph writes a changed parameter back at its end, after the operator."""
-    monkeypatch.setattr(compiled_statistics, "runs_kernels", lambda q: False)
+    monkeypatch.setattr(attention_statistics, "runs_kernels", lambda q: False)
     q, k = draw()
     learned = attnorm.compose("entmax15", scale=attnorm.get("ssmax", heads=H))
     (parameter,) = learned.parameters()
@@ -368,7 +368,7 @@ def test_the_operator_of_any_normalizer_is_sound() -> None:
     state = [one.detach() for one in learned.parameters()]
     given = (q, k, None, None, None, None, learned.handle, state, 0.3, True, None, "entropy_nats max_logit", [1, 5])
     torch.library.opcheck(
-        compiled_statistics.row_statistics_operator, given, test_utils=("test_schema", "test_faketensor")
+        attention_statistics.row_statistics_operator, given, test_utils=("test_schema", "test_faketensor")
     )
 
 

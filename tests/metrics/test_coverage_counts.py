@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from attnorm.metrics import summary
-from attnorm.metrics.coverage import _shares
+from attnorm.metrics.reads import _shares
 
 
 def counted(weights: Tensor, size: int) -> tuple[list[int], int]:

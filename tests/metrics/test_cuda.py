@@ -7,7 +7,7 @@ import torch
 
 from attnorm.metrics.call import AttentionCall, stack_calls
 from attnorm.metrics.catalogue import PER_ROW
-from attnorm.metrics.coverage import coverage_sums, measure_coverage
+from attnorm.metrics.reads import coverage_sums, measure_coverage
 from attnorm.metrics.rows import measure_rows
 from attnorm.metrics.sensitivity import measure_sensitivity
 from attnorm.metrics.vectors import NULLS, NUMBERS, isotropy, measure_vectors
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The calls have few rows, which go through blocks of logits unless the kernel takes one row already."""
     if request.param == "kernel":
-        monkeypatch.setattr("attnorm.metrics.rows.MIN_KERNEL_ROWS", 1)
+        monkeypatch.setattr("attnorm.metrics.fused_rows.MIN_KERNEL_ROWS", 1)
 
 
 def on_cuda(call: AttentionCall) -> AttentionCall:

@@ -14,9 +14,9 @@ from torch import Tensor
 import attnorm
 from attnorm.engines.triton_support import HAS_TRITON
 from attnorm.metrics import fused_maps, fused_rows
+from attnorm.metrics.attention_statistics import map_statistics_operator
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import PER_ROW
-from attnorm.metrics.compiled_statistics import map_statistics_operator
 from attnorm.metrics.normalized import resolve_normalizers
 from attnorm.metrics.reference import dense_logits
 from attnorm.metrics.rows import RowStatistics, measure_map_by_kernel, measure_rows

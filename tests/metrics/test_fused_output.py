@@ -8,7 +8,7 @@ from torch import Tensor
 
 import attnorm
 from attnorm.engines.triton_support import HAS_TRITON, runs_kernels
-from attnorm.metrics import compiled_statistics, fused_output
+from attnorm.metrics import attention_statistics, fused_rows
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import resolve_normalizers
 from attnorm.metrics.reference import dense_weights
@@ -31,15 +31,15 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Let the kernel take these small calls, on a CPU too; returns the launches."""
     made: list[Any] = []
-    kernel = fused_output._output_and_sums
+    kernel = fused_rows._output_and_sums
 
     def recorded(*arguments: Any) -> tuple[Tensor, Tensor]:
         made.append(arguments)
         return kernel(*arguments)
 
-    monkeypatch.setattr(fused_output, "_output_and_sums", recorded)
-    monkeypatch.setattr(fused_output, "_on_gpu", runs_kernels)
-    monkeypatch.setattr(fused_output, "MIN_KERNEL_ROWS", 1)
+    monkeypatch.setattr(fused_rows, "_output_and_sums", recorded)
+    monkeypatch.setattr(fused_rows, "_on_gpu", runs_kernels)
+    monkeypatch.setattr(fused_rows, "MIN_KERNEL_ROWS", 1)
     return made
 
 
@@ -135,7 +135,7 @@ def test_capped_logits_and_sinks_of_a_model() -> None:
         for like in (tensors[0], torch.zeros(0, dtype=torch.float64))
     )
     (one,) = resolve_normalizers(call, [None])
-    output, found = fused_output.output_and_rows(call, one, ["entropy_nats", "max_logit"])
+    output, found = fused_rows.output_and_rows(call, one, ["entropy_nats", "max_logit"])
     weights = dense_weights(exact)
     expected = weights @ exact.value_BGKE.repeat_interleave(2, 1)
     torch.testing.assert_close(output.cpu().double(), expected, rtol=1e-5, atol=1e-5)
@@ -170,7 +170,7 @@ def test_calls_that_take_two_passes(why: str, launches: list[Any], monkeypatch: 
     elif why == "engine":
         options = {"engine": "blocked"}
     elif why == "few rows":
-        monkeypatch.setattr(fused_output, "MIN_KERNEL_ROWS", 71)
+        monkeypatch.setattr(fused_rows, "MIN_KERNEL_ROWS", 71)
     else:
         q, k, v = q[:0], k[:0], v[:0]
     output, found = both(q, k, v, **options)
@@ -202,7 +202,7 @@ def test_a_graph_has_one_operator_for_both(name: str, launches: list[Any]) -> No
 def test_the_operator_is_sound() -> None:
     q, k, v = other_lengths()
     inputs = (q, k, v, None, torch.rand(2, 4, 70, 1).to(q), torch.zeros(4).to(q), 0.3, True, None, "entropy_nats")
-    operator = compiled_statistics.output_and_statistics_operator
+    operator = attention_statistics.output_and_statistics_operator
     torch.library.opcheck(operator, inputs, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -236,4 +236,4 @@ for flag in (False, True):
     ],
 )
 def test_tiles_by_dtype_and_width(dtype: torch.dtype, width: int, key: tuple[int, int]) -> None:
-    assert fused_output._tile(torch.zeros(1, 1, 1, width, dtype=dtype)) == fused_output.TILES[key]
+    assert fused_rows._output_tile(torch.zeros(1, 1, 1, width, dtype=dtype)) == fused_rows.OUTPUT_TILES[key]

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from attnorm.metrics import reference, sensitivity, vectors
-from attnorm.metrics.coverage import measure_coverage
 from attnorm.metrics.logits import LogitBlock
 from attnorm.metrics.normalized import rows_block
+from attnorm.metrics.reads import measure_coverage
 from attnorm.metrics.row_statistics import heaviest, masses
 from attnorm.metrics.sensitivity import measure_sensitivity
 from attnorm.metrics.vectors import PAIRED_VECTORS, isotropy, measure_vectors

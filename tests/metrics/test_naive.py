@@ -11,8 +11,7 @@ import torch
 from attnorm.metrics import reference
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import METRICS
-from attnorm.metrics.coverage import measure_coverage
-from attnorm.metrics.reads import measure_reads
+from attnorm.metrics.reads import measure_coverage, measure_reads
 from attnorm.metrics.rows import measure_rows
 from attnorm.metrics.sampling import AUTO_ROWS, evenly_spaced, length_bins, rows_to_measure
 from attnorm.metrics.sensitivity import measure_sensitivity

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnorm.metrics.call import AttentionCall
-from attnorm.metrics.coverage import coverage_sums
 from attnorm.metrics.normalized import Choice
+from attnorm.metrics.reads import coverage_sums
 from attnorm.metrics.sensitivity import measure_sensitivity
 from attnorm.metrics.vectors import isotropy, measure_vectors
 

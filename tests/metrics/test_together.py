@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attnorm.metrics.call import AttentionCall, stack_calls
-from attnorm.metrics.coverage import coverage_sums, measure_coverage
+from attnorm.metrics.reads import coverage_sums, measure_coverage
 from attnorm.metrics.sensitivity import directions_ahead, measure_sensitivity
 from attnorm.metrics.vectors import NULLS, NUMBERS, isotropy, measure_vectors, permutations_ahead
 from tests.metrics.as_on_gpu import as_on_gpu

@@ -18,8 +18,8 @@ from attnorm.analysis.settings import AnalysisSettings, sampled_rows_at
 from attnorm.analysis.tables import Columns
 from attnorm.engines.execution import sent_to_cpu
 from attnorm.metrics.call import AttentionCall, without_data
-from attnorm.metrics.coverage import coverage_sums
 from attnorm.metrics.logits import known_n
+from attnorm.metrics.reads import coverage_sums
 from attnorm.metrics.sampling import Sequences, Source, evenly_spaced, length_bins, sequences, visible_keys
 from attnorm.metrics.sensitivity import directions_ahead, measure_sensitivity
 from attnorm.metrics.vectors import isotropy, measure_vectors, permutations_ahead

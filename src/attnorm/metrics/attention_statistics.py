@@ -1,22 +1,33 @@
-"""attention_statistics(q, k, normalizer): numbers of every attention row, without values and without the matrix."""
+"""attention_statistics(q, k, normalizer): numbers of every attention row, without values and without the matrix.
 
+Under torch.compile the statistics are four operators of torch.library, so that the graph stays whole. Softmax with its
+rescalings and, on devices that run Triton kernels, the maps that have one are called with tensors alone: what the rules
+multiply the logits by, the sink's logit, and the other numbers of each row are computed before. All other normalizers
+are called by a handle. One operator returns the output of softmax as well.
+"""
+
+import copy
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from attnorm.engines.inputs import Inputs, validate_inputs
-from attnorm.metrics.compiled_statistics import compiled_output_and_statistics, compiled_statistics
-from attnorm.metrics.fused_output import output_and_rows
-from attnorm.metrics.inputs_as_call import call_of
+from attnorm.engines.execution import in_new_thread
+from attnorm.engines.inputs import Inputs, row_factors, validate_inputs
+from attnorm.engines.triton_support import runs_kernels
+from attnorm.metrics import fused_maps
+from attnorm.metrics.call import AttentionCall, call_of, mask_of, positions_of, states_of
+from attnorm.metrics.fused_rows import output_and_rows
 from attnorm.metrics.logits import LogitBlock
 from attnorm.metrics.normalized import MeasuredNormalizer
-from attnorm.metrics.rows import OnWeights, measure_rows
-from attnorm.normalizers.block import Positions
-from attnorm.normalizers.contract import Mechanism, Normalizer
+from attnorm.metrics.rows import OnWeights, RowStatistics, measure_map_by_kernel, measure_rows
+from attnorm.normalizers.block import Positions, is_exporting
+from attnorm.normalizers.contract import KernelForm, Mechanism, Normalizer, ThresholdForm
+from attnorm.normalizers.handles import normalizer_of
 from attnorm.normalizers.registry import resolve_for_call
 from attnorm.theory.selection import at_least_float32
 
@@ -118,7 +129,7 @@ def statistics_of(
 def softmax_output_and_statistics(inputs: Inputs, normalizer: Normalizer) -> tuple[Tensor, AttentionStatistics]:
     """Output (B, H, Q, E) and statistics of a rescaled softmax from one pass, without gradient.
 
-    For inputs to which fused_output applies.
+    For inputs to which `fused_rows.output_applies`.
     """
     row_names = [_NAMES.get(name, name) for name in _ROW_NUMBERS]
     if torch.compiler.is_compiling():
@@ -143,3 +154,252 @@ def output_and_statistics(inputs: Inputs, normalizer: Normalizer) -> tuple[Tenso
         output[block.item, block.heads, block.queries] = weights[..., : stop - block.first_key] @ visible_values
 
     return output, statistics_of(inputs, normalizer, on_weights=add)
+
+
+def compiled_statistics(
+    inputs: Inputs, normalizer: Normalizer, names: Sequence[str], top_n: Sequence[int]
+) -> list[Tensor]:
+    """Return n, the numbers of these names, and the masses of top_n, from one operator."""
+    if MeasuredNormalizer(normalizer.name, normalizer).scaled_softmax:
+        return compiled_softmax_statistics(inputs, normalizer, names, top_n)
+    form = fused_maps.kernel_form(normalizer)
+    if form is not None and inputs.bias is None and runs_kernels(inputs.q_BHQD):
+        return compiled_map_statistics(inputs, normalizer, form, names, top_n)
+    return compiled_row_statistics(inputs, normalizer, names, top_n)
+
+
+@dataclass(frozen=True)
+class RescaledSoftmax(MeasuredNormalizer):
+    """Softmax of logits times a factor of each row, with a learned sink: given as numbers."""
+
+    factor_BHQ1: Tensor | None = None
+    sink_H: Tensor | None = None
+
+    @property
+    def scaled_softmax(self) -> bool:
+        return True
+
+    @property
+    def rescales(self) -> bool:
+        return self.factor_BHQ1 is not None
+
+    def learned_sink(self, call: AttentionCall, heads: slice) -> Tensor | None:
+        return None if self.sink_H is None else self.sink_H[heads]
+
+    def factor(self, call: AttentionCall, block: LogitBlock) -> Tensor | None:
+        if self.factor_BHQ1 is None:
+            return None
+        return self.factor_BHQ1[block.item, block.heads][:, block.queries]
+
+
+@torch.library.custom_op("attnorm::softmax_statistics", mutates_args=())
+def softmax_statistics_operator(
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    factor: Tensor | None,
+    sink: Tensor | None,
+    scale: float,
+    causal: bool,
+    softcap: float | None,
+    names: str,
+    top_n: Sequence[int],
+) -> list[Tensor]:
+    """n (B, H, Q), the numbers of these names (separated by spaces), (names, B, H, Q), the masses (B, H, Q, top_n)."""
+    call = AttentionCall(0, "decoder" if causal else "encoder", q, k, k, scale, causal, mask, softcap)
+    softmax = RescaledSoftmax("softmax", None, factor, sink)
+    (statistics,) = measure_rows(
+        call, [softmax], torch.arange(q.shape[-2]), tuple(top_n), names=names.split(), mass_rows=None
+    ).values()
+    return _as_tensors(statistics, names)
+
+
+def _as_tensors(statistics: RowStatistics, names: str) -> list[Tensor]:
+    # An operator must not return two views of one tensor.
+    return [statistics.n, torch.stack([statistics.values[name] for name in names.split()]), statistics.top_mass]
+
+
+def _empty(q: Tensor, *others: Any) -> list[Tensor]:
+    """Return tensors of the shapes that an operator with these arguments returns."""
+    *_, names, top_n = others
+    shape = q.shape[:-1]
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return [
+        q.new_empty(shape, dtype=torch.int64),
+        q.new_empty((len(names.split()), *shape), dtype=dtype),
+        q.new_empty((*shape, len(top_n)), dtype=dtype),
+    ]
+
+
+def compiled_softmax_statistics(
+    inputs: Inputs, normalizer: Normalizer, names: Sequence[str], top_n: Sequence[int]
+) -> list[Tensor]:
+    """n, the numbers of these names and the masses, for inputs whose normalizer is a rescaled softmax."""
+    n, numbers, masses = torch.ops.attnorm.softmax_statistics(
+        inputs.q_BHQD.detach(), inputs.k_BGKD.detach(), mask_of(inputs), *_factor_and_sink(inputs, normalizer),
+        inputs.scale, inputs.causal, inputs.softcap, " ".join(names), list(top_n),
+    )  # fmt: skip
+    return [n, *numbers.unbind(), masses]
+
+
+def _factor_and_sink(inputs: Inputs, normalizer: Normalizer) -> tuple[Tensor | None, Tensor | None]:
+    factor = row_factors(inputs, normalizer)
+    sink = None
+    if normalizer.sink is not None:
+        sink = normalizer.sink.logit.detach().expand(inputs.q_BHQD.shape[1])
+    return None if factor is None else factor.detach(), sink
+
+
+@torch.library.custom_op("attnorm::softmax_output_and_statistics", mutates_args=())
+def output_and_statistics_operator(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    factor: Tensor | None,
+    sink: Tensor | None,
+    scale: float,
+    causal: bool,
+    softcap: float | None,
+    names: str,
+) -> list[Tensor]:
+    """The output (B, H, Q, D), n, and the numbers of these names, from one kernel (see metrics/fused_rows.py)."""
+    call = AttentionCall(0, "decoder" if causal else "encoder", q, k, v, scale, causal, mask, softcap)
+    output, rows = output_and_rows(call, RescaledSoftmax("softmax", None, factor, sink), names.split())
+    return [output, rows.n, torch.stack([rows.values[name] for name in names.split()])]
+
+
+@output_and_statistics_operator.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> list[Tensor]:
+    return [torch.empty_like(q, memory_format=torch.contiguous_format), *_empty(q, *others, ())[:2]]
+
+
+def compiled_output_and_statistics(inputs: Inputs, normalizer: Normalizer, names: Sequence[str]) -> list[Tensor]:
+    """The output, n, and the numbers of these names, for inputs whose normalizer is a rescaled softmax."""
+    output, n, numbers = torch.ops.attnorm.softmax_output_and_statistics(
+        inputs.q_BHQD.detach(), inputs.k_BGKD.detach(), inputs.v_BGKE.detach(), mask_of(inputs),
+        *_factor_and_sink(inputs, normalizer), inputs.scale, inputs.causal, inputs.softcap, " ".join(names),
+    )  # fmt: skip
+    return [output, n, *numbers.unbind()]
+
+
+@torch.library.custom_op("attnorm::map_statistics", mutates_args=())
+def map_statistics_operator(
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    factor: Tensor | None,
+    shift: Tensor | None,
+    parameter: Tensor | None,
+    scale: float,
+    causal: bool,
+    softcap: float | None,
+    map: str,
+    power: int,
+    floor: float,
+    names: str,
+    top_n: Sequence[int],
+) -> list[Tensor]:
+    """The same as softmax_statistics for a map of metrics/fused_maps.py. factor, shift, parameter: (B, H, Q)."""
+    call = AttentionCall(0, "decoder" if causal else "encoder", q, k, k, scale, causal, mask, softcap)
+    row_map = fused_maps.RowMap(map, power, floor, factor, shift, parameter)
+    rows = torch.arange(q.shape[-2])
+    return _as_tensors(measure_map_by_kernel(call, row_map, rows, tuple(top_n), names.split(), mass_rows=None), names)
+
+
+def compiled_map_statistics(
+    inputs: Inputs,
+    normalizer: Normalizer,
+    form: KernelForm | ThresholdForm,
+    names: Sequence[str],
+    top_n: Sequence[int],
+) -> list[Tensor]:
+    """n, the numbers of these names and the masses, for a normalizer with this form."""
+    n = inputs.n().float().expand(*inputs.q_BHQD.shape[:3], 1)
+    row_map = fused_maps.row_map(form, n, row_factors(inputs, normalizer))
+    n, numbers, masses = torch.ops.attnorm.map_statistics(
+        inputs.q_BHQD.detach(), inputs.k_BGKD.detach(), mask_of(inputs), row_map.factor, row_map.shift,
+        row_map.parameter, inputs.scale, inputs.causal, inputs.softcap, row_map.map, row_map.power, row_map.floor,
+        " ".join(names), list(top_n),
+    )  # fmt: skip
+    return [n, *numbers.unbind(), masses]
+
+
+@torch.library.custom_op("attnorm::row_statistics", mutates_args=())
+def row_statistics_operator(
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    query_positions: Tensor | None,
+    key_positions: Tensor | None,
+    hidden_states: Tensor | None,
+    normalizer: Tensor,
+    state: Sequence[Tensor],
+    scale: float,
+    causal: bool,
+    softcap: float | None,
+    names: str,
+    top_n: Sequence[int],
+) -> list[Tensor]:
+    """The same for any normalizer, given by its handle.
+
+    state: its parameters and buffers. The graph may have changed them, or may have been called with others.
+    """
+    positions = None
+    if query_positions is not None and key_positions is not None:
+        positions = Positions(query_positions, key_positions)
+    call = AttentionCall(
+        0, "decoder" if causal else "encoder", q, k, k, scale, causal, mask, softcap, positions=positions,
+        inputs_BKC=hidden_states,
+    )  # fmt: skip
+    measured = _with_state(normalizer_of(normalizer), state)
+    measure = partial(
+        measure_rows, call, [measured], torch.arange(q.shape[-2]), tuple(top_n),
+        names=names.split(), mass_rows=None,
+    )  # fmt: skip
+    # An operator runs below autograd, which the Jacobian norm of some maps needs. In another thread autograd is active.
+    (statistics,) = in_new_thread(measure, q.device).values()
+    return _as_tensors(statistics, names)
+
+
+def _state(normalizer: nn.Module) -> list[Tensor]:
+    return [*normalizer.parameters(), *normalizer.buffers()]
+
+
+def _with_state(normalizer: nn.Module, state: Sequence[Tensor]) -> Normalizer:
+    """The normalizer, or a copy of it if these are not its own parameters and buffers."""
+    assert isinstance(normalizer, Normalizer)
+    own_state = _state(normalizer)
+    if all(tensor.data_ptr() == replacement.data_ptr() for tensor, replacement in zip(own_state, state, strict=True)):
+        return normalizer
+    replacements: dict[int, Tensor] = {}
+    for tensor, replacement in zip(own_state, state, strict=True):
+        replacements[id(tensor)] = (
+            nn.Parameter(replacement, requires_grad=False) if isinstance(tensor, nn.Parameter) else replacement
+        )
+    return copy.deepcopy(normalizer, replacements)
+
+
+def compiled_row_statistics(
+    inputs: Inputs, normalizer: Normalizer, names: Sequence[str], top_n: Sequence[int]
+) -> list[Tensor]:
+    """n, the numbers of these names and the masses, for any normalizer."""
+    if is_exporting():
+        raise ValueError(
+            f"expected softmax or a rescaling of it in torch.export, got {normalizer.name!r}: an exported graph cannot "
+            "hold the normalizer that its statistics need. Measure them outside the exported model."
+        )
+    positions = positions_of(inputs)
+    states = states_of(inputs)
+    n, numbers, masses = torch.ops.attnorm.row_statistics(
+        inputs.q_BHQD.detach(), inputs.k_BGKD.detach(), mask_of(inputs),
+        None if positions is None else positions.query, None if positions is None else positions.key,
+        None if states is None else states.detach(), normalizer.handle,
+        [tensor.detach() for tensor in _state(normalizer)], inputs.scale, inputs.causal, inputs.softcap,
+        " ".join(names), list(top_n),
+    )  # fmt: skip
+    return [n, *numbers.unbind(), masses]
+
+
+for operator in (softmax_statistics_operator, map_statistics_operator, row_statistics_operator):
+    operator.register_fake(_empty)

@@ -2,7 +2,7 @@
 
 A call contains everything that decides its logits, weights and output. Shape letters: see engines/inputs.py. (The
 engines use their own record, `Inputs`: it belongs to a call that attnorm computes, this one to a call that a model
-makes.)
+makes. `call_of` converts validated inputs to a call.)
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
+from attnorm.engines.inputs import Inputs
 from attnorm.normalizers.block import Positions
 from attnorm.normalizers.contract import Mechanism, Normalizer
 
@@ -87,3 +89,40 @@ def stack_calls(calls: Sequence[AttentionCall]) -> AttentionCall:
     )
     sinks = None if first.sinks_H is None else torch.cat([call.sinks_H for call in calls if call.sinks_H is not None])
     return replace(first, query_BHQD=query, key_BGKD=key, value_BGKE=value, sinks_H=sinks)
+
+
+def mask_of(inputs: Inputs) -> Tensor | None:
+    """Return the mask as an AttentionCall has it: one with a row for each query has causality in it."""
+    rows = inputs.mask is not None and inputs.mask.shape[-2] > 1
+    return inputs.visible(0, inputs.queries, inputs.keys) if rows else inputs.mask
+
+
+def call_of(inputs: Inputs) -> AttentionCall:
+    return AttentionCall(
+        layer=0,
+        kind="decoder" if inputs.causal else "encoder",
+        query_BHQD=inputs.q_BHQD.detach(),
+        key_BGKD=inputs.k_BGKD.detach(),
+        value_BGKE=inputs.v_BGKE.detach(),
+        scale=inputs.scale,
+        causal=inputs.causal,
+        mask=mask_of(inputs),
+        softcap=inputs.softcap,
+        positions=positions_of(inputs),
+        inputs_BKC=states_of(inputs),
+    )
+
+
+def states_of(inputs: Inputs) -> Tensor | None:
+    """Return the hidden states of the queries, which are the last keys; those of earlier keys are not read."""
+    before = inputs.keys - inputs.queries
+    return None if inputs.hidden_states is None or before < 0 else pad(inputs.hidden_states, (0, 0, before, 0))
+
+
+def positions_of(inputs: Inputs) -> Positions | None:
+    """Return positions of the queries and keys, (1 or B, Q) and (1 or B, K)."""
+    if inputs.positions is None:
+        return None
+    positions = Positions.of(inputs.positions, inputs.weights_shape, inputs.q_BHQD.device)
+    query, key = (t.reshape(-1, t.shape[-1]) for t in (positions.query, positions.key))
+    return Positions(query, key)

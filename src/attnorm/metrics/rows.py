@@ -26,7 +26,6 @@ from attnorm.theory.dispersion import entropy_floor, horizon, sharp_weight_bound
 from attnorm.theory.selection import at_least_float32
 
 OnWeights = Callable[[LogitBlock, Tensor], None]
-MIN_KERNEL_ROWS = 65  # for fewer rows, one block of logits is not slower than the kernel
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def measure_rows(
     if top_n and min(top_n) < 1:
         raise ValueError(f"expected top_n as whole numbers of at least 1, got {tuple(top_n)}.")
     resolved = resolve_normalizers(call, normalizers)
-    by_kernel = call.query_BHQD.is_cuda and len(rows) >= MIN_KERNEL_ROWS and fused_rows.applies(call)
+    by_kernel = call.query_BHQD.is_cuda and len(rows) >= fused_rows.MIN_KERNEL_ROWS and fused_rows.applies(call)
     softmaxes = [normalizer for normalizer in resolved if normalizer.scaled_softmax] if by_kernel else []
     maps = [
         normalizer
