@@ -7,18 +7,18 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from attnorm.normalizers.former_defaults import (
+from attnorm.normalizers.kneemax import DEFAULT_KNEE, Kneemax
+from attnorm.normalizers.registry import BUILT_IN, get
+from attnorm.normalizers.spec import (
     PART_OPTIONS,
     key_spec,
+    parse_spec,
     read_options,
     read_settings,
     read_spec,
     state_options,
     state_spec,
 )
-from attnorm.normalizers.kneemax import DEFAULT_KNEE, Kneemax
-from attnorm.normalizers.registry import BUILT_IN, get
-from attnorm.normalizers.spec import parse_spec
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_every_option_that_can_name_kneemax_is_completed() -> None:
                 get(name, **{option: "kneemax"})
             except (TypeError, ValueError):
                 continue
-            assert name not in found, "former_defaults completes one option per normalizer"
+            assert name not in found, "spec.py completes one option per normalizer"
             found[name] = option
     assert found == PART_OPTIONS
 

@@ -15,7 +15,7 @@ from scipy.stats import t as student
 from attnorm.experiments.language_models.results import wilson_interval
 from attnorm.experiments.retrieval.results import holm
 from attnorm.files import write_text
-from attnorm.normalizers.former_defaults import read_spec
+from attnorm.normalizers.spec import read_spec
 from attnorm.report.page_text import WIDTH as PANEL_WIDTH
 from attnorm.report.page_text import ScoreRow, ScoreTable, SideScore
 from attnorm.run_folder import read_record

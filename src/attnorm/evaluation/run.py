@@ -32,8 +32,7 @@ from attnorm.models.describe import longest_context
 from attnorm.models.layer_recipe import is_recipe, read_recipe_file
 from attnorm.models.load import BUNDLED, LoadedModel, load
 from attnorm.models.patch import check_replacement, swap
-from attnorm.normalizers.former_defaults import key_spec, read_spec, state_spec
-from attnorm.normalizers.spec import parse_spec
+from attnorm.normalizers.spec import key_spec, parse_spec, read_spec, state_spec
 from attnorm.provenance import now, package_versions, recorded_command, settings_hash, versions
 from attnorm.run_folder import make_writable, only_process, read_record, require_only, require_same_run
 

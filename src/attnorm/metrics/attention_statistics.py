@@ -26,8 +26,7 @@ from attnorm.metrics.logits import LogitBlock
 from attnorm.metrics.normalized import MeasuredNormalizer
 from attnorm.metrics.rows import OnWeights, RowStatistics, measure_map_by_kernel, measure_rows
 from attnorm.normalizers.block import Positions, is_exporting
-from attnorm.normalizers.contract import KernelForm, Mechanism, Normalizer, ThresholdForm
-from attnorm.normalizers.handles import normalizer_of
+from attnorm.normalizers.contract import KernelForm, Mechanism, Normalizer, ThresholdForm, normalizer_of
 from attnorm.normalizers.registry import resolve_for_call
 from attnorm.theory.selection import at_least_float32
 

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from attnorm.files import write_text
-from attnorm.normalizers.former_defaults import read_spec, state_spec
-from attnorm.normalizers.spec import parse_spec
+from attnorm.normalizers.spec import parse_spec, read_spec, state_spec
 from attnorm.text import did_you_mean
 
 SOFTMAX = "softmax"

@@ -45,9 +45,8 @@ from attnorm.models.patch_state import (
 from attnorm.models.recipe import Recipe
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.declaration import LayerFacts
-from attnorm.normalizers.former_defaults import state_options
 from attnorm.normalizers.registry import as_normalizer
-from attnorm.normalizers.spec import parse_spec, with_options
+from attnorm.normalizers.spec import parse_spec, state_options, with_options
 
 Replacement = str | Normalizer | Mechanism
 LayerRecipe = Mapping[str, Replacement] | Mapping[int, Replacement] | os.PathLike[str]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from attnorm.models.patched_attention import register
-from attnorm.normalizers.former_defaults import read_options
+from attnorm.normalizers.spec import read_options
 
 RECIPE = "attnorm_recipe"  # name of the submodule that holds it
 FORMAT = 2  # version of the saved recipes; version 1 was the file attnorm.json

@@ -3,16 +3,7 @@
 from attnorm.normalizers.block import Block, Positions
 from attnorm.normalizers.check import ContractError, check_normalizer
 from attnorm.normalizers.composition import compose, mixture
-from attnorm.normalizers.contract import (
-    LogitRule,
-    Map,
-    Mechanism,
-    Normalizer,
-    Properties,
-    ScaleRule,
-    Selection,
-    Sink,
-)
+from attnorm.normalizers.contract import LogitRule, Map, Mechanism, Normalizer, Properties, ScaleRule, Selection, Sink
 from attnorm.normalizers.registry import available, get, register
 
 __all__ = [

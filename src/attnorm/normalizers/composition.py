@@ -3,8 +3,16 @@
 compose("entmax15", scale="ssmax")                       # length-aware and sparse
 compose("softmax", scale=get("ssmax", heads=12), select=TopK("sqrt"), sink=Sink(heads=12))
 mixture("softmax", "sparsemax", heads=12)                # learned per head
+
+Command lines, plans, recipes and saved models take text only. For them there are two normalizers:
+
+composed:scale=ssa:map=entmax15:sink=sink                # compose, with parts given by name
+tempered:temperature=0.5:map=sparsemax                   # logits divided by a temperature T, fixed or learned
+
+The Jacobian of `tempered` is the map's divided by T: at most 1/(2T) behind softmax, where T of 1 is softmax itself.
 """
 
+import inspect
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -25,8 +33,10 @@ from attnorm.normalizers.contract import (
     per_head,
     per_head_parameter,
 )
-from attnorm.normalizers.registry import get, resolve
-from attnorm.normalizers.softmax import Softmax
+from attnorm.normalizers.declaration import HEADS, LayerFacts, Options, Row, WarmStart, declare
+from attnorm.normalizers.entmax import entmax_row
+from attnorm.normalizers.registry import entries, get, resolve
+from attnorm.normalizers.softmax import Softmax, Temperature, softmax_row
 from attnorm.normalizers.spec import parse_part
 
 
@@ -190,3 +200,90 @@ def _compose_options(normalizer: Normalizer) -> list[str]:
         "sink": normalizer.sink is not None,
     }
     return [name for name, present in parts.items() if present]
+
+
+def _build_part(spec: str | None, option: str, **shared: int | None) -> Normalizer | None:
+    if spec is None:
+        return None
+    name, options = parse_part(spec) if isinstance(spec, str) else (spec, {})
+    if not isinstance(name, str) or name == "composed":
+        raise ValueError(f"expected {option} as the name of a normalizer, got {spec!r}. Write e.g. {option}='ssmax'.")
+    registered = entries()
+    takes = inspect.signature(registered[name].factory()).parameters if name in registered else {}
+    shared_options = {key: value for key, value in shared.items() if value is not None and key in takes}
+    if "learned" in takes and not options.get("learned", takes["learned"].default):
+        shared_options.pop("heads", None)  # what is not learned is the same for all heads
+    built = get(name, **(shared_options | options))
+    if not isinstance(built, Normalizer):
+        raise ValueError(f"expected {option} as a row normalizer, got the mechanism {name!r}.")
+    return built
+
+
+def _composed_reference(
+    row: Row,
+    map: str = "softmax",
+    scale: str | None = None,
+    sink: str | None = None,
+    heads: int | None = None,
+    **_: Any,
+) -> Tensor:
+    z = row.z
+    if scale == "ssa":
+        z = z * (1 + torch.exp(-torch.exp(row.value("scale.0.beta", 2.0))) * math.log(row.n))
+    if sink is not None:
+        z = torch.cat([row.value("sink.logit", 0.0).to(z.dtype)[None], z])
+    weights = entmax_row(z, 1.5) if map == "entmax15" else softmax_row(z)
+    return weights[1:] if sink is not None else weights
+
+
+def _composed_start(layer: LayerFacts, given_options: Options) -> dict[str, Any]:
+    return {"heads": layer.heads, "train_length": layer.length}
+
+
+@declare(
+    reference=_composed_reference,
+    examples=[{}, {"scale": "ssa", "map": "entmax15", "sink": "sink", "heads": HEADS}],
+    warm_start=WarmStart(
+        "the same", "softmax without parts; each part starts as its paper has it", options=_composed_start
+    ),
+)
+def composed(
+    map: str = "softmax",
+    *,
+    scale: str | None = None,
+    select: str | None = None,
+    sink: str | None = None,
+    heads: int | None = None,
+    train_length: int | None = None,
+) -> Normalizer:
+    """A scale rule, a selection, a map and a sink, each taken from the normalizer of that name.
+
+    A part may have options: map="kneemax+knee=0.25".
+    """
+    shared = {"heads": heads, "train_length": train_length}
+    parts = {"scale": scale, "select": select, "sink": sink}
+    built = {option: _build_part(name, option, **shared) for option, name in parts.items()}
+    first = _build_part(map, "map", **shared)
+    assert first is not None
+    return compose(first, **{key: part for key, part in built.items() if part is not None}, name="composed")
+
+
+def _tempered_reference(row: Row, map: str = "softmax", temperature: float = 1.0, **_: Any) -> Tensor:
+    z = row.z / row.value("scale.0.log_temperature", math.log(temperature)).exp().to(row.z.dtype)
+    return softmax_row(z) if map == "softmax" else get(map)(z[None])[0]
+
+
+def _tempered_start(layer: LayerFacts, given_options: Options) -> dict[str, Any]:
+    return {"heads": layer.heads} if given_options.get("learned") else {}
+
+
+@declare(
+    reference=_tempered_reference,
+    examples=[{}, {"map": "sparsemax", "temperature": 0.37}, {"temperature": 2.0, "learned": True, "heads": HEADS}],
+    warm_start=WarmStart("the same", "T = 1 in front of softmax; as far as its map otherwise", options=_tempered_start),
+)
+def tempered(
+    map: str = "softmax", *, temperature: float = 1.0, learned: bool = False, heads: int | None = None
+) -> Normalizer:
+    """softmax, or another map, of logits divided by a temperature, which may be learned."""
+    return add_rule(Temperature(temperature, learned=learned, heads=heads), map, name="tempered")

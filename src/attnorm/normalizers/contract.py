@@ -7,18 +7,22 @@ multiplies them by one factor per row), and a `Selection` hides keys. A `Sink` i
 `Normalizer` combines one map with any number of rules and selections and at most one sink, and derives its properties
 from theirs. A `Mechanism` needs more than one row of logits at a time (queries and keys, or other rows), so it is
 called with q, k, v instead.
+
+An operator of torch.library takes tensors and numbers, no objects. Every normalizer has a handle for it, a tensor with
+its id, by which `normalizer_of` finds it while it exists. torch.compile would compile once more for every number; a
+tensor is an input of the graph, so that all layers share one.
 """
 
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
 from attnorm.normalizers.block import Block, Positions
-from attnorm.normalizers.handles import remember
 
 RowSum = Literal["one", "at most one", "free"]
 
@@ -345,3 +349,17 @@ def per_head(parameter: Tensor, logits: Tensor) -> Tensor:
             f"{tuple(logits.shape)}; expected (..., {parameter.shape[0]}, queries, keys)"
         )
     return parameter[:, None, None]
+
+
+_normalizers: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
+
+
+def remember(normalizer: nn.Module) -> Tensor:
+    """Return the handle of this normalizer, on the CPU."""
+    _normalizers[id(normalizer)] = normalizer
+    # Not torch.tensor: tests reject it in code that runs beside a GPU, where it would copy from pageable memory.
+    return torch.full((), id(normalizer), dtype=torch.int64, device="cpu")
+
+
+def normalizer_of(handle: Tensor) -> nn.Module:
+    return _normalizers[int(handle)]

@@ -23,7 +23,7 @@ from attnorm.normalizers.declaration import HEADS, Row, WarmStart, bisect, decla
 from attnorm.normalizers.softmax import Temperature, tempered
 from attnorm.normalizers.threshold import Newton, newton_step, solve_threshold
 
-DEFAULT_KNEE = 0.25  # changed from share=1: see former_defaults.py
+DEFAULT_KNEE = 0.25  # changed from share=1: see spec.py
 LARGEST_KNEE = 0.5  # two weights can reach it, so that 1/2 is the Jacobian's largest norm and not only a bound
 
 

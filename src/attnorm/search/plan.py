@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from attnorm.models.layer_recipe import compact, parse_layers
-from attnorm.normalizers.former_defaults import read_spec, state_spec
+from attnorm.normalizers.spec import read_spec, state_spec
 from attnorm.sweep.plan import Item, Resources, make_item, read_resources, read_toml, require_known
 from attnorm.sweep.tasks import TASKS, lm_settings
 from attnorm.text import did_you_mean

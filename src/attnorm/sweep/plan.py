@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from attnorm.models.layer_recipe import SUFFIX, read_recipe_file
-from attnorm.normalizers.former_defaults import state_spec
+from attnorm.normalizers.spec import state_spec
 from attnorm.provenance import file_hash, settings_hash
 from attnorm.sweep.tasks import TASKS, Task
 from attnorm.text import did_you_mean

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from attnorm.normalizers.former_defaults import read_settings
+from attnorm.normalizers.spec import read_settings
 from attnorm.training.device import accelerated, check_accelerate, chosen_device
 from attnorm.training.lm.attention import Attention, compile_blocks, in_training, without_compiled_blocks
 from attnorm.training.lm.data import Tokens, encode

@@ -23,8 +23,7 @@ from attnorm.files import write_json
 from attnorm.mechanisms.soft import Soft
 from attnorm.models.patch import patch
 from attnorm.models.patch_state import normalizer_of, patched_modules
-from attnorm.normalizers.former_defaults import state_spec
-from attnorm.normalizers.spec import parse_spec
+from attnorm.normalizers.spec import parse_spec, state_spec
 from attnorm.training.device import MemoryPeak
 from attnorm.training.images import ImageSplits, LabelledImages, as_model_input, shifted_and_mirrored
 from attnorm.training.lm.step import STEPS_BEFORE, CapturedStep, capture, whole_windows

@@ -23,7 +23,7 @@ import torch
 from attnorm.experiments.language_models.workspace import WAIT_TO_WRITE, LMWorkspace, Texts
 from attnorm.files import atomic_replace, write_json
 from attnorm.models.saving import save_pretrained
-from attnorm.normalizers.former_defaults import key_spec
+from attnorm.normalizers.spec import key_spec
 from attnorm.training.checkpoints import (
     METRICS,
     StopRequest,

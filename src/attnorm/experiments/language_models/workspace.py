@@ -18,8 +18,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from attnorm.files import append_jsonl, atomic_replace, read_jsonl, write_json
-from attnorm.normalizers.former_defaults import key_spec, read_settings, read_spec, state_spec
-from attnorm.normalizers.spec import parse_spec
+from attnorm.normalizers.spec import key_spec, parse_spec, read_settings, read_spec, state_spec
 from attnorm.run_folder import lock, require_same_run, try_lock
 from attnorm.training.lm.data import Corpus, Tokens, encode, prepare, read_corpus, token_bytes
 from attnorm.training.lm.evaluate import baselines

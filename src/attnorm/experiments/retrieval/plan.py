@@ -18,9 +18,8 @@ from attnorm.engines.execution import one_thread
 from attnorm.experiments.experiment import ProgressCallback
 from attnorm.files import read_jsonl
 from attnorm.normalizers.contract import Normalizer
-from attnorm.normalizers.former_defaults import read_settings
 from attnorm.normalizers.registry import available, get
-from attnorm.normalizers.spec import parse_spec
+from attnorm.normalizers.spec import parse_spec, read_settings
 from attnorm.training.device import chosen_device
 from attnorm.training.retrieval.data import RetrievalRecipe
 from attnorm.training.retrieval.evaluate import RECORDS, SIZES, Record, Trials

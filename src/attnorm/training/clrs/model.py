@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnorm.normalizers.former_defaults import state_options
+from attnorm.normalizers.spec import state_options
 from attnorm.provenance import file_hash
 from attnorm.training.clrs.data import CHARACTERS, Characters, ClrsTokenizer, Pretrained
 from attnorm.training.lm.model import LMSettings, build_model

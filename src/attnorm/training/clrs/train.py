@@ -24,8 +24,7 @@ from torch.nn import functional as F
 
 from attnorm.files import write_json
 from attnorm.normalizers.adaptive_temperature import adaptive_temperature
-from attnorm.normalizers.former_defaults import read_spec, state_spec
-from attnorm.normalizers.spec import parse_spec
+from attnorm.normalizers.spec import parse_spec, read_spec, state_spec
 from attnorm.run_folder import only_process
 from attnorm.training.checkpoints import (
     METRICS,

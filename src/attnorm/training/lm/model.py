@@ -12,8 +12,7 @@ import torch
 
 from attnorm.models.layer_recipe import SOFTMAX, compact, specs_by_layer
 from attnorm.models.output_head import parse_output, set_output
-from attnorm.normalizers.former_defaults import state_options, state_spec
-from attnorm.normalizers.spec import parse_spec, with_options
+from attnorm.normalizers.spec import parse_spec, state_options, state_spec, with_options
 from attnorm.text import did_you_mean
 from attnorm.training.lm.data import LARGEST_VOCABULARY
 

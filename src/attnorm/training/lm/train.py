@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnorm.files import write_json
-from attnorm.normalizers.former_defaults import read_settings
+from attnorm.normalizers.spec import read_settings
 from attnorm.run_folder import only_process, read_record, require_only, require_same_run
 from attnorm.training.checkpoints import (
     METRICS,

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from attnorm.files import append_jsonl, read_jsonl
 from attnorm.normalizers.contract import Normalizer
-from attnorm.normalizers.former_defaults import read_settings, state_spec
+from attnorm.normalizers.spec import read_settings, state_spec
 from attnorm.training.retrieval.data import CLASSES, Batch, Sets, Task, find_task, sets_for_testing
 from attnorm.training.retrieval.model import Retrievers, TrainedSeeds, load_trained_seeds, mixture, normalizer_for
 

@@ -20,9 +20,8 @@ from torch.nn import functional as F
 
 from attnorm.files import atomic_replace
 from attnorm.normalizers.contract import Normalizer
-from attnorm.normalizers.former_defaults import key_spec, read_settings
 from attnorm.normalizers.registry import get
-from attnorm.normalizers.spec import parse_spec
+from attnorm.normalizers.spec import key_spec, parse_spec, read_settings
 from attnorm.provenance import settings_hash
 from attnorm.training.retrieval.data import CLASSES, RetrievalRecipe, Task, stream
 

@@ -34,7 +34,7 @@ from torch.nn import functional as F
 
 from attnorm.files import append_jsonl, read_jsonl, write_json, write_text
 from attnorm.normalizers.contract import Normalizer
-from attnorm.normalizers.former_defaults import state_spec
+from attnorm.normalizers.spec import state_spec
 from attnorm.provenance import now, versions
 from attnorm.run_folder import only_process, require_only
 from attnorm.training.checkpoints import (
