@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnorm.normalizers import Normalizer, get
-from attnorm.normalizers.checks import CHECKS, independence, numerics, promises
+from attnorm.normalizers.checks import CHECKS, numerics, promises
 from attnorm.normalizers.checks.subject import CheckedNormalizer, exceeds, largest, some_mask
 from attnorm.normalizers.declaration import Row
 from attnorm.normalizers.threshold import newton_step
@@ -26,7 +26,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Limits:
         allowed.append(limit)
         return exceeds(found, limit)
 
-    for module in (independence, numerics, promises):
+    for module in (numerics, promises):
         monkeypatch.setattr(module, "exceeds", spy)
 
     def run(check: str, subject: CheckedNormalizer) -> list[float]:

@@ -1,12 +1,12 @@
 """The checks of the normalizer contract, by name: small functions that yield a complaint for each broken promise."""
 
-from attnorm.normalizers.checks import independence, numerics, promises
+from attnorm.normalizers.checks import numerics, promises
 from attnorm.normalizers.checks.subject import CheckedNormalizer, CheckFunction, Complaints
 
 CHECKS: dict[str, CheckFunction] = {
     check.__name__: check
     for check in (
-        independence.runs,
+        promises.runs,
         numerics.reference,
         promises.row_sums,
         promises.sign,
@@ -14,16 +14,16 @@ CHECKS: dict[str, CheckFunction] = {
         promises.permutation,
         promises.shift,
         promises.lipschitz,
-        independence.hidden_keys,
-        independence.hidden_values,
-        independence.visible_nan,
-        independence.empty_rows,
-        independence.padding,
-        independence.mask_shapes,
-        independence.single_key,
-        independence.rows_alone,
-        independence.strided,
-        independence.empty_batch,
+        promises.hidden_keys,
+        promises.hidden_values,
+        promises.visible_nan,
+        promises.empty_rows,
+        promises.padding,
+        promises.mask_shapes,
+        promises.single_key,
+        promises.rows_alone,
+        promises.strided,
+        promises.empty_batch,
         numerics.half_precision,
         numerics.single_precision,
         numerics.large_logits,
