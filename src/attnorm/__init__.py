@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from attnorm.models.patch import unpatch as unpatch
     from attnorm.models.saving import from_pretrained as from_pretrained
     from attnorm.models.saving import save_pretrained as save_pretrained
-    from attnorm.monitor.monitor import AttentionMonitor as AttentionMonitor
-    from attnorm.monitor.qk_clip import QKClip as QKClip
+    from attnorm.monitor.monitor import AttentionMonitor
+    from attnorm.monitor.qk_clip import QKClip
 
 try:
     __version__ = version("attnorm")

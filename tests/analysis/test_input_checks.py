@@ -12,9 +12,8 @@ from attnorm.analysis.analyze import analyze
 from attnorm.analysis.manifest import readings, unreadable_notes
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.tables import SCHEMAS
-from attnorm.models.inputs import texts_from
+from attnorm.models.inputs import texts_from, tokens_of, window_inputs
 from attnorm.models.load import load
-from attnorm.models.token_windows import tokens_of, window_inputs
 from tests.analysis.tiny_models import gpt2, ids
 
 

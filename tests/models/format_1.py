@@ -7,9 +7,9 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from attnorm.models.normalizer_files import _file_digest
 from attnorm.models.patch import unpatch
 from attnorm.models.patch_state import normalizer_of, patched_modules, recipe_of
+from attnorm.models.recipe import _file_digest
 
 
 def save_format_1(model: Any, folder: Path) -> None:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from attnorm.models import (
     describe,
     inputs,
-    layer_input,
     load,
     media,
+    patched_attention,
     private_names,
     saving,
     smollm2,
@@ -28,11 +28,10 @@ from attnorm.models import (
 )
 from attnorm.models.dispatch import UnsupportedModel
 from attnorm.models.forward_pass import _FixedOutput
+from attnorm.models.inputs import Tokens
 from attnorm.models.layer_normalizer import trained_length
 from attnorm.models.layer_recipe import parse_layers
-from attnorm.models.normalizer_files import _file_digest
-from attnorm.models.recipe import Recipe, RecipeError, read_recipe
-from attnorm.models.token_windows import Tokens
+from attnorm.models.recipe import Recipe, RecipeError, _file_digest, read_recipe
 from attnorm.models.torch_calls import CallSites
 
 
@@ -250,17 +249,17 @@ class GatedModule(nn.Module):
     ],
 )
 def test_caches_that_can_keep_forget_gates(cache: Any, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (layer_input.INPUT, layer_input.CACHE) == ("hidden_states", "past_key_values")
+    assert (patched_attention.INPUT, patched_attention.CACHE) == ("hidden_states", "past_key_values")
     mechanism = SimpleNamespace(log_gates=lambda states: states)
-    monkeypatch.setattr(layer_input, "running_normalizer", lambda _: mechanism)
+    monkeypatch.setattr(patched_attention, "running_normalizer", lambda _: mechanism)
     states, module = torch.zeros(1, 3, 2), GatedModule()
     if not kept:
         with pytest.raises(NotImplementedError, match=f"cannot be kept in a {type(cache).__name__}"):
-            layer_input.read_input(module, (states, cache), {})
+            patched_attention.read_input(module, (states, cache), {})
         return
-    _, given = layer_input.read_input(module, (states, cache), {})
-    assert isinstance(given["past_key_values"], type(None) if cache is None else layer_input.CacheWithGates)
-    assert isinstance(given[layer_input.READ], layer_input.KeyGates)
+    _, given = patched_attention.read_input(module, (states, cache), {})
+    assert isinstance(given["past_key_values"], type(None) if cache is None else patched_attention.CacheWithGates)
+    assert isinstance(given[patched_attention.READ], patched_attention.KeyGates)
 
 
 @pytest.mark.parametrize(("rotation", "use_rope"), [(None, True), (None, False), ((1, 2), False), ((1, 2), True)])
@@ -270,8 +269,8 @@ def test_second_queries_are_rotated_where_the_others_are(
     module, query = nn.Identity(), torch.ones(2)
     module.use_rope = use_rope
     files = {sys.modules[nn.Identity.__module__]: lambda q, k, cos, sin: (q + 10 * cos + sin, k)}
-    monkeypatch.setattr(layer_input, "rotary_files", lambda _: files)
-    found = layer_input._rotated(module, query, rotation)
+    monkeypatch.setattr(patched_attention, "rotary_files", lambda _: files)
+    found = patched_attention._rotated(module, query, rotation)
     assert found.tolist() == ([13.0, 13.0] if rotation and use_rope else [1.0, 1.0])
 
 

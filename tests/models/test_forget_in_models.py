@@ -12,8 +12,8 @@ from torch.testing import assert_close
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 import attnorm
-from attnorm.models.layer_input import KeyGates
 from attnorm.models.patch_state import normalizer_of, patched_modules
+from attnorm.models.patched_attention import KeyGates
 from tests.models.tiny import tiny
 
 WIDTH, HEADS = 32, 4

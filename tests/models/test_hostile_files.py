@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import attnorm
-from attnorm.models import normalizer_files
-from attnorm.models.normalizer_files import RECIPE_FILE, read_recipe_file
-from attnorm.models.recipe import RecipeError, parse_json, read_recipe, validate_recipe
+from attnorm.models import recipe as recipe_module
+from attnorm.models.recipe import RECIPE_FILE, RecipeError, parse_json, read_recipe, read_recipe_file, validate_recipe
 from tests.models.families import tiny
 from tests.models.format_1 import save_format_1
 
@@ -307,11 +306,11 @@ def test_many_damaged_recipes_are_read_within_the_limits_or_named(tmp_path: Path
 def test_a_recipe_in_the_weights_may_have_so_many_bytes(
     size: int, read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(normalizer_files, "MAX_BYTES", 8)
-    key = f"layer.{normalizer_files.RECIPE}.json"
+    monkeypatch.setattr(recipe_module, "MAX_BYTES", 8)
+    key = f"layer.{recipe_module.RECIPE}.json"
     save_file({key: torch.zeros(size, dtype=torch.uint8)}, tmp_path / "model.safetensors")
     if read:
-        assert normalizer_files._tensors_of(tmp_path / "model.safetensors", re.compile("json"))[key].numel() == size
+        assert recipe_module._tensors_of(tmp_path / "model.safetensors", re.compile("json"))[key].numel() == size
     else:
         with pytest.raises(ValueError, match="8 bytes"):
-            normalizer_files._tensors_of(tmp_path / "model.safetensors", re.compile("json"))
+            recipe_module._tensors_of(tmp_path / "model.safetensors", re.compile("json"))

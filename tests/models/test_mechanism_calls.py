@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from attnorm.engines.inputs import Inputs
-from attnorm.models.layer_input import KeyGates, SecondQueries
-from attnorm.models.patched_attention import _compute_weights, _run_mechanism, _to_common_dtype
+from attnorm.models.patched_attention import KeyGates, SecondQueries, _compute_weights, _run_mechanism, _to_common_dtype
 from attnorm.normalizers import get
 
 

@@ -26,9 +26,9 @@ from transformers import AutoModel, LlamaForCausalLM, PreTrainedModel, Trainer, 
 import attnorm
 from attnorm.models import saving
 from attnorm.models.load import CannotLoad, load
-from attnorm.models.normalizer_files import _file_digest
 from attnorm.models.patch import patch, unpatch
 from attnorm.models.patch_state import patched_modules
+from attnorm.models.recipe import _file_digest
 from attnorm.models.saving import END, NotSavableError, from_pretrained, model_card, save_pretrained
 from attnorm.normalizers import registry
 from tests.models.format_1 import save_format_1

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from attnorm.models import token_windows
-from attnorm.models.inputs import Text
+from attnorm.models import inputs
+from attnorm.models.inputs import Text, Tokens, bos_problem, tokens_of, window_inputs
 from attnorm.models.load import LoadedModel
-from attnorm.models.token_windows import Tokens, bos_problem, tokens_of, window_inputs
 from tests.models.families import tiny, tiny_tokenizer
 
 
@@ -44,10 +43,10 @@ def test_windows_of_pieces_start_at_pieces_and_the_last_ends_with_the_text(
 
 
 def test_of_a_long_text_equal_pieces_from_start_to_end_are_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_windows, "WHOLE_CHARACTERS", 80)
+    monkeypatch.setattr(inputs, "WHOLE_CHARACTERS", 80)
     content = " ".join(f"{number:03d}" for number in range(250))  # 999 characters
     loaded = LoadedModel(tiny("llama"), tiny_tokenizer(), "tiny")
-    pieces = token_windows._pieces(content, token_windows.PIECES)
+    pieces = inputs._pieces(content, inputs.PIECES)
     assert [piece[:3] for piece in pieces] == ["000", "036", "071", "107", "142", "177", "213", "248"]
     assert pieces[0] == content[:10]
     assert pieces[-1] == content[-7:]
@@ -110,26 +109,26 @@ def test_a_bos_token_is_put_first_or_left_out(
     loaded: Any = SimpleNamespace(
         name="a model", tokenizer=SimpleNamespace(bos_token_id=7), model=SimpleNamespace(config=None)
     )
-    assert token_windows._with_bos(before, loaded, bos) == expected
+    assert inputs._with_bos(before, loaded, bos) == expected
     loaded.tokenizer.bos_token_id = None
     loaded.model.config = SimpleNamespace(bos_token_id=7)
-    assert token_windows._with_bos(before, loaded, bos) == expected
+    assert inputs._with_bos(before, loaded, bos) == expected
     loaded.model.config.bos_token_id = None
     if bos is not None:
         with pytest.raises(ValueError, match=f"bos={bos}.*a model"):
-            token_windows._with_bos(before, loaded, bos)
+            inputs._with_bos(before, loaded, bos)
 
 
 def test_a_piece_starts_at_a_word_unless_its_first_200_characters_have_no_space(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(token_windows, "WHOLE_CHARACTERS", 900)
+    monkeypatch.setattr(inputs, "WHOLE_CHARACTERS", 900)
     for letters, at_word in ((199, True), (200, False)):
         content = ("a" * letters + " b").ljust(300, "c") * 4
-        first, second = token_windows._pieces(content, 2)
+        first, second = inputs._pieces(content, 2)
         assert first == content[:450]  # the start of the text is the start of a word
         assert second == content[600 + letters + 1 : 1200]
-        pieces = token_windows._pieces(content, 3)
+        pieces = inputs._pieces(content, 3)
         assert pieces[0] == content[:300]
         assert pieces[1] == content[300 + letters + 1 : 750]
         assert pieces[2] == (content[900 + letters + 1 : 1200] if at_word else content[900:1200])
@@ -137,7 +136,7 @@ def test_a_piece_starts_at_a_word_unless_its_first_200_characters_have_no_space(
 
 @pytest.mark.parametrize(("length", "pieces"), [(80, 0), (81, 8)])
 def test_texts_up_to_the_limit_are_tokenized_whole(length: int, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_windows, "WHOLE_CHARACTERS", 80)
+    monkeypatch.setattr(inputs, "WHOLE_CHARACTERS", 80)
     loaded = LoadedModel(tiny("llama"), tiny_tokenizer(), "tiny")
     found = tokens_of(Text("t", ("ab cd " * 20)[:length]), loaded)
     assert len(found.piece_ends) == pieces
@@ -145,7 +144,7 @@ def test_texts_up_to_the_limit_are_tokenized_whole(length: int, pieces: int, mon
 
 
 def test_two_pieces_of_a_text_are_not_taken_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_windows, "WHOLE_CHARACTERS", 80)
+    monkeypatch.setattr(inputs, "WHOLE_CHARACTERS", 80)
     loaded = LoadedModel(tiny("llama"), tiny_tokenizer(), "tiny")
     found = tokens_of(Text("t", "ab cd " * 20), loaded, pieces=2)
     assert len(found.piece_ends) == 2

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from attnorm.analysis.settings import default_text
 from attnorm.models.forward_pass import head_logits, predicts_next_token, run
-from attnorm.models.inputs import texts_from
+from attnorm.models.inputs import texts_from, tokens_of, window_inputs
 from attnorm.models.load import BUNDLED, LoadedModel, load
-from attnorm.models.token_windows import tokens_of, window_inputs
 
 NEGLIGIBLE = 0.01  # nats per token: a loss of this size is below the difference of two random seeds
 WINDOW = 256  # tokens of a pass

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from attnorm.analysis.settings import BUDGET, Windows
 from attnorm.models.describe import longest_context
-from attnorm.models.inputs import Text, prepared
+from attnorm.models.inputs import Text, Tokens, bos_problem, prepared, tokens_of, window_inputs
 from attnorm.models.load import LoadedModel
-from attnorm.models.token_windows import Tokens, bos_problem, tokens_of, window_inputs
 
 SHORTEST = 8  # tokens; a shorter row has too few keys to select from
 MAX_WINDOWS = 16

@@ -19,7 +19,7 @@ import triton.language as tl
 from attnorm.kernels.blocks import load_row
 from attnorm.kernels.maps import LN2
 from attnorm.kernels.one_pass import reference_of
-from attnorm.kernels.rank_one import rational_step, root_of_moments
+from attnorm.kernels.row_tiles import rational_step, root_of_moments
 from attnorm.kernels.threshold_maps import above_threshold
 
 # The columns of the results, NaN where a row has no such number.

@@ -19,7 +19,6 @@ import triton.language as tl
 
 from attnorm.kernels.blocks import Constants, load_row
 from attnorm.kernels.maps import LN2, log2
-from attnorm.kernels.rank_one import rational_step, root_of_moments
 from attnorm.kernels.row_tiles import (
     CLASSES,
     by_class,
@@ -28,6 +27,8 @@ from attnorm.kernels.row_tiles import (
     neighbours,
     no_keys,
     pairs_of_tile,
+    rational_step,
+    root_of_moments,
     rows_of_program,
     spans_of_rows,
     store_columns,

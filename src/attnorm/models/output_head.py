@@ -155,6 +155,6 @@ def restore_output(model: Any, directory: Any, **files: Any) -> None:
 
 
 def _read_saved_weights(directory: Any, files: dict[str, Any]) -> dict[str, Tensor]:
-    from attnorm.models.normalizer_files import read_weights  # imports transformers, which a plan does not need
+    from attnorm.models.recipe import read_weights  # imports transformers, which a plan does not need
 
     return read_weights(directory, SAVED, **files)

@@ -20,7 +20,6 @@ from torch import nn
 from attnorm.mechanisms.differential import DifferentialV2
 from attnorm.mechanisms.forget import Forget
 from attnorm.models.dispatch import Site, attention_sites, check_model, check_observable, is_paused
-from attnorm.models.layer_input import check_readable
 from attnorm.models.layer_normalizer import (
     USUAL_LENGTH,
     as_integer,
@@ -42,6 +41,7 @@ from attnorm.models.patch_state import (
     patched_modules,
     temporarily_unpatched,
 )
+from attnorm.models.patched_attention import check_readable
 from attnorm.models.recipe import Recipe
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.declaration import LayerFacts

@@ -23,8 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from attnorm.models.dispatch import KERNEL, MODEL_CONFIG, NORMALIZER
-from attnorm.models.layer_input import unwatch_input, watch_input
-from attnorm.models.patched_attention import check_masks, register
+from attnorm.models.patched_attention import check_masks, register, unwatch_input, watch_input
 from attnorm.models.private_names import copy_with_kernel, offload_devices
 from attnorm.models.recipe import FORMAT, RECIPE, Recipe, SavedRecipe
 from attnorm.normalizers.contract import Mechanism, Normalizer

@@ -21,7 +21,6 @@ from transformers import AutoConfig, PreTrainedModel
 from attnorm.files import atomic_replace
 from attnorm.models.dispatch import NORMALIZER, attention_sites
 from attnorm.models.layer_normalizer import check_fit, restrict_to_heads, validate_heads
-from attnorm.models.normalizer_files import SavedNormalizer, read_normalizers, remove_format_1, values_digest
 from attnorm.models.output_head import SAVED as SAVED_OUTPUT
 from attnorm.models.output_head import has_saved_output, restore_output
 from attnorm.models.patch_state import (
@@ -34,7 +33,7 @@ from attnorm.models.patch_state import (
     remove_record,
 )
 from attnorm.models.private_names import expecting_weights, find_file, uncompiled
-from attnorm.models.recipe import FORMAT, RECIPE
+from attnorm.models.recipe import FORMAT, RECIPE, SavedNormalizer, read_normalizers, remove_format_1, values_digest
 from attnorm.models.source import can_only_be_a_folder, did_you_mean, hub_answers
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.registry import entries, get

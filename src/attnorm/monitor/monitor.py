@@ -4,22 +4,29 @@ The numbers come from inside the ordinary training forward of a logging step. Th
 steps cost nothing, and neither outputs nor gradients change.
 """
 
+import importlib
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any, NoReturn
 
 from torch import distributed, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from attnorm.models.dispatch import check_model, check_observable
 from attnorm.monitor.alerts import MEANING, Alert, AlertThresholds, AttentionAlert, largest_logit, states
 from attnorm.monitor.heads import History, PerHead, check_per_head, head_keys, worst_keys, worst_of_layer
 from attnorm.monitor.measure import REPORTED
-from attnorm.monitor.trainers import keep_off_the_terminal, lightning_callback
 from attnorm.monitor.watch import ForwardWatch, Layers, trained_model, watch
 
 PREFIX = "attn/"
@@ -312,3 +319,69 @@ def _keys(layers: Mapping[str, Mapping[str, list[float]]]) -> dict[str, float]:
                 numbers[f"{PREFIX}{layer}/{name}_{metric.worst}"] = worst[1]
                 numbers[f"{PREFIX}{layer}/{name}_{metric.worst}_head"] = float(worst[0])
     return numbers
+
+
+def lightning_callback(monitor: Any) -> Any:
+    """An AttentionMonitor as a callback that measures on the steps that Lightning logs, and writes to its loggers."""
+    callback = lightning_callback_class()
+
+    class LightningAttentionMonitor(callback):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            self.monitor = monitor
+            self._measured = -1
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self._measured = -1  # steps restart at 0
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            step = lightning_step(trainer)
+            due = trainer.log_every_n_steps and (step + 1) % trainer.log_every_n_steps == 0
+            if trainer.is_global_zero and due and step != self._measured:
+                monitor.begin(pl_module)
+                self._measured = step  # the first part of an accumulated batch is enough
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            numbers = monitor.finish(self._measured)
+            if numbers:
+                for logger in trainer.loggers:
+                    logger.log_metrics(numbers, step=self._measured)
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            monitor.close()  # of a batch that the module skipped
+
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            monitor.close()
+
+    return LightningAttentionMonitor()
+
+
+def lightning_step(trainer: Any) -> int:
+    """Counted from 0, as Lightning's own numbers are, so that attention and the loss of a batch share a step.
+
+    Not global_step, which moves on by two where two optimizers step. Lightning's callbacks ask for the same attribute.
+    """
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def lightning_callback_class() -> Any:
+    for package in ("lightning.pytorch", "pytorch_lightning"):
+        try:
+            return importlib.import_module(f"{package}.callbacks").Callback
+        except ImportError:
+            continue
+    raise ImportError("lightning() needs Lightning, which is not installed. Run: pip install lightning")
+
+
+def keep_off_the_terminal(callbacks: Iterable[TrainerCallback], prefix: str) -> None:
+    """Make these callbacks print their logs without the keys of that prefix."""
+    for callback in callbacks:
+        if isinstance(callback, PrinterCallback | ProgressCallback) and "on_log" not in vars(callback):
+            callback.on_log = _hide_keys(callback.on_log, prefix)  # type: ignore[method-assign]
+
+
+def _hide_keys(on_log: Any, prefix: str) -> Any:
+    def quiet(args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **others: Any) -> Any:
+        shown = None if logs is None else {key: value for key, value in logs.items() if not key.startswith(prefix)}
+        return on_log(args, state, control, logs=shown, **others)
+
+    return quiet

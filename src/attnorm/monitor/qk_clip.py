@@ -26,8 +26,13 @@ from attnorm.metrics.rows import measure_rows
 from attnorm.models.dispatch import UnsupportedModel, attention_sites, check_observable
 from attnorm.models.observe import observe
 from attnorm.models.query_key_origin import QueryKeyWeights, query_key_weights
-from attnorm.monitor.monitor import PREFIX, AttentionMonitor
-from attnorm.monitor.trainers import keep_off_the_terminal, lightning_clip_callback
+from attnorm.monitor.monitor import (
+    PREFIX,
+    AttentionMonitor,
+    keep_off_the_terminal,
+    lightning_callback_class,
+    lightning_step,
+)
 from attnorm.monitor.watch import trained_model
 
 KEPT_CLIPS = 10_000
@@ -281,3 +286,41 @@ def _max_over_processes(largest: dict[nn.Module, Tensor]) -> dict[nn.Module, Ten
     together = torch.cat([*largest.values()])
     distributed.all_reduce(together, op=distributed.ReduceOp.MAX)
     return dict(zip(largest, together.split(heads), strict=True))
+
+
+def lightning_clip_callback(clip: Any) -> Any:
+    """A QKClip as a callback that scales weights after every optimizer step, and writes to the loggers."""
+    callback = lightning_callback_class()
+
+    class LightningQKClip(callback):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            self.clip = clip
+            self._begun = -1
+            self._updates = 0  # of all optimizers before this step
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self._begun = -1  # steps restart at 0
+
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            step = lightning_step(trainer)
+            if step != self._begun:  # an accumulated batch is one step
+                clip.begin(pl_module)
+                self._begun, self._updates = step, trainer.global_step
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == self._updates:  # Lightning counts the batch that stepped only after this call
+                return
+            clip.finish(self._begun)
+            due = trainer.log_every_n_steps and (self._begun + 1) % trainer.log_every_n_steps == 0
+            if due and clip.monitor is None:
+                numbers = clip.take_numbers()
+                for logger in trainer.loggers:
+                    logger.log_metrics(numbers, step=self._begun)
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            clip.close()
+
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            clip.close()
+
+    return LightningQKClip()
