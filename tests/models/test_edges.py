@@ -29,8 +29,7 @@ from attnorm.models import (
 from attnorm.models.dispatch import UnsupportedModel
 from attnorm.models.forward_pass import _FixedOutput
 from attnorm.models.inputs import Tokens
-from attnorm.models.layer_normalizer import trained_length
-from attnorm.models.layer_recipe import parse_layers
+from attnorm.models.layer_normalizer import parse_layers, trained_length
 from attnorm.models.recipe import Recipe, RecipeError, _file_digest, read_recipe
 from attnorm.models.torch_calls import CallSites
 

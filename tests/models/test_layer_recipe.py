@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import attnorm
-from attnorm.models.layer_recipe import (
+from attnorm.models.layer_normalizer import (
     SEARCH_NOTE,
     compact,
     layer_groups,

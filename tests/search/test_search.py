@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import attnorm
-from attnorm.models.layer_recipe import read_recipe_file
+from attnorm.models.layer_normalizer import read_recipe_file
 from attnorm.search import run as searching
 from attnorm.search.plan import read_search_plan
 from attnorm.search.results import SearchResult, TrialResult, _front

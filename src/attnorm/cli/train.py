@@ -88,7 +88,7 @@ def lm(
     """
     import torch
 
-    from attnorm.models.layer_recipe import RecipeFile, read_recipe_file
+    from attnorm.models.layer_normalizer import RecipeFile, read_recipe_file
     from attnorm.training.device import Processes
     from attnorm.training.lm.model import LMSettings
     from attnorm.training.lm.train import train_lm

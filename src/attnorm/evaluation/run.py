@@ -29,7 +29,7 @@ from attnorm.evaluation.tasks import (
 )
 from attnorm.files import read_text, text_name, write_json
 from attnorm.models.describe import longest_context
-from attnorm.models.layer_recipe import is_recipe, read_recipe_file
+from attnorm.models.layer_normalizer import is_recipe, read_recipe_file
 from attnorm.models.load import BUNDLED, LoadedModel, load
 from attnorm.models.patch import check_replacement, swap
 from attnorm.normalizers.spec import key_spec, parse_spec, read_spec, state_spec

@@ -21,16 +21,18 @@ from attnorm.mechanisms.differential import DifferentialV2
 from attnorm.mechanisms.forget import Forget
 from attnorm.models.dispatch import Site, attention_sites, check_model, check_observable, is_paused
 from attnorm.models.layer_normalizer import (
+    SOFTMAX,
     USUAL_LENGTH,
     as_integer,
     build,
     check_fit,
     head_count,
+    is_recipe,
+    layer_groups,
     restrict_to_heads,
     trained_length,
     validate_heads,
 )
-from attnorm.models.layer_recipe import SOFTMAX, is_recipe, layer_groups
 from attnorm.models.observe import OTHER_SEQUENCE
 from attnorm.models.patch_state import (
     attach,

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attnorm.models.layer_recipe import compact, parse_layers
+from attnorm.models.layer_normalizer import compact, parse_layers
 from attnorm.normalizers.spec import read_spec, state_spec
 from attnorm.sweep.plan import Item, Resources, make_item, read_resources, read_toml, require_known
 from attnorm.sweep.tasks import TASKS, lm_settings

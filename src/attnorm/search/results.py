@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from attnorm.figures import save_figure_files
 from attnorm.files import atomic_replace, write_json
-from attnorm.models.layer_recipe import SEARCH_NOTE, write_recipe_file
+from attnorm.models.layer_normalizer import SEARCH_NOTE, write_recipe_file
 from attnorm.search.plan import COMMAND, SearchPlan
 from attnorm.sweep.folder import states
 from attnorm.sweep.plan import Item, Plan

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attnorm.models.layer_recipe import SUFFIX, read_recipe_file
+from attnorm.models.layer_normalizer import SUFFIX, read_recipe_file
 from attnorm.normalizers.spec import state_spec
 from attnorm.provenance import file_hash, settings_hash
 from attnorm.sweep.tasks import TASKS, Task

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from attnorm.files import write_json, write_text
-from attnorm.models.layer_recipe import SOFTMAX
+from attnorm.models.layer_normalizer import SOFTMAX
 from attnorm.normalizers.registry import entries
 from attnorm.provenance import package_versions
 from attnorm.training.checkpoints import METRICS, loss_rise, speed_and_memory

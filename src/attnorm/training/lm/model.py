@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from attnorm.models.layer_recipe import SOFTMAX, compact, specs_by_layer
+from attnorm.models.layer_normalizer import SOFTMAX, compact, specs_by_layer
 from attnorm.models.output_head import parse_output, set_output
 from attnorm.normalizers.spec import parse_spec, state_options, state_spec, with_options
 from attnorm.text import did_you_mean
