@@ -180,7 +180,7 @@ def _is_permutation_equivariant(normalizer: Normalizer) -> bool:
 
 
 def _run_mechanism(mechanism: Any, inputs: Inputs, softcap: float | None, bias: Tensor | None, read: Any) -> Tensor:
-    """Run a mechanism in a patched module. read: gates or second queries from models/patched_attention.py, or None."""
+    """Run a mechanism in a patched module. read: gates or second queries that `read_input` added, or None."""
     if softcap is not None or (bias is not None and bool(bias.any())):
         feature = "a softcap" if softcap is not None else "a position bias"
         raise ValueError(
