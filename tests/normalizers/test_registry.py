@@ -298,10 +298,12 @@ def defaults(function: Any) -> dict[str, Any]:
 def test_an_option_has_the_same_default_in_the_factory_the_reference_and_the_classes(name: str) -> None:
     factory, reference = registry.BUILT_IN[name].factory(), registry.BUILT_IN[name].declaration.reference
     own = defaults(factory)
+    others = [entry.factory() for other, entry in registry.BUILT_IN.items() if other != name]  # of the same file
     classes = [
         one.__init__
         for one in vars(sys.modules[factory.__module__]).values()
         if inspect.isclass(one) and one.__module__ == factory.__module__ and "__init__" in vars(one)
+        if one not in others
     ]
     for other in [*classes, *([] if reference is None else [reference])]:
         shared = {option: value for option, value in defaults(other).items() if option in own}
