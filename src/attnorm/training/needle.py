@@ -72,6 +72,114 @@ class NeedleTask:
         return 1.0 if step >= growing else float(self.nearest ** (1 - step / growing))
 
 
+@dataclass(frozen=True)
+class Answered:
+    """The share of keys found at one length and depth."""
+
+    length: int
+    depth: float
+    questions: int
+    exact: float
+    """Share of keys with every character right under greedy decoding."""
+    characters: float
+    """Share of characters right, given the correct characters before them."""
+
+    def as_dict(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name in ("length", "depth", "questions", "exact", "characters")}
+
+
+def train_needle(
+    model: str | Path,
+    text: Path,
+    task: NeedleTask,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    compiled: bool = False,
+    report: Callable[[int, float], None] = lambda step, loss: None,
+) -> dict[str, Any]:
+    """Fine-tune a copy of the model and return the record: the task, the loss, the keys found by length and depth.
+
+    Args:
+        model: A folder that `train lm` wrote, or "bundled". It is not changed.
+        text: Filler; fine-tuning uses its first three quarters, the test its last quarter.
+        dtype: float32 or bfloat16 (default: as in the model's training).
+
+    Raises:
+        ImportError: accelerate is not installed.
+        ValueError: No such model or text, a text that is too short, lengths beyond the model's positions, or several
+            processes.
+    """
+    from tokenizers import Tokenizer
+
+    from attnorm.models.load import load
+
+    check_accelerate()
+    folder = folder_of(model)
+    settings = settings_of(folder)
+    torch_device = chosen_device(device)
+    usual = settings.dtype if torch_device.type == "cuda" else "float32"
+    settings = replace(settings, dtype=dtype or usual)
+    check_lengths([times * settings.context for times in task.longer], settings)
+    if not (folder / "tokenizer.json").is_file():  # written with the model, at the end
+        raise ValueError(f"{folder} holds a training run that is not finished; let `attnorm train lm` finish it first")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    wording = Wording.of(tokenizer)
+    practised, tested = split_filler(tokens_of(tokenizer, text), task, wording, settings.context)
+    loaded: Any = load(folder, device=str(torch_device), dtype=torch.float32).model
+    course = fine_tune(loaded, settings, practised, wording, task, torch_device, compiled=compiled, report=report)
+    answers = find_keys(loaded, settings, tested, wording, task, torch_device)
+    return {
+        "model": folder.name,
+        "normalizer": settings.normalizer,
+        **({"recipe": settings.recipe} if settings.recipe else {}),
+        "context": settings.context,
+        "text": text.name,
+        "task": asdict(task),
+        "course": course,
+        "among_many": among_many(loaded, settings, tested, wording, task, torch_device),
+        "by_length": summary(answers),
+        "answers": [answer.as_dict() for answer in answers],
+    }
+
+
+def folder_of(model: str | Path) -> Path:
+    return Path(str(files("attnorm.models") / BUNDLED)) if model == BUNDLED else Path(model)
+
+
+def usual_longer(model: str | Path) -> tuple[int, ...]:
+    """Return the default test lengths as multiples of the training length: only 1 if positions are learned.
+
+    Raises:
+        ValueError: The folder holds no model of `train lm`.
+    """
+    return LONGER if ANY_LENGTH[settings_of(folder_of(model)).architecture] else LONGER[:1]
+
+
+def settings_of(folder: Path) -> LMSettings:
+    """Return the settings of a model's training.
+
+    Raises:
+        ValueError: The folder holds no model of `train lm`.
+    """
+    try:
+        run = json.loads((folder / RECORD).read_text(encoding="utf-8"))["run"]
+    except (OSError, json.JSONDecodeError, KeyError):
+        raise ValueError(
+            f"{folder} has no readable {RECORD}: name a folder that `attnorm train lm` wrote, or {BUNDLED!r}"
+        ) from None
+    known = {field.name for field in fields(LMSettings)}
+    return LMSettings(**{name: value for name, value in read_settings(run).items() if name in known})
+
+
+def tokens_of(tokenizer: Any, text: Path) -> Tokens:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "tokens.npy"
+        encode(tokenizer, [text], path)
+        tokens: Tokens = np.load(path)
+        return tokens
+
+
 def split_filler(filler: Tokens, task: NeedleTask, wording: Wording, length: int) -> tuple[Tokens, Tokens]:
     """Split the filler text into a part for fine-tuning and a part for the test.
 
@@ -174,22 +282,6 @@ def answer_logits(model: Any, puzzles: Puzzles) -> torch.Tensor:
     return logits.reshape(*puzzles.answers.shape, -1)
 
 
-@dataclass(frozen=True)
-class Answered:
-    """The share of keys found at one length and depth."""
-
-    length: int
-    depth: float
-    questions: int
-    exact: float
-    """Share of keys with every character right under greedy decoding."""
-    characters: float
-    """Share of characters right, given the correct characters before them."""
-
-    def as_dict(self) -> dict[str, float]:
-        return {name: getattr(self, name) for name in ("length", "depth", "questions", "exact", "characters")}
-
-
 @torch.inference_mode()
 def find_keys(
     model: Any, settings: LMSettings, filler: Tokens, wording: Wording, task: NeedleTask, device: torch.device
@@ -260,95 +352,3 @@ def summary(answers: Sequence[Answered]) -> dict[str, dict[str, float]]:
             "characters": round(float(np.mean([answer.characters for answer in at_length])), 5),
         }
     return by_length
-
-
-def train_needle(
-    model: str | Path,
-    text: Path,
-    task: NeedleTask,
-    *,
-    device: str | None = None,
-    dtype: str | None = None,
-    compiled: bool = False,
-    report: Callable[[int, float], None] = lambda step, loss: None,
-) -> dict[str, Any]:
-    """Fine-tune a copy of the model and return the record: the task, the loss, the keys found by length and depth.
-
-    Args:
-        model: A folder that `train lm` wrote, or "bundled". It is not changed.
-        text: Filler; fine-tuning uses its first three quarters, the test its last quarter.
-        dtype: float32 or bfloat16 (default: as in the model's training).
-
-    Raises:
-        ImportError: accelerate is not installed.
-        ValueError: No such model or text, a text that is too short, lengths beyond the model's positions, or several
-            processes.
-    """
-    from tokenizers import Tokenizer
-
-    from attnorm.models.load import load
-
-    check_accelerate()
-    folder = folder_of(model)
-    settings = settings_of(folder)
-    torch_device = chosen_device(device)
-    usual = settings.dtype if torch_device.type == "cuda" else "float32"
-    settings = replace(settings, dtype=dtype or usual)
-    check_lengths([times * settings.context for times in task.longer], settings)
-    if not (folder / "tokenizer.json").is_file():  # written with the model, at the end
-        raise ValueError(f"{folder} holds a training run that is not finished; let `attnorm train lm` finish it first")
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    wording = Wording.of(tokenizer)
-    practised, tested = split_filler(tokens_of(tokenizer, text), task, wording, settings.context)
-    loaded: Any = load(folder, device=str(torch_device), dtype=torch.float32).model
-    course = fine_tune(loaded, settings, practised, wording, task, torch_device, compiled=compiled, report=report)
-    answers = find_keys(loaded, settings, tested, wording, task, torch_device)
-    return {
-        "model": folder.name,
-        "normalizer": settings.normalizer,
-        **({"recipe": settings.recipe} if settings.recipe else {}),
-        "context": settings.context,
-        "text": text.name,
-        "task": asdict(task),
-        "course": course,
-        "among_many": among_many(loaded, settings, tested, wording, task, torch_device),
-        "by_length": summary(answers),
-        "answers": [answer.as_dict() for answer in answers],
-    }
-
-
-def folder_of(model: str | Path) -> Path:
-    return Path(str(files("attnorm.models") / BUNDLED)) if model == BUNDLED else Path(model)
-
-
-def usual_longer(model: str | Path) -> tuple[int, ...]:
-    """Return the default test lengths as multiples of the training length: only 1 if positions are learned.
-
-    Raises:
-        ValueError: The folder holds no model of `train lm`.
-    """
-    return LONGER if ANY_LENGTH[settings_of(folder_of(model)).architecture] else LONGER[:1]
-
-
-def settings_of(folder: Path) -> LMSettings:
-    """Return the settings of a model's training.
-
-    Raises:
-        ValueError: The folder holds no model of `train lm`.
-    """
-    try:
-        run = json.loads((folder / RECORD).read_text(encoding="utf-8"))["run"]
-    except (OSError, json.JSONDecodeError, KeyError):
-        raise ValueError(
-            f"{folder} has no readable {RECORD}: name a folder that `attnorm train lm` wrote, or {BUNDLED!r}"
-        ) from None
-    known = {field.name for field in fields(LMSettings)}
-    return LMSettings(**{name: value for name, value in read_settings(run).items() if name in known})
-
-
-def tokens_of(tokenizer: Any, text: Path) -> Tokens:
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "tokens.npy"
-        encode(tokenizer, [text], path)
-        tokens: Tokens = np.load(path)
-        return tokens

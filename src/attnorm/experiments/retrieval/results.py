@@ -44,69 +44,11 @@ HALF = 0.5  # of the weight
 LARGEST_MARGIN = 1e3
 DRAWS = 40_000
 
-
-def delivered_margin(slope: float, size: int) -> float:
-    """Return the margin between the two largest logits, at the mean gap of the two best priorities."""
-    return slope / (size + 1)
-
-
-def needed_margin(normalizer: str, size: int, learned: Mapping[str, float] | None = None) -> float | None:
-    """Return the margin m for which the first of the row 0, -m, -2m, ... gets half of the weight.
-
-    For softmax it is log 2 = 0.69 at any size. None if the normalizer is not shift invariant or its weights do not sum
-    to 1, since then no margin alone decides, or if no margin is enough. 0 if any margin is enough.
-
-    Args:
-        learned: Values of the normalizer's parameters by name (default: the initial values).
-    """
-    return _needed_margin(normalizer, size, tuple(sorted((learned or {}).items())))
-
-
-@cache
-def _needed_margin(normalizer: str, size: int, learned: tuple[tuple[str, float], ...]) -> float | None:
-    module = normalizer_for(normalizer, 1)
-    if not module.properties.shift_invariant or module.properties.row_sum != "one":
-        return None
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            parameter.fill_(dict(learned).get(name, parameter.item()))
-    row = -torch.arange(size, dtype=torch.float64)
-    low, high = math.log(1 / LARGEST_MARGIN), math.log(LARGEST_MARGIN)
-    if _first_weight(module, row * LARGEST_MARGIN) < HALF:
-        return None
-    if _first_weight(module, row / LARGEST_MARGIN) >= HALF:
-        return 0.0
-    for _ in range(20):  # to a relative 1e-5
-        middle = (low + high) / 2
-        if _first_weight(module, row * math.exp(middle)) < HALF:
-            low = middle
-        else:
-            high = middle
-    return math.exp(high)
-
-
-@torch.no_grad()
-def _first_weight(normalizer: Normalizer, row: torch.Tensor) -> float:
-    weights: torch.Tensor = normalizer(row[None, None, None])
-    return float(weights[..., 0])
-
-
-def predicted_right(leak: float, size: int) -> float:
-    """Return the share of sets whose largest logit is the right item's, if only a constant per class disturbs them.
-
-    Only the best item of each class can win, and these lie independently Exp(1) * 10 / (n + 1) below 1. So the share
-    depends on leak * (n + 1) only. Estimated from 40,000 draws, to within half a percent.
-    """
-    x = leak * (size + 1)
-    below, offset = _draws()
-    return float((below.argmin(-1) == (below - x * offset).argmin(-1)).mean())
-
-
-@cache
-def _draws() -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.float64]], ...]:
-    generator = np.random.default_rng(0)
-    return (generator.exponential(CLASSES, (DRAWS, CLASSES)), generator.standard_normal((DRAWS, CLASSES)))
-
+ALPHA = 0.05
+MARKS = (
+    "% right, mean over {seeds} seeds ± 95 % confidence. ▲ ▼: differs from the first of our rows in a paired t-test, "
+    "p < 0.05 after Holm's correction over the rows at that size."
+)
 
 Key = tuple[str, str]  # normalizer as labelled, tested with
 
@@ -118,59 +60,6 @@ class Difference:
     mean: Mean
     p: float
     p_holm: float
-
-
-def against(
-    baseline: Sequence[Record], others: Mapping[Key, Sequence[Record]], sizes: Sequence[int]
-) -> dict[tuple[Key, int], Difference]:
-    """Compare by row and size; rows or sizes with fewer than two common seeds are omitted."""
-    by_row_and_size: dict[tuple[Key, int], Difference] = {}
-    for size in sizes:
-        base = _by_seed(baseline, size)
-        pairs: dict[Key, np.ndarray[tuple[int], np.dtype[np.float64]]] = {}
-        for key, records in others.items():
-            own = _by_seed(records, size)
-            common = sorted(base.keys() & own.keys())
-            if len(common) >= 2:
-                pairs[key] = np.array([own[seed] - base[seed] for seed in common])
-        raw = {key: _p_value(differences) for key, differences in pairs.items()}
-        corrected = dict(zip(raw, holm(list(raw.values())), strict=True))
-        for key, differences in pairs.items():
-            by_row_and_size[key, size] = Difference(_mean_difference(differences), raw[key], corrected[key])
-    return by_row_and_size
-
-
-def holm(values: Sequence[float]) -> list[float]:
-    """Return Holm's correction: the smallest of m p-values times m, the next times m - 1, ...; monotone, at most 1."""
-    order = sorted(range(len(values)), key=lambda index: values[index])
-    corrected = [1.0] * len(values)
-    highest = 0.0
-    for rank, index in enumerate(order):
-        highest = max(highest, min(1.0, (len(values) - rank) * values[index]))
-        corrected[index] = highest
-    return corrected
-
-
-def _by_seed(records: Sequence[Record], size: int) -> dict[int, float]:
-    return {record["seed"]: record["accuracy"] for record in records if record["size"] == size}
-
-
-def _p_value(differences: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
-    if not differences.any():
-        return 1.0
-    from scipy.stats import ttest_rel
-
-    if np.ptp(differences) < 1e-12:  # equal in every seed: the test would divide by 0
-        return 0.0
-    return float(ttest_rel(differences, np.zeros_like(differences)).pvalue)
-
-
-def _mean_difference(differences: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Mean:
-    from scipy.stats import t
-
-    count = len(differences)
-    error = float(differences.std(ddof=1)) / count**0.5
-    return Mean(float(differences.mean()), float(t.ppf(0.975, count - 1)) * error)
 
 
 @dataclass(frozen=True)
@@ -280,11 +169,120 @@ def _mean_learned(records: Sequence[Record]) -> dict[str, float]:
     return {name: fmean(record["learned"][name] for record in records) for name in names}
 
 
-ALPHA = 0.05
-MARKS = (
-    "% right, mean over {seeds} seeds ± 95 % confidence. ▲ ▼: differs from the first of our rows in a paired t-test, "
-    "p < 0.05 after Holm's correction over the rows at that size."
-)
+def against(
+    baseline: Sequence[Record], others: Mapping[Key, Sequence[Record]], sizes: Sequence[int]
+) -> dict[tuple[Key, int], Difference]:
+    """Compare by row and size; rows or sizes with fewer than two common seeds are omitted."""
+    by_row_and_size: dict[tuple[Key, int], Difference] = {}
+    for size in sizes:
+        base = _by_seed(baseline, size)
+        pairs: dict[Key, np.ndarray[tuple[int], np.dtype[np.float64]]] = {}
+        for key, records in others.items():
+            own = _by_seed(records, size)
+            common = sorted(base.keys() & own.keys())
+            if len(common) >= 2:
+                pairs[key] = np.array([own[seed] - base[seed] for seed in common])
+        raw = {key: _p_value(differences) for key, differences in pairs.items()}
+        corrected = dict(zip(raw, holm(list(raw.values())), strict=True))
+        for key, differences in pairs.items():
+            by_row_and_size[key, size] = Difference(_mean_difference(differences), raw[key], corrected[key])
+    return by_row_and_size
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """Return Holm's correction: the smallest of m p-values times m, the next times m - 1, ...; monotone, at most 1."""
+    order = sorted(range(len(values)), key=lambda index: values[index])
+    corrected = [1.0] * len(values)
+    highest = 0.0
+    for rank, index in enumerate(order):
+        highest = max(highest, min(1.0, (len(values) - rank) * values[index]))
+        corrected[index] = highest
+    return corrected
+
+
+def _by_seed(records: Sequence[Record], size: int) -> dict[int, float]:
+    return {record["seed"]: record["accuracy"] for record in records if record["size"] == size}
+
+
+def _p_value(differences: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
+    if not differences.any():
+        return 1.0
+    from scipy.stats import ttest_rel
+
+    if np.ptp(differences) < 1e-12:  # equal in every seed: the test would divide by 0
+        return 0.0
+    return float(ttest_rel(differences, np.zeros_like(differences)).pvalue)
+
+
+def _mean_difference(differences: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Mean:
+    from scipy.stats import t
+
+    count = len(differences)
+    error = float(differences.std(ddof=1)) / count**0.5
+    return Mean(float(differences.mean()), float(t.ppf(0.975, count - 1)) * error)
+
+
+def delivered_margin(slope: float, size: int) -> float:
+    """Return the margin between the two largest logits, at the mean gap of the two best priorities."""
+    return slope / (size + 1)
+
+
+def needed_margin(normalizer: str, size: int, learned: Mapping[str, float] | None = None) -> float | None:
+    """Return the margin m for which the first of the row 0, -m, -2m, ... gets half of the weight.
+
+    For softmax it is log 2 = 0.69 at any size. None if the normalizer is not shift invariant or its weights do not sum
+    to 1, since then no margin alone decides, or if no margin is enough. 0 if any margin is enough.
+
+    Args:
+        learned: Values of the normalizer's parameters by name (default: the initial values).
+    """
+    return _needed_margin(normalizer, size, tuple(sorted((learned or {}).items())))
+
+
+@cache
+def _needed_margin(normalizer: str, size: int, learned: tuple[tuple[str, float], ...]) -> float | None:
+    module = normalizer_for(normalizer, 1)
+    if not module.properties.shift_invariant or module.properties.row_sum != "one":
+        return None
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.fill_(dict(learned).get(name, parameter.item()))
+    row = -torch.arange(size, dtype=torch.float64)
+    low, high = math.log(1 / LARGEST_MARGIN), math.log(LARGEST_MARGIN)
+    if _first_weight(module, row * LARGEST_MARGIN) < HALF:
+        return None
+    if _first_weight(module, row / LARGEST_MARGIN) >= HALF:
+        return 0.0
+    for _ in range(20):  # to a relative 1e-5
+        middle = (low + high) / 2
+        if _first_weight(module, row * math.exp(middle)) < HALF:
+            low = middle
+        else:
+            high = middle
+    return math.exp(high)
+
+
+@torch.no_grad()
+def _first_weight(normalizer: Normalizer, row: torch.Tensor) -> float:
+    weights: torch.Tensor = normalizer(row[None, None, None])
+    return float(weights[..., 0])
+
+
+def predicted_right(leak: float, size: int) -> float:
+    """Return the share of sets whose largest logit is the right item's, if only a constant per class disturbs them.
+
+    Only the best item of each class can win, and these lie independently Exp(1) * 10 / (n + 1) below 1. So the share
+    depends on leak * (n + 1) only. Estimated from 40,000 draws, to within half a percent.
+    """
+    x = leak * (size + 1)
+    below, offset = _draws()
+    return float((below.argmin(-1) == (below - x * offset).argmin(-1)).mean())
+
+
+@cache
+def _draws() -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.float64]], ...]:
+    generator = np.random.default_rng(0)
+    return (generator.exponential(CLASSES, (DRAWS, CLASSES)), generator.standard_normal((DRAWS, CLASSES)))
 
 
 def accuracy_table(lines: Sequence[RetrievalLine]) -> pa.Table:
