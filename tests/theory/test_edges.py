@@ -11,7 +11,7 @@ from torch import Tensor
 from attnorm.normalizers.registry import get
 from attnorm.theory import Claim, dispersion, distance, frontier, geometry, gradient, rank_one_eigenvalues, search
 from attnorm.theory.catalogue import claims
-from attnorm.theory.catalogue import frontier as kneemax_claims
+from attnorm.theory.catalogue import normalizers as kneemax_claims
 from attnorm.theory.catalogue.claim import EXACTLY, NEARLY, ClaimCase, draw_case
 from attnorm.theory.gradient import entmax_worst_weights
 from attnorm.theory.selection import safe_sqrt, select

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnorm.theory import frontier as fr
 from attnorm.theory.catalogue.claim import ClaimCase
-from attnorm.theory.catalogue.frontier import CLAIMS
+from attnorm.theory.catalogue.normalizers import CLAIMS
 from attnorm.theory.gradient import entmax_worst_norm
 from tests.theory.reference.threshold_maps import entmax, kneemax
 
