@@ -9,6 +9,7 @@ from torch import Tensor
 import attnorm
 from attnorm.engines import sparse
 from attnorm.engines.inputs import validate_inputs
+from attnorm.kernels import threshold
 from attnorm.normalizers import Normalizer
 from tests.attention.kernel_calls import (
     DEVICE,
@@ -209,6 +210,19 @@ def test_weights_that_the_leaders_leave_out_are_found(dtype: torch.dtype) -> Non
             assert (found[0, 0].double() - expected).abs().max() < (2e-6 if dtype == torch.float32 else 1e-3), name
 
 
+def test_the_excess_that_entmax_may_have_in_bfloat16_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The leaders leave out some percent of the weight of these rows. In training and without."""
+    allowed = threshold.ENTMAX_TOLERANCES[torch.bfloat16]
+    monkeypatch.setitem(threshold.ENTMAX_TOLERANCES, torch.float16, allowed)
+    tensors = draw((1, 1, 1, 64, 3000, 32, 16), torch.float16, spread=0.9)
+    normalizer = attnorm.get("entmax", alpha=1.3).to(DEVICE)
+    expected = run(exactly(tensors), normalizer, "blocked")
+    assert_follows(run(tensors, normalizer, "sparse"), expected, 4e-3)
+    with torch.no_grad():
+        output = attnorm.attention(*tensors, normalizer, engine="sparse")
+    assert_follows([output], expected[:1], 1e-3)
+
+
 @pytest.mark.parametrize("gap", [0.6, 1.5])
 def test_many_equal_keys_at_the_threshold_in_half_precision(gap: float) -> None:
     """Whether they have the weight 0 depends on digits that half precision does not have."""
@@ -387,8 +401,8 @@ for kernel, name, trains, capability in [WHICH]:
     given = dict(
         WEIGHTS=one.weights, NEWTON=one.newton, START=one.start, DECLINE=one.decline, COUNTED=one.counted,
         DEFORMED=one.deformed, PARAMETER=one.parameter, LEARNED=True, EXACT=False, FAST=True, LIFT=1.0, CAUSAL=True,
-        MASKED=True, FACTORED=True, PENALISED=True, TRAINS=trains, PRECISION="tf32", ROWS=32, COLUMNS=16, WIDTH=16,
-        V_WIDTH=16,
+        MASKED=True, FACTORED=True, PENALISED=True, TRAINS=trains, CORRECTED=True, PRECISION="tf32", ROWS=32,
+        COLUMNS=16, WIDTH=16, V_WIDTH=16,
         FULL=True, V_FULL=False, SIGNED=True, MAX_STEPS=9, EARLY=3, LIVE_ROWS=64, LIVE_COLUMNS=32,
     )
     given = {key: value for key, value in given.items() if key in kernel.arg_names}

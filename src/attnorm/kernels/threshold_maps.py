@@ -305,13 +305,16 @@ def _add(cell_p, cell_u, cells, y, t, a, T: tl.constexpr, COUNTED: tl.constexpr)
 
 @triton.jit
 def threshold_of_leaders(leaders, sink, t, a, settled, tolerance, T: tl.constexpr, SINK: tl.constexpr):
-    """Solve for the threshold of the leaders, from a start t at or below it; also return the weight count, if COUNTED.
+    """Solve for the threshold of the leaders, from a start t at or below it.
+
+    Also return the weight count, if COUNTED, and the sum of u before the last step.
 
     The best key of each pair comes first, then all leaders: a subset of keys has a lower threshold than all of them, so
     the first result is a valid start for the second. sink: one more key of each row, if SINK.
     """
     count = tl.zeros_like(t)
     zeros = tl.zeros_like(leaders.one)
+    U = tl.zeros_like(t)
     for together in tl.static_range(2):
         steps = 0
         left = tolerance + 1
@@ -328,7 +331,7 @@ def threshold_of_leaders(leaders, sink, t, a, settled, tolerance, T: tl.constexp
             U = tl.sum(sum_u, 1) + sink_u if SINK else tl.sum(sum_u, 1)
             t, left = newton_step(P, U, count, t, a, settled, steps < T.EARLY, T)
             steps += 1
-    return t, count
+    return t, count, U
 
 
 @triton.jit

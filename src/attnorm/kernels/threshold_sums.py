@@ -138,7 +138,7 @@ def threshold_sums(
     ahead = tl.where(empty, 0.0, peak - around)
     sink_y = tl.where(has_sink, sink * size - peak, float("-inf"))
     leaders = below_peak(leaders, size, peak)
-    t, _count = threshold_of_leaders(leaders, sink_y, START(a), a, settled, tolerance, T, True)
+    t, _count, _u = threshold_of_leaders(leaders, sink_y, START(a), a, settled, tolerance, T, True)
     doubtful = (weight_left_out(leaders, t, a, settled, T) > doubt) & (some > 1)
     t = tl.where(broken, float("nan"), t)
     top_y, one_y, two_y, three_y = _largest(leaders, sink_y)
