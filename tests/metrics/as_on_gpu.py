@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from attnorm.metrics import call as call_module
-from attnorm.metrics import summary
+from attnorm.metrics import sampling
 
 ROOMS = ("attnorm.metrics.", "attnorm.theory.")
 
@@ -16,7 +16,7 @@ def as_on_gpu(patched: pytest.MonkeyPatch) -> None:
     Triton's interpreter would take minutes for the quantiles' kernel.
     """
     patched.setattr(call_module, "saves_time", lambda call: True)
-    patched.setattr(summary, "runs_triton", lambda device: False)
+    patched.setattr(sampling, "runs_triton", lambda device: False)
     for name, module in list(sys.modules.items()):
         if name.startswith(ROOMS) and hasattr(module, "runs_asynchronously"):
             patched.setattr(module, "runs_asynchronously", lambda tensor: True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnorm.metrics import summary
+from attnorm.metrics import sampling
 from attnorm.metrics.reads import _shares
 
 
@@ -39,8 +39,8 @@ def test_heavy_keys_of_heads_and_of_all_heads_together(weights: list[list[float]
 def test_a_bin_without_numbers_has_no_mean_whatever_was_computed_there(monkeypatch: pytest.MonkeyPatch) -> None:
     zeros, counts = torch.zeros(1, 2, dtype=torch.float64), torch.tensor([[0, 1]])
     both = torch.tensor([[[7.0], [3.0]]], dtype=torch.float64)
-    monkeypatch.setattr(summary, "_by_sorting", lambda *_: (zeros, both, both, counts, counts))
-    monkeypatch.setattr(summary, "runs_triton", lambda device: False)
-    found = summary.binned(torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.int32), 2, (0.5,))
+    monkeypatch.setattr(sampling, "_by_sorting", lambda *_: (zeros, both, both, counts, counts))
+    monkeypatch.setattr(sampling, "runs_triton", lambda device: False)
+    found = sampling.binned(torch.zeros(1, 1), torch.zeros(1, 1, dtype=torch.int32), 2, (0.5,))
     assert found.mean.isnan().tolist() == [[True, False]]
     assert found.quantiles.isnan().tolist() == [[[True], [False]]]

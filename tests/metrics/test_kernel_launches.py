@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnorm.engines.triton_support import HAS_TRITON
-from attnorm.metrics import fused_rows, summary
+from attnorm.metrics import fused_rows, sampling
 from attnorm.metrics import rows as rows_module
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.fused_rows import _BLOCK, RowsLaunch, _counted, _run_on_rows, _tile
@@ -198,13 +198,13 @@ def test_the_kernels_of_the_quantiles(
     monkeypatch.setattr(order_statistics, "bin_ranges", ranges)
     monkeypatch.setattr(order_statistics, "order_statistics", statistics)
     numbers, ids = torch.zeros(6, 40, dtype=dtype), torch.zeros(2, 40, dtype=torch.int32)
-    means, below, above, counts, members = summary._by_kernel(numbers, ids, 3, shares)
+    means, below, above, counts, members = sampling._by_kernel(numbers, ids, 3, shares)
     ((grid, arguments, constants),) = ranges.launches
     assert grid == (6,)
     assert arguments[0] is ids
     assert [t.shape for t in arguments[1:3]] == [(2, 3), (2, 3)]
     assert arguments[3:] == (40, 3)
-    assert constants == {"BLOCK": summary.BLOCK}
+    assert constants == {"BLOCK": sampling.BLOCK}
     begin, end = arguments[1:3]
     ((grid, arguments, constants),) = statistics.launches
     assert grid == (18,)
@@ -214,7 +214,7 @@ def test_the_kernels_of_the_quantiles(
     assert arguments[10:] == (40, 3, 2)
     assert constants == {
         "ASKED": len(shares), "SHARES": places, "BITS": 32 if dtype == torch.float32 else 64,
-        "BLOCK": summary.BLOCK, "num_warps": summary.WARPS,
+        "BLOCK": sampling.BLOCK, "num_warps": sampling.WARPS,
     }  # fmt: skip
     assert (means.shape, means.dtype) == ((6, 3), torch.float64)
     assert counts.shape == members.shape == (6, 3)
@@ -223,7 +223,7 @@ def test_the_kernels_of_the_quantiles(
 
 
 def test_triton_takes_powers_of_two() -> None:
-    for size in (summary.BLOCK, summary.WARPS, fused_rows._BLOCK, *fused_rows._MASK_TILE):
+    for size in (sampling.BLOCK, sampling.WARPS, fused_rows._BLOCK, *fused_rows._MASK_TILE):
         assert size.bit_count() == 1
 
 

@@ -13,9 +13,8 @@ from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import METRICS
 from attnorm.metrics.reads import measure_coverage, measure_reads
 from attnorm.metrics.rows import measure_rows
-from attnorm.metrics.sampling import AUTO_ROWS, evenly_spaced, length_bins, rows_to_measure
+from attnorm.metrics.sampling import AUTO_ROWS, bin_ids, binned, evenly_spaced, length_bins, rows_to_measure
 from attnorm.metrics.sensitivity import measure_sensitivity
-from attnorm.metrics.summary import bin_ids, binned
 from attnorm.metrics.vectors import NULLS, NUMBERS, _null, isotropy, measure_vectors
 from attnorm.normalizers import get
 from attnorm.normalizers.contract import Normalizer
@@ -252,7 +251,7 @@ def test_bins_hold_their_ends_in_any_order() -> None:
 
 @pytest.mark.parametrize("heads", [1, 2])
 def test_numbers_of_few_members_in_bins(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnorm.metrics.summary.runs_triton", lambda device: False)
+    monkeypatch.setattr("attnorm.metrics.sampling.runs_triton", lambda device: False)
     ids = torch.tensor([[0, 0, 1, -1, 2, 2]] * heads)
     numbers = torch.tensor([[1.0, 3.0, 5.0, 9.0, math.nan, 7.0], [4.0, 2.0, math.nan, 0.0, -1.0, 0.0]])
     found = binned(numbers, ids, 4, (0.0, 0.25, 1.0))

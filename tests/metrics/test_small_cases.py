@@ -17,8 +17,8 @@ from attnorm.metrics.logits import FEW_ROWS, logit_blocks, too_few_to_wait
 from attnorm.metrics.normalized import RowsBlock
 from attnorm.metrics.reads import measure_coverage
 from attnorm.metrics.rows import _power_rows, measure_rows
+from attnorm.metrics.sampling import summarise
 from attnorm.metrics.sensitivity import POWER_ROWS, jacobian_norm, measure_sensitivity
-from attnorm.metrics.summary import summarise
 from attnorm.metrics.vectors import isotropy
 from attnorm.normalizers import Normalizer, Sink, compose, get
 from tests.metrics.calls import make_call

@@ -8,8 +8,8 @@ import torch
 
 from attnorm.engines.execution import arrival
 from attnorm.engines.triton_support import HAS_TRITON
-from attnorm.metrics import summary
-from attnorm.metrics.summary import QUANTILES, _summarise_on_device, summarise, summarise_all
+from attnorm.metrics import sampling
+from attnorm.metrics.sampling import QUANTILES, _summarise_on_device, summarise, summarise_all
 from tests.fast_interpreter import speed_up_interpreter
 
 speed_up_interpreter()
@@ -82,7 +82,7 @@ def test_the_device_form_gives_the_same_numbers(
 ) -> None:
     if kernel and not HAS_TRITON:
         pytest.skip("needs Triton, which runs on Linux alone")
-    monkeypatch.setattr(summary, "runs_triton", lambda device: kernel)
+    monkeypatch.setattr(sampling, "runs_triton", lambda device: kernel)
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(2, 3, 50, generator=generator, dtype=dtype)
     values[values > 1.5] = math.nan

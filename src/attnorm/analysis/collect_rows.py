@@ -16,7 +16,7 @@ from attnorm.analysis.tables import BLOCK_METRICS, BLOCK_NORM, QUANTILES, Column
 from attnorm.engines.execution import sent_to_cpu
 from attnorm.metrics.catalogue import PER_ROW
 from attnorm.metrics.rows import RowStatistics
-from attnorm.metrics.summary import Summary, binned, summarise_all
+from attnorm.metrics.sampling import Summary, binned, summarise_all
 from attnorm.theory.dispersion import effective_gap_slope
 
 SHORTEST_IN_SLOPE = 16  # keys; with fewer, the gap is not yet linear in log n

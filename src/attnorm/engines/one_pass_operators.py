@@ -111,9 +111,9 @@ def _(rows: Tensor, index: Tensor, keys: int, groups: int) -> Tensor:
 @kernel_operator("attnorm::row_dots")
 def row_dots(a: Tensor, b: Tensor) -> Tensor:
     """Return the dot product of each row of a with the same row of b, (B, H, Q) in float32."""
-    from attnorm.kernels import row_dots
+    from attnorm.kernels import blocks
 
-    return row_dots.row_dots(a, b)
+    return blocks.row_dots(a, b)
 
 
 @row_dots.register_fake

@@ -1,8 +1,9 @@
-"""Choose the rows of a batch to measure, and the bins of visible keys n over which they are summarised.
+"""Which rows of a batch are measured, and how their numbers are summarised: per head and per bin of visible keys n.
 
 In a causal call row i has a context of length i, so one pass gives every curve against length. Bins are half an octave
 wide and start at the longest row, so that lengths that differ by a power of two share their bins. Padded rows are not
-measured.
+measured. A summary is the mean and quantiles over all rows of the batch whose n is in a bin. On a GPU with Triton a
+kernel finds the quantiles; otherwise the numbers are sorted once.
 """
 
 import math
@@ -10,9 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from attnorm.engines.execution import sent_to, sent_to_cpu
+from attnorm.engines.triton_support import runs_triton
+from attnorm.kernels.launch import device_of
 from attnorm.metrics.call import AttentionCall
 
 Rows = Literal["auto", "all", "last"] | int
@@ -20,6 +25,9 @@ AUTO_ROWS = 512  # rows per window for "auto"; more would take longer than the m
 # Source of a layer's random numbers: a generator, or numbers that were drawn before, one tensor per item of the batch.
 Source = torch.Generator | list[Tensor] | None
 SHORTEST = 8  # keys; statistics of shorter rows mean little
+
+BLOCK, WARPS = 2048, 16  # numbers per step of a program: its steps wait for each other, so few and wide ones
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 def length_bins(longest: int) -> list[tuple[int, int]]:
@@ -150,3 +158,196 @@ def visible_keys(call: AttentionCall) -> Tensor | None:
         return None
     mask = call.mask.reshape(*([1] * (4 - call.mask.dim())), *call.mask.shape)
     return mask.any(-2).any(1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Mean and quantiles per head and bin; NaN if no row of the bin has a number."""
+
+    mean: np.ndarray  # (H, bins)
+    quantiles: np.ndarray  # (H, bins, len(quantiles))
+    rows: np.ndarray  # (H, bins): rows in the bin that are not broken, with or without a number
+
+
+def summarise_all(
+    values: Mapping[str, Tensor],
+    n: Tensor,
+    bins: Sequence[tuple[int, int]],
+    broken: Tensor,
+    *,
+    quantiles: Sequence[float] = QUANTILES,
+) -> dict[str, Summary]:
+    """Apply `summarise` to several numbers of the same rows at once.
+
+    Numbers on a GPU are summarised there. Wait with execution.arrival before reading the summaries.
+    """
+    names = list(values)
+    if n.device.type != "cpu":
+        return _summarise_on_device(values, n, bins, broken, quantiles)
+    many = len(names)
+    stacked = torch.cat([values[name].double() for name in names], 1)
+    keys, bad = (t.expand(stacked.shape[0], stacked.shape[1] // many, -1).repeat(1, many, 1) for t in (n, broken))
+    summary = summarise(stacked, keys, bins, bad, quantiles=quantiles)
+    parts = (np.split(part, many) for part in (summary.mean, summary.quantiles, summary.rows))
+    return {name: Summary(*part) for name, part in zip(names, zip(*parts, strict=True), strict=True)}
+
+
+def summarise(
+    values: Tensor,
+    n: Tensor,
+    bins: Sequence[tuple[int, int]],
+    broken: Tensor,
+    *,
+    quantiles: Sequence[float] = QUANTILES,
+) -> Summary:
+    """Summarise values of rows. values, n and broken: (B, H, R). bins: (low, high), inclusive, not overlapping.
+
+    NaN is left out. An infinite value makes the mean infinite.
+    """
+    numbers, keys, bad = (_per_head(t) for t in (values.double(), n.expand_as(values), broken.expand_as(values)))
+    heads = len(numbers)
+    mean = np.full((heads, len(bins)), np.nan)
+    quantile_values = np.full((heads, len(bins), len(quantiles)), np.nan)
+    rows = np.zeros((heads, len(bins)), dtype=np.int64)
+    for index, (low, high) in enumerate(bins):
+        inside = (keys >= low) & (keys <= high) & ~bad
+        used = inside.any(0)
+        rows[:, index] = inside.sum(1)
+        ordered = np.sort(np.where(inside[:, used], numbers[:, used], np.nan), axis=1)  # NaN comes last
+        count = (~np.isnan(ordered)).sum(1)
+        not_empty = count > 0
+        mean[not_empty, index] = np.nansum(ordered[not_empty], 1) / count[not_empty]
+        quantile_values[not_empty, index] = _quantiles(ordered[not_empty], count[not_empty], quantiles)
+    return Summary(mean, quantile_values, rows)
+
+
+def _summarise_on_device(
+    values: Mapping[str, Tensor],
+    n: Tensor,
+    bins: Sequence[tuple[int, int]],
+    broken: Tensor,
+    quantiles: Sequence[float],
+) -> dict[str, Summary]:
+    """Summarise on the GPU and copy only the summaries to the CPU; see execution.arrival."""
+    shape = next(iter(values.values())).shape
+    heads = shape[1]
+    keys, left_out = (t.expand(shape).transpose(0, 1).flatten(1) for t in (n, broken))
+    ids = bin_ids(keys, bins, left_out)
+    summaries: dict[str, Summary] = {}
+    for dtype in {value.dtype for value in values.values()}:
+        names = [name for name, value in values.items() if value.dtype == dtype]
+        numbers = torch.stack([values[name] for name in names]).transpose(1, 2).flatten(0, 1).flatten(1)
+        parts = binned(numbers, ids, len(bins), quantiles)
+        mean, shares, rows = (sent_to_cpu(t).numpy() for t in (parts.mean, parts.quantiles, parts.members.long()))
+        for index, name in enumerate(names):
+            of_name = slice(index * heads, (index + 1) * heads)
+            summaries[name] = Summary(mean[of_name], shares[of_name], rows[of_name])
+    return {name: summaries[name] for name in values}
+
+
+def _per_head(values: Tensor) -> np.ndarray:
+    """Reshape (B, H, R) to (H, B R)."""
+    return np.asarray(values.transpose(0, 1).flatten(1).cpu().numpy())
+
+
+def _quantiles(ordered: np.ndarray, count: np.ndarray, shares: Sequence[float]) -> np.ndarray:
+    """Return quantiles of the first `count` numbers of each row, interpolated unless one of them is infinite."""
+    last = count[:, None] - 1
+    rank = np.asarray(shares) * last
+    below = np.floor(rank).astype(np.int64)
+    low = np.take_along_axis(ordered, below, 1)
+    high = np.take_along_axis(ordered, np.minimum(below + 1, last), 1)
+    with np.errstate(invalid="ignore"):
+        between = low + (high - low) * (rank - below)
+    return np.where((low == high) | (rank == below), low, between)
+
+
+@dataclass(frozen=True)
+class Binned:
+    """Mean and quantiles per list of numbers and bin; NaN if no member of the bin has a number."""
+
+    mean: Tensor  # (lists, bins), float64
+    quantiles: Tensor  # (lists, bins, len(shares)), float64
+    members: Tensor  # (lists, bins): with or without a number
+
+
+def bin_ids(keys: Tensor, bins: Sequence[tuple[int, int]], left_out: Tensor) -> Tensor:
+    """Return the index of the bin (low, high), inclusive, of each entry; -1 for no bin or for those left out."""
+    order = sorted(range(len(bins)), key=lambda index: bins[index])
+    columns = torch.tensor([[bins[i][0] for i in order], [bins[i][1] for i in order], order])
+    low, high, index = sent_to(keys.device, columns).unbind()
+    position = torch.bucketize(keys, low, right=True) - 1
+    bin_index = position.clamp(min=0)
+    inside = (position >= 0) & (keys <= high[bin_index]) & ~left_out
+    return torch.where(inside, index[bin_index], -1).to(torch.int32)
+
+
+def binned(numbers: Tensor, ids: Tensor, bins: int, shares: Sequence[float]) -> Binned:
+    """Summarise lists of numbers (lists, M) by bins. ids (heads, M): bin of each number, -1 for none.
+
+    List i has the ids of head i modulo heads. NaN is left out. Quantiles are interpolated.
+    """
+    solve = _by_kernel if runs_triton(numbers.device) else _by_sorting
+    mean, below, above, count, members = solve(numbers.contiguous(), ids.contiguous(), bins, shares)
+    last = (count - 1).clamp(min=0).double().unsqueeze(-1)
+    rank = sent_to(numbers.device, torch.tensor(shares, dtype=torch.float64)) * last
+    between = torch.where(
+        (below == above) | (rank == rank.floor()), below, below + (above - below) * (rank - rank.floor())
+    )
+    not_empty = (count > 0).unsqueeze(-1)
+    return Binned(torch.where(count > 0, mean, torch.nan), torch.where(not_empty, between, torch.nan), members)
+
+
+def _by_kernel(
+    numbers: Tensor, ids: Tensor, bins: int, shares: Sequence[float]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    import triton
+
+    from attnorm.kernels.order_statistics import bin_ranges, order_statistics
+
+    (lists, length), device = numbers.shape, numbers.device
+    begin, end = (torch.empty((len(ids), bins), dtype=torch.int32, device=device) for _ in range(2))
+    places = int(triton.next_power_of_2(max(len(shares), 1)))
+    padded_shares = torch.zeros(places, dtype=torch.float64)
+    padded_shares[: len(shares)] = torch.tensor(shares, dtype=torch.float64)
+    padded_shares = sent_to(device, padded_shares)
+    members, counts = (torch.empty((lists, bins), dtype=torch.int32, device=device) for _ in range(2))
+    means = torch.empty((lists, bins), dtype=torch.float64, device=device)
+    below, above = (torch.empty((lists, bins, places), dtype=numbers.dtype, device=device) for _ in range(2))
+    with device_of(numbers):
+        bin_ranges[(len(ids) * bins,)](ids, begin, end, length, bins, BLOCK=BLOCK)
+        order_statistics[(lists * bins,)](
+            numbers, ids, begin, end, padded_shares, members, counts, means, below, above, length, bins, len(ids),
+            ASKED=len(shares), SHARES=places, BITS=8 * numbers.element_size(), BLOCK=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
+    requested = slice(len(shares))
+    return means, below[..., requested].double(), above[..., requested].double(), counts, members
+
+
+def _by_sorting(
+    numbers: Tensor, ids: Tensor, bins: int, shares: Sequence[float]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Summarise by one sort of all numbers by bin and value."""
+    numbers = numbers.double()
+    bin_index = (ids.long() % (bins + 1)).repeat(len(numbers) // len(ids), 1)
+    ones = torch.ones_like(numbers)
+    members = _per_bin(bin_index, ones, bins).int()
+    missing = numbers.isnan()
+    numbers, bin_index = torch.where(missing, 0.0, numbers), torch.where(missing, bins, bin_index)
+    count = _per_bin(bin_index, ones, bins)
+    mean = _per_bin(bin_index, numbers, bins) / count
+    ordered, order = numbers.sort(dim=1)
+    ordered = ordered.gather(1, bin_index.gather(1, order).sort(dim=1, stable=True).indices)
+    start = (count.cumsum(1) - count).unsqueeze(-1)
+    last = (count - 1).clamp(min=0).unsqueeze(-1)
+    low = (torch.tensor(shares, dtype=torch.float64, device=numbers.device) * last).floor()
+    below, above = (
+        ordered.gather(1, (start + rank).long().clamp(max=ordered.shape[1] - 1).flatten(1)).view(rank.shape)
+        for rank in (low, torch.minimum(low + 1, last))
+    )
+    return mean, below, above, count.int(), members
+
+
+def _per_bin(bin_index: Tensor, values: Tensor, bins: int) -> Tensor:
+    """Return the sum of values (lists, M) over the members of each bin, (lists, bins)."""
+    return values.new_zeros(len(values), bins + 1).scatter_add_(1, bin_index, values)[:, :bins]
