@@ -51,7 +51,7 @@ class AttentionMonitor(TrainerCallback):
     def __init__(
         self,
         *,
-        every: int = 25,
+        every: int = 50,
         rows: int = 32,
         top_n: int = 20,
         thresholds: AlertThresholds | None = None,
