@@ -9,8 +9,18 @@ import pytest
 import torch
 
 from attnorm.experiments.experiment import ExperimentSubject
-from attnorm.experiments.spread.experiment import EXPERIMENT, figure, judge_claims, summary
-from attnorm.experiments.spread.measure import Spreads, common_keys, heads_table, lengths_up_to, measure, spread_table
+from attnorm.experiments.spread import (
+    EXPERIMENT,
+    Spreads,
+    common_keys,
+    figure,
+    heads_table,
+    judge_claims,
+    lengths_up_to,
+    measure,
+    spread_table,
+    summary,
+)
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.observe import observe
 

@@ -42,7 +42,7 @@ PAPERS = {
         {**ONE_OF_EACH, LONGEST: 1},
     ),
     "spread": ExperimentEntry(
-        "attnorm.experiments.spread.experiment",
+        "attnorm.experiments.spread",
         "the spread of the logits, next to Proposition 3.1",
         {**ONE_OF_EACH, MODEL: None},
     ),

@@ -47,6 +47,14 @@ class ExperimentFinding:
         return asdict(self)
 
 
+def combine_verdicts(verdicts: Sequence[Verdict]) -> Verdict:
+    """Combine verdicts: untested models do not count; different verdicts give "partly"."""
+    tested = {verdict for verdict in verdicts if verdict != "not tested"}
+    if not tested:
+        return "not tested"
+    return next(iter(tested)) if len(tested) == 1 else "partly"
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The result of a run. Figures and tables are named by the stem of their files."""

@@ -38,6 +38,15 @@ NULL: dict[str, Any] = {
     "markerfacecolor": "white",
 }  # fmt: skip
 
+# Lines of several models; dashed blue is reserved for theory.
+MODELS: tuple[dict[str, Any], ...] = (
+    MEASURED,
+    {"color": "#d9731a", "linestyle": (0, (1, 1)), "marker": "^", "markersize": 4.5, "linewidth": 1.8},
+    {"color": "#0b8466", "linestyle": "-.", "marker": "v", "markersize": 4.5, "linewidth": 1.6},
+    {"color": "#9a62c7", "linestyle": (0, (5, 1)), "marker": "P", "markersize": 4.5, "linewidth": 1.6},
+    {"color": "#b0305c", "linestyle": (0, (3, 1, 1, 1, 1, 1)), "marker": "X", "markersize": 4.5, "linewidth": 1.6},
+)
+
 
 @contextmanager
 def style() -> Iterator[None]:

@@ -14,33 +14,84 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
+from numpy.typing import NDArray
 
 from attnorm.analysis.verdicts.rows import format_keys
 from attnorm.experiments.experiment import (
     Experiment,
     ExperimentFinding,
     ExperimentSubject,
+    Floats,
     Outcome,
     ProgressCallback,
     Verdict,
+    combine_verdicts,
 )
-from attnorm.experiments.figure_style import CORRECTED, INK, MEASURED, NULL, PALE, letter, note, tidy
-from attnorm.experiments.spread.measure import (
-    PRINTED,
-    READINGS,
-    Spreads,
-    common_keys,
-    heads_table,
-    measure,
-    spread_table,
-)
-from attnorm.theory.dispersion import horizon
+from attnorm.experiments.figure_style import CORRECTED, INK, MODELS, NULL, PALE, letter, note, tidy
+from attnorm.experiments.model_runs import longest_rows, run_forward_pass
+from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.normalized import MODEL
+from attnorm.metrics.rows import measure_rows
+from attnorm.models.dispatch import attention_sites
+from attnorm.models.query_key_origin import projections
+from attnorm.theory.dispersion import horizon, proposition31_bound
+
+# Velickovic et al. 2024: range, mean and standard deviation over heads.
+PRINTED = {"Gemma 2B": (2.28, 14.78, 5.69, 2.05), "Gemma 7B": (0.09, 32.74, 5.82, 2.61)}
+READINGS = {
+    "last": "last row",
+    "mean": "mean of the longest rows",
+    "last_without_sink": "last row, first key left out",
+}
+FIRST = 16  # keys: the shortest context
 
 LENGTHS, QUICK_LENGTH = (256, 512, 1024, 2048), 512  # the longest that there is text for
 NEAR = 12.0  # nats: a horizon of 160,000 keys, contexts of today
+
+LOWEST_PRINTED = min(mean - deviation for _, _, mean, deviation in PRINTED.values())
+HIGHEST_PRINTED = max(mean + deviation for _, _, mean, deviation in PRINTED.values())
+FAR_MORE = max(mean + 3 * deviation for _, _, mean, deviation in PRINTED.values())
+AS_PRINTED = " and ".join(
+    f"{mean:.2f} ± {deviation:.2f} for {name}" for name, (_, _, mean, deviation) in PRINTED.items()
+)
+
+
+@dataclass(frozen=True)
+class Spreads:
+    """One model: one number per head, and (heads, lengths) against the number of keys."""
+
+    model: str
+    text: str
+    layer: Floats
+    head: Floats
+    readings: dict[str, Floats]
+    bound: Floats  # Proposition 3.1 at the last row; NaN where the projections cannot be read
+    n: Floats
+    against_n: Floats
+
+    @property
+    def keys(self) -> int:
+        """Number of keys of the last row."""
+        return int(self.n[-1])
+
+    @property
+    def last(self) -> Floats:
+        return self.readings["last"]
+
+    @property
+    def bound_ratio(self) -> Floats:
+        """The bound over the spread, for heads with a known bound."""
+        known = ~np.isnan(self.bound)
+        return np.asarray(self.bound[known] / self.last[known])
+
+    def at(self, keys: int) -> Floats:
+        """Return the spread of every head with this many keys."""
+        return np.asarray(self.against_n[:, self.n.tolist().index(keys)])
 
 
 def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
@@ -70,12 +121,61 @@ EXPERIMENT = Experiment(
 )
 
 
-LOWEST_PRINTED = min(mean - deviation for _, _, mean, deviation in PRINTED.values())
-HIGHEST_PRINTED = max(mean + deviation for _, _, mean, deviation in PRINTED.values())
-FAR_MORE = max(mean + 3 * deviation for _, _, mean, deviation in PRINTED.values())
-AS_PRINTED = " and ".join(
-    f"{mean:.2f} ± {deviation:.2f} for {name}" for name, (_, _, mean, deviation) in PRINTED.items()
-)
+def measure(subject: ExperimentSubject, progress: ProgressCallback, length: int, rows: int) -> Spreads:
+    modules = [module for module, _ in attention_sites(subject.loaded().model).items()]
+    numbered = {getattr(module, "layer_idx", None): module for module in modules}
+    lengths = lengths_up_to(length)
+    columns: dict[str, list[Floats]] = {name: [] for name in ("layer", "head", "bound", "against_n", *READINGS)}
+
+    def on_call(call: AttentionCall) -> None:
+        long = longest_rows(call, rows)
+        row_indices = torch.unique(torch.cat([long, torch.from_numpy(lengths) - 1]))
+        values = measure_rows(call, [None], row_indices, (1,))[MODEL].values
+        spread, without_sink = (
+            values[name][0].double().cpu().numpy() for name in ("logit_spread", "logit_spread_without_sink")
+        )
+        heads = len(spread)
+        columns["layer"].append(np.full(heads, call.layer, dtype=np.float64))
+        columns["head"].append(np.arange(heads, dtype=np.float64))
+        columns["last"].append(spread[:, -1])
+        columns["mean"].append(np.nanmean(spread[:, torch.isin(row_indices, long).numpy()], 1))
+        columns["last_without_sink"].append(without_sink[:, -1])
+        columns["against_n"].append(spread[:, torch.isin(row_indices, torch.from_numpy(lengths) - 1).numpy()])
+        columns["bound"].append(_bound(call, numbered.get(call.layer, modules[min(call.layer, len(modules) - 1)])))
+
+    name = subject.loaded().name
+    run_forward_pass(subject, length, on_call, progress, f"spread of every head of {name}", inputs=True)
+    joined = {name: np.concatenate(values) for name, values in columns.items()}
+    return Spreads(
+        model=name,
+        text=subject.passages()[0].name,
+        layer=joined["layer"],
+        head=joined["head"],
+        readings={name: joined[name] for name in READINGS},
+        bound=joined["bound"],
+        n=lengths.astype(np.float64),
+        against_n=joined["against_n"],
+    )
+
+
+def lengths_up_to(length: int) -> NDArray[np.int64]:
+    """Return lengths half an octave apart from a fixed start, so that models of different context share lengths."""
+    steps = FIRST * 2 ** (np.arange(2 * np.log2(length / FIRST)) / 2)
+    return np.unique([*steps.round().astype(np.int64), length])
+
+
+def _bound(call: AttentionCall, module: Any) -> Floats:
+    projected = projections(module, call)
+    heads = call.query_BHQD.shape[1]
+    if projected is None or call.inputs_BKC is None or call.bias is not None or call.softcap is not None:
+        return np.full(heads, np.nan)
+    x = call.inputs_BKC[0].float()
+    bound = proposition31_bound(
+        projected.query_weight, projected.key_weight, x[-1:], x, query_bias=projected.query_bias,
+        key_bias=projected.key_bias,
+        scaling=call.scale,
+    )  # fmt: skip
+    return bound[:, 0].double().cpu().numpy()
 
 
 def judge_claims(all_spreads: Sequence[Spreads]) -> tuple[ExperimentFinding, ...]:
@@ -88,7 +188,7 @@ def judge_claims(all_spreads: Sequence[Spreads]) -> tuple[ExperimentFinding, ...
             ours=_join_by_model(
                 all_spreads, [_describe_readings(spreads, len(all_spreads) > 1) for spreads in all_spreads]
             ),
-            verdict=_combine_verdicts([_judge_size(spreads) for spreads in all_spreads]),
+            verdict=combine_verdicts([_judge_size(spreads) for spreads in all_spreads]),
             why=f"it is no constant of a model: it grows by {growths} nats per e-fold of n, so a table without a "
             "length says little",
         ),
@@ -97,7 +197,7 @@ def judge_claims(all_spreads: Sequence[Spreads]) -> tuple[ExperimentFinding, ...
             claim="... far below what floating point allows, so dispersion comes sooner than in the worst case (notes "
             "on [V])",
             ours=_join_by_model(all_spreads, [_describe_horizons(spreads) for spreads in all_spreads]),
-            verdict=_combine_verdicts(
+            verdict=combine_verdicts(
                 ["reproduces" if float(np.median(spreads.last)) < NEAR else "partly" for spreads in all_spreads]
             ),
             why="beyond the horizon 1 + e^spread no key can have half of the weight; below it the spread is no limit",
@@ -144,14 +244,6 @@ def _join_by_model(all_spreads: Sequence[Spreads], phrases: Sequence[str]) -> st
     )
 
 
-def _combine_verdicts(verdicts: Sequence[Verdict]) -> Verdict:
-    """Combine verdicts: untested models do not count; different verdicts give "partly"."""
-    tested = {verdict for verdict in verdicts if verdict != "not tested"}
-    if not tested:
-        return "not tested"
-    return next(iter(tested)) if len(tested) == 1 else "partly"
-
-
 def _format_spread(values: np.ndarray) -> str:
     return f"{np.nanmean(values):.2f} ± {np.nanstd(values):.2f}"
 
@@ -194,7 +286,7 @@ def _judge_proposition(all_spreads: Sequence[Spreads]) -> ExperimentFinding:
             f"median head (smallest {ratio.min():.1f}, largest {ratio.max():.0f})"
         )
     # One violation refutes a bound.
-    verdict = "does not" if "does not" in verdicts else _combine_verdicts(verdicts)
+    verdict = "does not" if "does not" in verdicts else combine_verdicts(verdicts)
     why = "norms multiply what never points the same way; RoPE changes no norm, so the bound stays"
     return ExperimentFinding(
         "Spread <= 2 smax(Q) smax(K) ||y|| max ||x|| (Proposition 3.1 [V])",
@@ -207,14 +299,6 @@ def _judge_proposition(all_spreads: Sequence[Spreads]) -> ExperimentFinding:
 SPREAD_TICKS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
 LENGTH_TICKS = (16, 64, 256, 1024, 4096, 16384)
 BANDS = 3  # models: more would hide each other
-# Several models differ in marker and lightness too; dashed blue is reserved for theory.
-LOOKS: tuple[dict[str, Any], ...] = (
-    MEASURED,
-    {"color": "#d9731a", "linestyle": (0, (1, 1)), "marker": "^", "markersize": 4.5, "linewidth": 1.8},
-    {"color": "#0b8466", "linestyle": "-.", "marker": "v", "markersize": 4.5, "linewidth": 1.6},
-    {"color": "#9a62c7", "linestyle": (0, (5, 1)), "marker": "P", "markersize": 4.5, "linewidth": 1.6},
-    {"color": "#b0305c", "linestyle": (0, (3, 1, 1, 1, 1, 1)), "marker": "X", "markersize": 4.5, "linewidth": 1.6},
-)
 
 
 @dataclass(frozen=True)
@@ -238,7 +322,7 @@ def figure(all_spreads: Sequence[Spreads]) -> Figure:
         1, 3, gridspec_kw={"left": 0.175, "right": 0.965, "top": 1 - 0.37 / height, "bottom": 0.7 / height,
                            "wspace": 0.3, "width_ratios": (1.15, 1, 1)},
     )  # fmt: skip
-    looks = list(itertools.islice(itertools.cycle(LOOKS), len(all_spreads)))
+    looks = list(itertools.islice(itertools.cycle(MODELS), len(all_spreads)))
     _draw_table(left, all_spreads, looks)
     _draw_growth(middle, all_spreads, looks)
     _draw_bound(right, all_spreads, looks)
@@ -366,3 +450,56 @@ def _draw_bound(axes: Axes, all_spreads: Sequence[Spreads], looks: Sequence[dict
 def _short_name(name: str) -> str:
     """Return a hub name without its owner, in lines that fit beside an axis."""
     return "\n".join(textwrap.wrap(name.rsplit("/", 1)[-1], 26)[:2]) or name
+
+
+def common_keys(all_spreads: Sequence[Spreads]) -> int:
+    """Return the longest context at which all models were measured."""
+    return int(max(set.intersection(*(set(spreads.n.tolist()) for spreads in all_spreads))))
+
+
+def spread_table(all_spreads: Sequence[Spreads]) -> pa.Table:
+    """Return the paper's rows as printed, then one per model; cells that the paper does not have are empty."""
+    rows: list[dict[str, Any]] = [
+        {
+            "model": model, "smallest": low, "largest": high, "mean": mean, "deviation": deviation,
+            "horizon_of_mean": float(horizon(mean)),
+        }
+        for model, (low, high, mean, deviation) in PRINTED.items()
+    ]  # fmt: skip
+    rows += [_row(spreads, common_keys(all_spreads)) for spreads in all_spreads]
+    return pa.Table.from_pylist([{name: row.get(name) for name in rows[-1]} for row in rows])
+
+
+def _row(spreads: Spreads, common: int) -> dict[str, Any]:
+    ratio = spreads.bound_ratio
+    return {
+        "model": spreads.model, "text": spreads.text, "keys": spreads.keys, "heads": len(spreads.head),
+        "smallest": float(spreads.last.min()), "largest": float(spreads.last.max()),
+        **_moments("", spreads.last), "horizon_of_mean": float(horizon(float(spreads.last.mean()))),
+        **_moments("_longest_rows", spreads.readings["mean"]),
+        **_moments("_without_first_key", spreads.readings["last_without_sink"]),
+        "common_keys": common, **_moments("_at_common_keys", spreads.at(common)),
+        "proposition31_heads": len(ratio), "proposition31_holds": int((ratio >= 1).sum()),
+        "proposition31_median_ratio": float(np.median(ratio)) if len(ratio) else None,
+    }  # fmt: skip
+
+
+def _moments(reading: str, values: Floats) -> dict[str, float]:
+    return {f"mean{reading}": float(np.nanmean(values)), f"deviation{reading}": float(np.nanstd(values))}
+
+
+def heads_table(all_spreads: Sequence[Spreads]) -> pa.Table:
+    """Return one row per head; lengths beyond a model's context are empty."""
+    return pa.concat_tables([_heads(spreads) for spreads in all_spreads], promote_options="default")
+
+
+def _heads(spreads: Spreads) -> pa.Table:
+    return pa.table(
+        {
+            "model": [spreads.model] * len(spreads.head),
+            "layer": spreads.layer.astype(np.int64), "head": spreads.head.astype(np.int64),
+            **{f"spread_{name}": values for name, values in spreads.readings.items()},
+            "proposition31_bound": spreads.bound,
+            **{f"spread_at_{n:.0f}": spreads.against_n[:, index] for index, n in enumerate(spreads.n)},
+        }
+    )  # fmt: skip
