@@ -48,7 +48,7 @@ from attnorm.kernels.stick_breaking import (
 
 CHUNK = tl.constexpr(128)
 MAX_CARRIED = 2**24  # numbers between the tiles of a chunk, two arrays of them in float32
-NOTHING_LEFT = 1024.0  # bits, for the tiles that a block of queries does not reach
+NOTHING_LEFT = tl.constexpr(1024.0)  # bits, for the tiles that a block of queries does not reach
 
 
 def backward(
@@ -70,8 +70,6 @@ def backward(
     options = {**call.constants, "ROWS": rows, "COLUMNS": columns, "num_warps": warps, "num_stages": stages}
     with call.device:
         for begin in range(0, queries, chunk):
-            later.fill_(NOTHING_LEFT)
-            earlier.zero_()
             backward_queries[(chunk // rows * heads,)](
                 *given, later, earlier, live, grad_q, grad_factor, *strides, *grad_q.stride()[:3], *call.sizes,
                 stick.scale, begin, chunk, **options,
@@ -132,6 +130,9 @@ def backward_queries(
                 C, S, part != 1,
             )  # fmt: skip
     tl.store(live_out + own.batch_head * blocks + own.index, live)
+    for tile in range(borders[0] // COLUMNS, live):  # the stick does not reach them
+        tl.store(later + chunk.to(tl.int64) * tile, tl.full([ROWS], NOTHING_LEFT, tl.float32))
+        tl.store(earlier + chunk.to(tl.int64) * tile, tl.zeros([ROWS], tl.float32))
     tl.debug_barrier()  # the same program reads what it stored
 
     before = tl.zeros([ROWS], tl.float32)
