@@ -158,9 +158,10 @@ def test_shapes_of_the_variance_of_rows() -> None:
 @pytest.mark.parametrize("rest", [False, True])
 @pytest.mark.parametrize("factor", [None, ROWS])
 def test_shapes_of_stick_breaking(rest: bool, factor: torch.Tensor | None) -> None:
-    found = stick_breaking._forward.operator(Q, K, V, None, factor, rest, True, None, 0.5)
-    assert shapes(found) == like(OUTPUT, ROWS if rest else NOTHING)
-    grads = stick_breaking._backward.operator(OUTPUT, Q, K, V, None, factor, ROWS, rest, True, None, 0.5)
+    found = stick_breaking._forward.operator(Q, K, V, None, factor, rest, True, None, 0.5, False)
+    assert shapes(found)[:3] == like(OUTPUT, ROWS if rest else NOTHING, NOTHING)
+    assert shapes(found)[3] == ((0,), torch.int32)
+    grads = stick_breaking._backward.operator(OUTPUT, Q, K, V, None, factor, ROWS, *found[2:], rest, True, None, 0.5)
     assert shapes(grads) == like(Q, K, V, NOTHING if factor is None else ROWS)
 
 

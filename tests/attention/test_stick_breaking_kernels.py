@@ -86,6 +86,28 @@ def test_rows_end_their_walk_only_where_nothing_is_left(shift: float, monkeypatc
     assert_follows(found, run(exactly((q, k, v)), make(True), "blocked", causal=True), 5 * FLOAT32)
 
 
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(("shift", "window"), [(-3.0, None), (0.0, None), (0.0, 200), (1e3, None)])
+def test_backward_reads_the_costs_that_forward_has_kept(
+    shift: float, window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same bits as without them. A stick of the first block lasts for all keys, for some, or for one."""
+    from attnorm.kernels import stick_breaking as kernels
+
+    tensors = draw((1, 2, 1, 70, 900, 16, 16), dtype)
+    with torch.no_grad():
+        tensors[0][..., :64, 0], tensors[0][..., 64:, 0], tensors[1][..., 0] = 4.0, -4.0, shift
+    select = [] if window is None else attnorm.get("local", window=window).selections
+    for current in (True, False):
+        found = []
+        for most in (kernels.MAX_KEPT_TILES, 0):
+            monkeypatch.setattr(kernels, "MAX_KEPT_TILES", most)
+            assert (kernels.kept_shapes(*tensors, trains=True) != ((0,), (0,))) == (most > 0)
+            found.append(run(tensors, make(current, select=select), "triton", causal=True))
+            monkeypatch.undo()
+        assert all(torch.equal(kept, again) for kept, again in zip(*found, strict=True))
+
+
 def test_a_row_that_sees_nothing_is_zero_and_a_nan_stays_one() -> None:
     q, k, v = draw((2, 2, 2, 20, 20, 16, 16))
     mask = torch.ones(2, 1, 20, 20, dtype=torch.bool, device=DEVICE)
@@ -112,13 +134,13 @@ def test_compiled_code_takes_the_kernels_as_one_operator() -> None:
     assert torch.equal(torch.autograd.grad(compiled(q), q)[0], torch.autograd.grad(loss(q), q)[0])
     factor = torch.full((1, 1, 20), 0.7, device=DEVICE)
     given = [*(t.detach() for t in (q, k, v)), None, factor]
-    options = (True, True, 9, 0.25)
+    options, trains = (True, True, 9, 0.25), True
     utilities = ("test_schema", "test_faketensor", "test_autograd_registration")
-    arguments = (q, k, v, None, factor.clone().requires_grad_(), *options)
+    arguments = (q, k, v, None, factor.clone().requires_grad_(), *options, trains)
     torch.library.opcheck(torch.ops.attnorm.stick_breaking_attention.default, arguments, test_utils=utilities)
-    output, spent = torch.ops.attnorm.stick_breaking_attention(*given, *options)
+    output, *saved = torch.ops.attnorm.stick_breaking_attention(*given, *options, trains)
     backward = torch.ops.attnorm.stick_breaking_attention_backward.default
-    torch.library.opcheck(backward, (output, *given, spent, *options), test_utils=utilities)
+    torch.library.opcheck(backward, (output, *given, *saved, *options), test_utils=utilities)
 
 
 def test_what_the_kernels_have_no_form_for() -> None:
@@ -146,11 +168,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from attnorm.kernels import stick_breaking, stick_breaking_backward
 types = dict(mask="*u8", live="*i32", live_out="*i32", scale="fp32", plain_scale="fp32")
-types |= dict.fromkeys(("factor", "spent", "spent_out", "later", "earlier", "grad_factor"), "*fp32")
+types |= dict.fromkeys(("factor", "spent", "spent_in", "spent_out", "later", "earlier", "grad_factor"), "*fp32")
 types |= dict.fromkeys(("q", "k", "v", "out", "grad", "grad_q", "grad_k", "grad_v"), "*bf16")
 constants = dict(
     FAST=True, FACTORED=True, REST=True, CAUSAL=True, WINDOWED=False, MASKED=True, PRECISION="tf32", ROWS=16,
-    COLUMNS=16, WIDTH=16, V_WIDTH=16, FULL=True, V_FULL=False, LIFT=1.0, ADD=True,
+    COLUMNS=16, WIDTH=16, V_WIDTH=16, FULL=True, V_FULL=False, LIFT=1.0, ADD=True, KEEPS=True,
+    KEPT=True,
     PART=triton.language.bfloat16,
 )
 forward = [stick_breaking.forward_kernel]

@@ -38,9 +38,10 @@ def stick_breaking(inputs: Inputs, normalizer: Normalizer) -> Tensor:
     factor = row_factors(inputs, normalizer)
     mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
     windows = [selection.kernel_window for selection in normalizer.selections if selection.kernel_window is not None]
+    trains = inputs.needs_grad or (factor is not None and factor.requires_grad)
     output: Tensor = _forward(
         inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, mask, None if factor is None else factor[..., 0],
-        not normalizer.map.attend_current, inputs.causal, min(windows, default=None), inputs.scale,
+        not normalizer.map.attend_current, inputs.causal, min(windows, default=None), inputs.scale, trains,
     )[0]  # fmt: skip
     return output
 
@@ -48,52 +49,58 @@ def stick_breaking(inputs: Inputs, normalizer: Normalizer) -> Tensor:
 @kernel_operator("attnorm::stick_breaking_attention")
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, rest: bool, causal: bool,
-    window: int | None, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    window: int | None, scale: float, trains: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from attnorm.kernels.stick_breaking import Stick, forward  # loads Triton
 
-    return forward(q, k, v, mask, factor, Stick(rest, causal, window, scale))
+    return forward(q, k, v, mask, factor, Stick(rest, causal, window, scale), trains)
 
 
 @_forward.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, rest: bool, causal: bool,
-    window: int | None, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    spent = q.new_empty(q.shape[:3] if rest else (0,), dtype=torch.float32)
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), spent
+    window: int | None, scale: float, trains: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    from attnorm.kernels.stick_breaking import kept_shapes
+
+    later, live = kept_shapes(q, k, v, trains)
+    rows = q.new_empty(q.shape[:3] if rest else (0,), dtype=torch.float32)
+    kept = q.new_empty(later, dtype=torch.float32), q.new_empty(live, dtype=torch.int32)
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), rows, *kept
 
 
 @kernel_operator("attnorm::stick_breaking_attention_backward")
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, spent: Tensor,
-    rest: bool, causal: bool, window: int | None, scale: float,
+    later: Tensor, live: Tensor, rest: bool, causal: bool, window: int | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from attnorm.kernels.stick_breaking import Stick
     from attnorm.kernels.stick_breaking_backward import backward
 
-    return backward(grad, q, k, v, mask, factor, spent, Stick(rest, causal, window, scale))
+    return backward(grad, q, k, v, mask, factor, spent, later, live, Stick(rest, causal, window, scale))
 
 
 @_backward.register_fake
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, spent: Tensor,
-    rest: bool, causal: bool, window: int | None, scale: float,
+    later: Tensor, live: Tensor, rest: bool, causal: bool, window: int | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     rows = q.new_empty(q.shape[:3] if factor is not None else (0,), dtype=torch.float32)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), rows
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, rest, causal, window, scale = inputs
-    ctx.save_for_backward(*tensors, output[1])
+    *tensors, rest, causal, window, scale, _trains = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, *output[1:])
     ctx.options = rest, causal, window, scale
 
 
-def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # read once: gradient checkpointing returns each of them only once
     *grads, grad_factor = _backward(grad, *saved, *ctx.options)
-    return *grads, None, None if saved[4] is None else grad_factor, None, None, None, None
+    return *grads, None, None if saved[4] is None else grad_factor, None, None, None, None, None
 
 
 def _raise_second_gradient(*_: Any) -> Never:

@@ -38,7 +38,10 @@ SPENT = tl.constexpr(160.0)  # bits: nothing is left
 GROUP = tl.constexpr(8)  # tiles between two looks at what is left; a loop of fixed length keeps the loads ahead
 
 # What is known of a call when a kernel is compiled, beyond blocks.Constants.
-StickConstants = namedtuple("StickConstants", "FAST FACTORED REST LIFT PART")
+StickConstants = namedtuple("StickConstants", "FAST FACTORED REST LIFT PART KEEPS")
+
+NOTHING_LEFT = tl.constexpr(1024.0)  # bits, for the tiles that a block of queries does not reach
+MAX_KEPT_TILES = 32  # of keys; the costs behind them take 4 bytes per tile and row
 
 
 @dataclass(frozen=True)
@@ -52,19 +55,35 @@ class Stick:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, stick: Stick
-) -> tuple[Tensor, Tensor]:
-    """Output, and what every row has spent in bits, (B, H, Q), empty unless its own key receives the rest."""
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, stick: Stick, trains: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, and what every row has spent in bits, (B, H, Q), empty unless its own key receives the rest.
+
+    If the backward pass follows (`trains`) and there are few keys, also the costs behind every tile of keys and the
+    first tile that each block of queries reaches, which are empty otherwise.
+    """
     call = StickLaunch.of(q, k, v, mask, factor, stick)
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     spent = call.rows(stick.rest)
+    later_shape, live_shape = kept_shapes(q, k, v, trains)
+    later = torch.empty(later_shape, dtype=torch.float32, device=q.device)
+    live = torch.empty(live_shape, dtype=torch.int32, device=q.device)
     rows, columns, warps, stages = forward_tile(q, v)
     with call.device:
         forward_kernel[(triton.cdiv(q.shape[2], rows) * q.shape[0] * q.shape[1],)](
-            *call.tensors, out, spent, *call.strides, *out.stride()[:3], *call.sizes, **call.constants,
-            ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
+            *call.tensors, out, spent, later, live, *call.strides, *out.stride()[:3], *call.sizes, **call.constants,
+            KEEPS=later.numel() > 0, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
         )  # fmt: skip
-    return out, spent
+    return out, spent, later, live
+
+
+def kept_shapes(q: Tensor, k: Tensor, v: Tensor, trains: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the costs behind tiles, (B H, tiles, rows), and of the first tiles, (B H, blocks)."""
+    rows, columns, *_ = forward_tile(q, v)
+    heads, tiles, blocks = q.shape[0] * q.shape[1], -(-k.shape[2] // columns), -(-q.shape[2] // rows)
+    if not trains or (rows, columns) != backward_tile(q, v)[:2] or tiles > MAX_KEPT_TILES:
+        return (0,), (0,)
+    return (heads, tiles, blocks * rows), (heads, blocks)
 
 
 @dataclass(frozen=True)
@@ -113,18 +132,27 @@ def forward_tile(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
     return (64, 64, 4, 3) if width <= 64 else (64, 64, 4, 2) if width <= 128 else (64, 32, 4, 2)
 
 
+def backward_tile(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
+    """Chosen as in the forward pass; the same for both kernels, which share the tiles of keys and blocks of queries."""
+    width = max(padded(q), padded(v))
+    if q.dtype == torch.float32:
+        return (32, 32, 4, 2) if width <= 64 else (16, 32, 4, 2)
+    return (64, 64, 4, 2) if width <= 64 else (64, 32, 4, 2) if width <= 128 else (32, 32, 8, 2)
+
+
 @triton.jit
 def forward_kernel(
-    q, k, v, mask, factor, out, spent_out,
+    q, k, v, mask, factor, out, spent_out, later, live_out,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     mask_batch, mask_head, mask_row, mask_column, o_batch, o_head, o_row,
     heads, groups, queries, keys, offset, window, width, v_width, scale,
     FAST: tl.constexpr, FACTORED: tl.constexpr, REST: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
     V_WIDTH: tl.constexpr, FULL: tl.constexpr, V_FULL: tl.constexpr, LIFT: tl.constexpr, PART: tl.constexpr,
+    KEEPS: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = Constants(CAUSAL, WINDOWED, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL, V_WIDTH, V_FULL)
-    S: tl.constexpr = StickConstants(FAST, FACTORED, REST, LIFT, PART)
+    S: tl.constexpr = StickConstants(FAST, FACTORED, REST, LIFT, PART, KEEPS)
     own, rows, inside, q_tile, k, v, sight = queries_keys_values(
         q, k, v, mask, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, mask_batch, mask_head,
         mask_row, mask_column, heads, groups, queries, keys, offset, window, width, v_width, C,
@@ -135,13 +163,20 @@ def forward_kernel(
     acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
     spent = tl.where(inside, 0.0, SPENT)
     borders = stick_range(own.index, sight, C, REST)
+    blocks = tl.cdiv(queries, ROWS)
+    later += own.batch_head * tl.cdiv(keys, COLUMNS) * blocks * ROWS + rows
+    live = tl.cdiv(borders[3], COLUMNS)
     for part in tl.static_range(2, -1, -1):
         # The keys that all see may be none, and Triton 3.6 cannot compile a loop that it knows to be empty.
         if part == 2 or (WINDOWED if part == 0 else CAUSAL or not REST):
-            acc, spent = _fold(
-                acc, spent, borders[part], borders[part + 1], q_tile, k, v, rows, row_factor, sight, scale, C, S,
-                part != 1,
+            acc, spent, live = _fold(
+                acc, spent, live, borders[part], borders[part + 1], q_tile, k, v, rows, row_factor, later,
+                blocks * ROWS, sight, scale, C, S, part != 1,
             )  # fmt: skip
+    if KEEPS:
+        tl.store(live_out + own.batch_head * blocks + own.index, live)
+        for tile in range(borders[0] // COLUMNS, live):
+            tl.store(later + blocks * ROWS * tile, tl.full([ROWS], NOTHING_LEFT, tl.float32))
     acc = acc * (1.0 / LIFT)
     if REST:
         values, seen = own_key(v, rows, sight, C)
@@ -153,15 +188,21 @@ def forward_kernel(
 
 @triton.jit
 def _fold(
-    acc, spent, start, stop, q_tile, k, v, rows, factor, sight, scale,
+    acc, spent, live, start, stop, q_tile, k, v, rows, factor, later, stride, sight, scale,
     C: tl.constexpr, S: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Output and cost of a block of queries, with the keys from stop down to start added."""
+    """Output and cost of a block of queries, with the keys from stop down to start added, and the first tile reached.
+
+    If KEEPS, the costs behind each tile are stored in `later`.
+    """
     tiles = tl.cdiv(stop - start, C.COLUMNS)
     while (tiles > 0) & (tl.min(spent, 0) < SPENT):
         group = tl.minimum(tiles, GROUP)
         for index in range(group):
-            columns = start + (tiles - 1 - index) * C.COLUMNS + tl.arange(0, C.COLUMNS)
+            tile = start // C.COLUMNS + tiles - 1 - index
+            if S.KEEPS:
+                tl.store(later + stride * tile, spent)
+            columns = tile * C.COLUMNS + tl.arange(0, C.COLUMNS)
             k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
             v_tile = load_tile(v, columns, C.V_WIDTH, EDGE, C.V_FULL)
             dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
@@ -170,7 +211,8 @@ def _fold(
             spent += tl.sum(cost, 1)
             acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=C.PRECISION)
         tiles -= group
-    return acc, spent
+        live = start // C.COLUMNS + tiles
+    return acc, spent, live
 
 
 @triton.jit

@@ -7,10 +7,10 @@ With dp_j = <dO, v_j>, w = p dp and W_j the sum of w over the keys up to j, the 
 since a key takes its share from all keys before it. What the query's own key receives with REST counts as a key before
 all others.
 
-One kernel walks the keys of a block of queries twice: from the last to the first for the costs, then back for W and the
-gradient of q. It keeps the costs behind and the W before every tile for the kernel of k and v. Those numbers take
-memory of queries x tiles, so that the queries are taken in chunks. No two programs add to the same number: results are
-deterministic.
+One kernel walks the keys of a block of queries twice: from the last to the first for the costs (unless the forward pass
+has kept them), then back for W and the gradient of q. It keeps the costs behind and the W before every tile for the
+kernel of k and v. Those numbers take memory of queries x tiles, so that the queries are taken in chunks. No two
+programs add to the same number: results are deterministic.
 """
 
 import torch
@@ -32,13 +32,15 @@ from attnorm.kernels.blocks import (
     store_tile,
     tile_of_head,
 )
-from attnorm.kernels.launch import in_rows, padded
+from attnorm.kernels.launch import in_rows
 from attnorm.kernels.stick_breaking import (
     GROUP,
+    NOTHING_LEFT,
     SPENT,
     Stick,
     StickConstants,
     StickLaunch,
+    backward_tile,
     own_key,
     stick_range,
     sum_up_to,
@@ -48,21 +50,24 @@ from attnorm.kernels.stick_breaking import (
 
 CHUNK = tl.constexpr(128)
 MAX_CARRIED = 2**24  # numbers between the tiles of a chunk, two arrays of them in float32
-NOTHING_LEFT = tl.constexpr(1024.0)  # bits, for the tiles that a block of queries does not reach
 
 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, spent: Tensor,
-    stick: Stick,
+    kept_later: Tensor, kept_live: Tensor, stick: Stick,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v and factor; the last is empty where there is none."""
     call = StickLaunch.of(q, k, v, mask, factor, stick)
     grad, spent = in_rows(grad), spent.contiguous()
     rows, columns, warps, stages = backward_tile(q, v)
     heads, queries, tiles = q.shape[0] * q.shape[1], q.shape[2], triton.cdiv(k.shape[2], columns)
-    chunk = min(triton.cdiv(queries, rows), max(1, MAX_CARRIED // (heads * tiles * rows))) * rows
-    later, earlier = (torch.empty((heads, tiles, chunk), dtype=torch.float32, device=q.device) for _ in range(2))
+    kept = kept_later.numel() > 0  # by the forward pass, for all queries
+    most = queries if kept else MAX_CARRIED // (heads * tiles * rows)
+    chunk = min(triton.cdiv(queries, rows), max(1, most)) * rows
+    earlier = torch.empty((heads, tiles, chunk), dtype=torch.float32, device=q.device)
+    later = kept_later.contiguous() if kept else torch.empty_like(earlier)
     live = torch.empty((heads, chunk // rows), dtype=torch.int32, device=q.device)
+    live = kept_live.contiguous() if kept else live
     summed = torch.float32 if chunk < queries else k.dtype  # over chunks
     grad_q, grad_factor = torch.empty(q.shape, dtype=q.dtype, device=q.device), call.rows(factor is not None)
     grad_k, grad_v = (torch.empty(t.shape, dtype=summed, device=t.device) for t in (k, v))
@@ -71,8 +76,8 @@ def backward(
     with call.device:
         for begin in range(0, queries, chunk):
             backward_queries[(chunk // rows * heads,)](
-                *given, later, earlier, live, grad_q, grad_factor, *strides, *grad_q.stride()[:3], *call.sizes,
-                stick.scale, begin, chunk, **options,
+                *given, spent, later, earlier, live, grad_q, grad_factor, *strides, *grad_q.stride()[:3], *call.sizes,
+                stick.scale, begin, chunk, KEPT=kept, **options,
             )  # fmt: skip
             backward_keys[(tiles * k.shape[0] * k.shape[1],)](
                 *given, spent, later, earlier, live, grad_k, grad_v, *strides, *grad_k.stride()[:3],
@@ -81,27 +86,23 @@ def backward(
     return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), grad_factor
 
 
-def backward_tile(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
-    """Chosen as in the forward pass; the same for both kernels, which share the tiles of keys and blocks of queries."""
-    width = max(padded(q), padded(v))
-    if q.dtype == torch.float32:
-        return (32, 32, 4, 2) if width <= 64 else (16, 32, 4, 2)
-    return (64, 64, 4, 2) if width <= 64 else (64, 32, 4, 2) if width <= 128 else (32, 32, 8, 2)
-
-
 @triton.jit
 def backward_queries(
-    q, k, v, mask, factor, grad, later, earlier, live_out, grad_q, grad_factor,
+    q, k, v, mask, factor, grad, spent_in, later, earlier, live_out, grad_q, grad_factor,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     mask_batch, mask_head, mask_row, mask_column, o_batch, o_head, o_row, gq_batch, gq_head, gq_row,
     heads, groups, queries, keys, offset, window, width, v_width, scale, plain_scale, begin, chunk,
     FAST: tl.constexpr, FACTORED: tl.constexpr, REST: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
     V_WIDTH: tl.constexpr, FULL: tl.constexpr, V_FULL: tl.constexpr, LIFT: tl.constexpr, PART: tl.constexpr,
+    KEPT: tl.constexpr,
 ):  # fmt: skip
-    """The queries from begin to begin + chunk, both multiples of ROWS. later, earlier: (B, H, key tiles, chunk)."""
+    """The queries from begin to begin + chunk, both multiples of ROWS. later, earlier: (B, H, key tiles, chunk).
+
+    KEPT: the forward pass has stored later and live.
+    """
     C: tl.constexpr = Constants(CAUSAL, WINDOWED, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL, V_WIDTH, V_FULL)
-    S: tl.constexpr = StickConstants(FAST, FACTORED, REST, LIFT, PART)
+    S: tl.constexpr = StickConstants(FAST, FACTORED, REST, LIFT, PART, False)
     blocks = chunk // ROWS
     own = block_from_last(tl.program_id(0), blocks, heads)  # of the chunk
     block = begin // ROWS + own.index
@@ -121,17 +122,23 @@ def backward_queries(
     earlier += place
 
     borders = stick_range(block, sight, C, REST)
-    spent = tl.where(inside, 0.0, SPENT)
-    live = tl.cdiv(borders[3], COLUMNS)
-    for part in tl.static_range(2, -1, -1):
-        if part == 2 or (WINDOWED if part == 0 else CAUSAL or not REST):  # as in forward
-            spent, live = _spend(
-                spent, live, borders[part], borders[part + 1], q_tile, k, rows, row_factor, later, chunk, sight, scale,
-                C, S, part != 1,
-            )  # fmt: skip
-    tl.store(live_out + own.batch_head * blocks + own.index, live)
+    live_out += own.batch_head * blocks + own.index
+    if KEPT:
+        spent = load_row(spent_in, row_at, inside, REST, 0.0)
+        live = tl.load(live_out)
+    else:
+        spent = tl.where(inside, 0.0, SPENT)
+        live = tl.cdiv(borders[3], COLUMNS)
+        for part in tl.static_range(2, -1, -1):
+            if part == 2 or (WINDOWED if part == 0 else CAUSAL or not REST):  # as in forward
+                spent, live = _spend(
+                    spent, live, borders[part], borders[part + 1], q_tile, k, rows, row_factor, later, chunk, sight,
+                    scale, C, S, part != 1,
+                )  # fmt: skip
+        tl.store(live_out, live)
     for tile in range(borders[0] // COLUMNS, live):  # the stick does not reach them
-        tl.store(later + chunk.to(tl.int64) * tile, tl.full([ROWS], NOTHING_LEFT, tl.float32))
+        if not KEPT:
+            tl.store(later + chunk.to(tl.int64) * tile, tl.full([ROWS], NOTHING_LEFT, tl.float32))
         tl.store(earlier + chunk.to(tl.int64) * tile, tl.zeros([ROWS], tl.float32))
     tl.debug_barrier()  # the same program reads what it stored
 
@@ -215,7 +222,7 @@ def backward_keys(
 ):  # fmt: skip
     """A tile of keys of one key head, for the queries of a chunk in all heads that share it; ADD: to what is there."""
     C: tl.constexpr = Constants(CAUSAL, WINDOWED, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL, V_WIDTH, V_FULL)
-    S: tl.constexpr = StickConstants(FAST, FACTORED, REST, LIFT, PART)
+    S: tl.constexpr = StickConstants(FAST, FACTORED, REST, LIFT, PART, False)
     own = block_of_keys(keys, heads, groups, COLUMNS)
     tiles = tl.cdiv(keys, COLUMNS)
     columns = own.index * COLUMNS + tl.arange(0, COLUMNS)
