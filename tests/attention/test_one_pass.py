@@ -25,6 +25,7 @@ from tests.attention.kernel_calls import (
     assert_compiles,
     assert_follows,
     draw,
+    each_depth,
     exactly,
     mask_of,
     run,
@@ -452,17 +453,9 @@ def test_bfloat16_in_the_interpreter_is_an_error_and_not_a_wrong_number() -> Non
         attnorm.attention(*draw(SQUARE, torch.bfloat16), "ssmax", engine="triton")
 
 
-# On every commit each kernel once, in small tiles and without pipelines, which takes a third of the time.
-EVERY_DAY = "16, 1, [(90, constants, every_kernel)]"
-AT_NIGHT = "32, 3, [(80, constants, attention), (90, constants, every_kernel), (90, frozen_factor, attention)]"
-
-
-@pytest.mark.parametrize("which", [EVERY_DAY, pytest.param(AT_NIGHT, marks=pytest.mark.nightly)])
-def test_the_kernels_compile_for_gpus_that_are_not_here(which: str) -> None:
+@each_depth
+def test_the_kernels_compile_for_gpus_that_are_not_here(lowered: bool) -> None:
     script = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from attnorm.kernels import extremes, kth_largest, one_pass, one_pass_backward, row_spread, top_lists
 from attnorm.kernels.maps import MAPS, RULES
 map_ = MAPS["softpick"]
@@ -491,17 +484,15 @@ searches += (top_lists.kth_of_lists,)
 entropies = (row_spread.row_entropy, row_spread.entropy_backward)
 variances = (row_spread.row_variance, row_spread.variance_backward_queries, row_spread.variance_backward_keys)
 every_kernel = (*attention, *searches, *entropies, *variances)
-size, stages, wanted = WHICH
-tiles = dict.fromkeys(("WIDTH", "V_WIDTH", "ROWS", "COLUMNS"), size)
-for capability, known, kernels in wanted:
+tiles = dict.fromkeys(("WIDTH", "V_WIDTH", "ROWS", "COLUMNS"), 32)
+for capability, known, kernels in (
+    (80, constants, attention), (90, constants, every_kernel), (90, frozen_factor, attention)
+):
     known = dict(ENTROPY=capability == 90) | known | tiles
     for kernel in kernels:
-        given = {name: value for name, value in known.items() if name in kernel.arg_names}
-        signature = {name: "constexpr" if name in given else types.get(name, "i32") for name in kernel.arg_names}
-        source, target = ASTSource(kernel, signature, constexprs=given), GPUTarget("cuda", capability, 32)
-        assert "ptx" in triton.compile(source, target=target, options={"num_stages": stages}).asm
+        compiles(kernel, known, types, capability, num_stages=3)
 """
-    assert_compiles(script.replace("WHICH", which))
+    assert_compiles(script, lowered)
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "sa_softmax", "topk", "adaptive_temperature", "norm_softmax"])

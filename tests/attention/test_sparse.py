@@ -22,6 +22,7 @@ from tests.attention.kernel_calls import (
     assert_compiles,
     assert_follows,
     draw,
+    each_depth,
     exactly,
     mask_of,
     run,
@@ -378,16 +379,9 @@ def test_bfloat16_in_the_interpreter_is_an_error_and_not_a_wrong_number() -> Non
         attnorm.attention(*draw(SQUARE, torch.bfloat16), "entmax15", engine="sparse")
 
 
-EVERY_DAY = '(forward, "entmax15", True, 90), (queries, "entmax", True, 80), (keys, "kneemax", True, 90)'
-AT_NIGHT = '(forward, "entmax", False, 90), (forward, "kneemax", True, 80), (queries, "sparsemax", True, 90)'
-
-
-@pytest.mark.parametrize("which", [EVERY_DAY, pytest.param(AT_NIGHT, marks=pytest.mark.nightly)])
-def test_the_kernels_compile_for_gpus_that_are_not_here(which: str) -> None:
+@each_depth
+def test_the_kernels_compile_for_gpus_that_are_not_here(lowered: bool) -> None:
     script = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from attnorm.kernels import threshold, threshold_backward
 from attnorm.kernels.threshold_maps import MAPS
 types = dict(mask="*u8", live="*u8", listed="*i32")
@@ -396,18 +390,18 @@ rows = ("row_factor", "parameter", "penalties", "threshold", "gaps", "delta", "g
 types |= dict.fromkeys(rows, "*fp32")
 types |= dict.fromkeys(("q", "k", "v", "out", "out_u", "grad", "grad_q", "grad_k", "grad_v"), "*bf16")
 forward, queries, keys = threshold.forward_kernel, threshold_backward.backward_queries, threshold_backward.backward_keys
-for kernel, name, trains, capability in [WHICH]:
+for kernel, name, trains, capability in (
+    (forward, "entmax15", True, 90), (queries, "entmax", True, 80), (keys, "kneemax", True, 90),
+    (forward, "entmax", False, 90), (forward, "kneemax", True, 80), (queries, "sparsemax", True, 90),
+):
     one = MAPS[name]
-    given = dict(
+    constants = dict(
         WEIGHTS=one.weights, NEWTON=one.newton, START=one.start, DECLINE=one.decline, COUNTED=one.counted,
         DEFORMED=one.deformed, PARAMETER=one.parameter, LEARNED=True, EXACT=False, FAST=True, LIFT=1.0, CAUSAL=True,
         MASKED=True, FACTORED=True, PENALISED=True, TRAINS=trains, CORRECTED=True, PRECISION="tf32", ROWS=32,
         COLUMNS=16, WIDTH=16, V_WIDTH=16,
         FULL=True, V_FULL=False, SIGNED=True, MAX_STEPS=9, EARLY=3, LIVE_ROWS=64, LIVE_COLUMNS=32,
     )
-    given = {key: value for key, value in given.items() if key in kernel.arg_names}
-    signature = {name: "constexpr" if name in given else types.get(name, "i32") for name in kernel.arg_names}
-    source = ASTSource(kernel, signature, constexprs=given)
-    assert "ptx" in triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm
+    compiles(kernel, constants, types, capability)
 """
-    assert_compiles(script.replace("WHICH", which))
+    assert_compiles(script, lowered)

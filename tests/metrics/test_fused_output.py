@@ -12,7 +12,7 @@ from attnorm.metrics import attention_statistics, fused_rows
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import resolve_normalizers
 from attnorm.metrics.reference import dense_weights
-from tests.attention.kernel_calls import assert_compiles
+from tests.attention.kernel_calls import assert_compiles, each_depth
 from tests.fast_interpreter import speed_up_interpreter
 from tests.metrics.naive_softmax import KINDS, LENGTHS, assert_at_most_twice_the_naive_error, drawn
 
@@ -206,11 +206,9 @@ def test_the_operator_is_sound() -> None:
     torch.library.opcheck(operator, inputs, test_utils=("test_schema", "test_faketensor"))
 
 
-def test_the_kernel_compiles_for_gpus_that_are_not_here() -> None:
-    assert_compiles("""
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+@each_depth
+def test_the_kernel_compiles_for_gpus_that_are_not_here(lowered: bool) -> None:
+    script = """
 from attnorm.kernels.softmax_sums import softmax_output as kernel
 types = dict(q="*bf16", k="*bf16", v="*bf16", output="*bf16", mask="*u8", row_queries="*i32", scale="fp32", cap="fp32")
 types |= dict.fromkeys(("factor", "learned_sink", "out"), "*fp32")
@@ -219,10 +217,9 @@ for flag in (False, True):
         CAUSAL=True, MASKED=flag, CAPPED=flag, FACTORED=flag, SINK=flag, PRECISION="tf32", ROWS=64, KEYS=16, WIDTH=16,
         FULL=not flag, LEVELS=1,
     )
-    signature = {name: "constexpr" if name in given else types.get(name, "i32") for name in kernel.arg_names}
-    source = ASTSource(kernel, signature, constexprs=given)
-    assert "ptx" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm
-""")
+    compiles(kernel, given, types)
+"""
+    assert_compiles(script, lowered)
 
 
 @pytest.mark.parametrize(
