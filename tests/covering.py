@@ -2,6 +2,9 @@
 
 A test over normalizers x masks x dtypes has hundreds of cases, most of which repeat what two others show together. The
 few are chosen so that every value of every parameter occurs, on as few cases as a greedy choice finds.
+
+Several tests run over the same normalizers. `@pytest.mark.every_second("name", first=0)` leaves every second value of
+a parameter to the nightly run; another test of the same values begins with the second one, `first=1`.
 """
 
 from collections import defaultdict
@@ -21,10 +24,21 @@ def mark_further_cases(items: Iterable[pytest.Item]) -> None:
             cases[item.parent, item.originalname].append(item)
     for several in cases.values():
         if len(several) > MANY:
-            kept = covering([item.callspec.params for item in several])
+            params = [item.callspec.params for item in several]
+            numbers = range(len(several))
+            if marker := several[0].get_closest_marker("every_second"):
+                numbers = every_second(params, *marker.args, **marker.kwargs)
+            kept = {numbers[number] for number in covering([params[number] for number in numbers])}
             for number, item in enumerate(several):
                 if number not in kept:
                     item.add_marker(pytest.mark.further_case)
+
+
+def every_second(cases: Sequence[dict[str, Any]], name: str, *, first: int = 0) -> Sequence[int]:
+    """Return the indices of cases with the first, third, ... value of a parameter; with first=1 second, fourth, ..."""
+    values = list(dict.fromkeys(_key(case[name]) for case in cases))
+    kept = set(values[first::2])
+    return [number for number, case in enumerate(cases) if _key(case[name]) in kept]
 
 
 def covering(cases: Sequence[dict[str, Any]]) -> set[int]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.covering import MANY, covering
+from tests.covering import MANY, covering, every_second
 
 pytest_plugins = ["pytester"]
 
@@ -27,6 +27,12 @@ def test_a_product_needs_as_many_cases_as_its_longest_factor() -> None:
     assert len(covering(cases)) == 20
 
 
+def test_two_tests_of_the_same_values_run_all_of_them_together() -> None:
+    cases = [{"map": map_, "mask": mask} for mask in "abc" for map_ in range(7)]
+    kept = [{cases[number]["map"] for number in every_second(cases, "map", first=first)} for first in (0, 1)]
+    assert kept == [{0, 2, 4, 6}, {1, 3, 5}]
+
+
 CASES = """
 import pytest
 @pytest.mark.parametrize("a", range({many}))
@@ -35,6 +41,9 @@ def test_many(a, b): pass
 @pytest.mark.parametrize("a", range(3))
 @pytest.mark.parametrize("b", range(2))
 def test_few(a, b): pass
+@pytest.mark.parametrize("a", range(8))
+@pytest.mark.every_second("a", first=1)
+def test_in_turn(a): pass
 @pytest.mark.nightly
 def test_long(): pass
 """
@@ -42,7 +51,7 @@ def test_long(): pass
 
 @pytest.mark.parametrize(
     ("options", "passed"),
-    [((), MANY + 6), (("-m", "nightly or further_case"), MANY + 1), (("-m", "slow and not further_case"), None)],
+    [((), MANY + 10), (("-m", "nightly or further_case"), MANY + 5), (("-m", "slow and not further_case"), None)],
 )
 def test_the_rest_runs_where_it_is_named(
     pytester: pytest.Pytester, options: tuple[str, ...], passed: int | None
@@ -50,7 +59,7 @@ def test_the_rest_runs_where_it_is_named(
     pytester.makeconftest(
         "from tests.conftest import pytest_collection_modifyitems\n"
         "def pytest_configure(config):\n"
-        "    for name in ('nightly', 'further_case', 'slow'):\n"
+        "    for name in ('nightly', 'further_case', 'slow', 'every_second'):\n"
         "        config.addinivalue_line('markers', name)\n"
     )
     pytester.makepyfile(CASES.format(many=MANY))

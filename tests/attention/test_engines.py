@@ -88,6 +88,7 @@ def test_adaptive_temperature_with_gradients_leaves_the_fused_engine() -> None:
 
 
 @every_case
+@pytest.mark.every_second("case", first=1)
 def test_learned_parameters_get_the_same_gradient_in_blocks_as_in_one(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:

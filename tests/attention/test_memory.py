@@ -91,6 +91,7 @@ IN_TURN = [
 
 @pytest.mark.parametrize(("name", "mask"), IN_TURN)
 @pytest.mark.as_installed
+@pytest.mark.every_second("name")
 def test_no_map_of_all_queries_and_keys_is_made(name: str, mask: str) -> None:
     normalizer = attnorm.get(name)
     watch = watched(lambda q, k, v: attnorm.attention(q, k, v, normalizer, **MASKS[mask]), inputs())
@@ -122,6 +123,7 @@ MECHANISMS: dict[str, tuple[Callable[[], attnorm.Mechanism], dict[str, Any]]] = 
 
 @pytest.mark.parametrize("name", MECHANISMS)
 @pytest.mark.as_installed
+@pytest.mark.every_second("name", first=1)
 def test_no_mechanism_makes_a_map_of_all_queries_and_keys(name: str) -> None:
     make, options = MECHANISMS[name]
     mechanism = make()

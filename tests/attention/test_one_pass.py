@@ -127,6 +127,7 @@ def assert_equals_blocks(case: Case, shape: tuple[int, ...], mask: str, causal: 
 
 
 @pytest.mark.parametrize("number", range(len(TYPICAL)), ids=[case.id for case in TYPICAL])
+@pytest.mark.every_second("number", first=1)
 def test_every_map_that_names_a_kernel_equals_the_blocks(number: int) -> None:
     """With one of the calls each, in turn; other options and all calls at night."""
     assert_equals_blocks(TYPICAL[number], *CASES[number % len(CASES)])

@@ -45,6 +45,7 @@ def root_mean_square(error: Tensor) -> float:
 
 @every_case
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.every_second("case", first=1)
 def test_errors_are_at_most_twice_those_of_the_plain_computation(
     case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,6 +46,7 @@ IN_TURN = [(case, name) for number, case in enumerate(CASES) for name in NAMES[n
 
 
 @pytest.mark.parametrize(("case", "name"), IN_TURN, ids=lambda value: getattr(value, "id", value))
+@pytest.mark.every_second("case")
 def test_outputs_and_gradients_equal_the_definition(case: Case, name: str) -> None:
     assert_equals_definition(case, CALLS[name])
 

@@ -241,6 +241,7 @@ def test_a_compiled_function_keeps_one_graph() -> None:
         "kernel",
     ],
 )
+@pytest.mark.every_second("name", first=1)
 def test_a_compiled_function_keeps_one_graph_with_every_map(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_statistics, "runs_kernels", lambda q: False)
     torch.compiler.reset()

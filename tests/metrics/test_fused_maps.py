@@ -142,12 +142,14 @@ def test_every_number_of_every_row(name: str, kind: str, length: int) -> None:
 
 
 @pytest.mark.parametrize("name", MAPS)
+@pytest.mark.every_second("name", first=1)
 def test_some_rows_of_2000_keys(name: str) -> None:
     """tests/cuda has all rows, and every kind of logits."""
     assert_close_to_float64(call_of("random", 2000), make(name), torch.tensor([0, 1000, 1999]))
 
 
 @pytest.mark.parametrize("name", [name for name in MAPS if name != "softpick"])
+@pytest.mark.every_second("name")
 def test_logits_far_from_zero_keep_their_differences(name: str) -> None:
     """Of softpick the kernel rounds logits, in bits, before it subtracts the largest one."""
     call = make_call(63, batch=1, size=2.0, seed=3, scale=0.25)

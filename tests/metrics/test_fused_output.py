@@ -90,6 +90,7 @@ def other_lengths(queries: int = 70, keys: int = 90, width: int = 10) -> tuple[T
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", NORMALIZERS)
+@pytest.mark.every_second("name", first=1)
 def test_every_rescaled_softmax_with_every_mask(name: str, mask: str, launches: list[Any]) -> None:
     q, k, v = other_lengths()
     options = {key: one.to(DEVICE) if isinstance(one, Tensor) else one for key, one in MASKS[mask].items()}

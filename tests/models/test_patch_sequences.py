@@ -26,6 +26,7 @@ TOLERANCE: dict[str, float] = {"rtol": 1e-4, "atol": 2e-5}
 
 
 @pytest.mark.parametrize("name", NORMALIZERS)
+@pytest.mark.every_second("name")
 def test_no_token_sees_a_later_one(name: str) -> None:
     assert_causal(llama(), name)
 
@@ -57,6 +58,7 @@ def padded_left(ids: Tensor, by: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", NORMALIZERS)
+@pytest.mark.every_second("name", first=1)
 def test_left_padding_changes_nothing(name: str) -> None:
     assert_padding_is_unseen(llama(), name)
 

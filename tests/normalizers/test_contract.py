@@ -23,6 +23,7 @@ OFTEN = [*(variants[0] for name, variants in DECLARED.items() if name not in ALI
     [variant if variant in OFTEN else pytest.param(variant, marks=pytest.mark.nightly) for variant in VARIANTS],
     ids=str,
 )
+@pytest.mark.every_second("variant")
 def test_every_built_in_keeps_the_contract(variant: Variant) -> None:
     report = check_normalizer(variant.make(), heads=variant.heads, width=variant.width)
     assert report.passed

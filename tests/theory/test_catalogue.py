@@ -95,6 +95,7 @@ def test_table_cells_show_their_text_as_it_is() -> None:
     [claim for claim in SEARCHED if claim.id not in ("lipschitz-alibi", "lipschitz-nearmax")],
     ids=lambda claim: claim.id,
 )
+@pytest.mark.every_second("claim")
 def test_rows_together_give_what_each_gives_alone(claim: Claim) -> None:
     assert claim.ratio is not None
     # In coverage four rows are four heads over one context.
