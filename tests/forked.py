@@ -3,6 +3,7 @@
 For tests of processes that are killed or that hold a lock. Tests of what is imported need a new interpreter.
 """
 
+import json
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class Forked:
@@ -55,6 +57,12 @@ def forked(script: str, *arguments: str) -> Iterator[Forked]:
         child.kill()
         child.stdin.close()
         child.stdout.close()
+
+
+def forked_json(script: str) -> Any:
+    """The JSON that a script prints."""
+    with forked(script) as child:
+        return json.loads(child.stdout.read())
 
 
 def _run(script: str, arguments: tuple[str, ...], asked: int, answered: int) -> None:

@@ -86,7 +86,7 @@ def smaller(command: str) -> str:
 @pytest.mark.slow
 @pytest.mark.as_installed
 @pytest.mark.timeout(1800)  # catches a hang, on a busy machine too
-@pytest.mark.parametrize("story", STORIES)
+@pytest.mark.parametrize("story", ["README", pytest.param("guide", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("as_printed", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_the_measuring_commands_of_a_document_run(
     story: str, as_printed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

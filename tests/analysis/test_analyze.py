@@ -54,8 +54,11 @@ def same(here: Analysis, there: Analysis) -> bool:
 @pytest.mark.parametrize(
     ("make", "padding"),
     [
-        (gpt2, False), (llama, True), (diffllama, True),
-        *(pytest.param(*one, marks=pytest.mark.nightly) for one in ((gpt2, True), (llama, False), (diffllama, False))),
+        (gpt2, False), (llama, True),
+        *(
+            pytest.param(*one, marks=pytest.mark.nightly)
+            for one in ((gpt2, True), (llama, False), (diffllama, False), (diffllama, True))
+        ),
     ],
 )  # fmt: skip
 def test_layers_measured_together_have_the_numbers_of_layers_measured_alone(

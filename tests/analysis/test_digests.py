@@ -59,7 +59,7 @@ def few_or_many(few: int, many: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("count", [few, pytest.param(many, marks=pytest.mark.nightly)])
 
 
-@few_or_many(40, 1000)
+@few_or_many(12, 1000)
 @pytest.mark.parametrize("name", ["heads", "top_n", "sensitivity"])
 def test_every_flipped_bit_of_a_finished_part_is_noticed(tmp_path: Path, name: str, count: int) -> None:
     part = saved_part(tmp_path)

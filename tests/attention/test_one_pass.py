@@ -193,6 +193,7 @@ def test_a_rule_of_distances_runs_in_blocks_in_front_of_maps_that_count_keys(map
 
 
 @pytest.mark.parametrize("name", MORE)
+@pytest.mark.every_second("name")
 def test_compositions(name: str) -> None:
     tensors, normalizer = draw(GROUPS), MORE[name]().to(DEVICE)
     found = run(tensors, normalizer, "triton", causal=True)

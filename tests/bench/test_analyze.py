@@ -37,7 +37,7 @@ from attnorm.bench.results import (
 from attnorm.bench.suites import run_benchmarks
 from attnorm.cli import app
 from tests.cli.saved_model import save_model, save_text
-from tests.forked import forked
+from tests.forked import forked_json
 
 SMALL = Shape(48, layers=2, heads=2)
 
@@ -117,15 +117,9 @@ def test_the_plain_pass_is_the_model_itself() -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-def forked_json(code: str) -> dict[str, Any]:
-    with forked(code) as child:
-        found: dict[str, Any] = json.loads(child.stdout.read())
-    return found
-
-
 @pytest.fixture(params=["fork", pytest.param("new interpreter", marks=pytest.mark.nightly)])
 def _process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fork has the libraries, which a new interpreter imports for 5 s; test_suites.py starts one on every commit."""
+    """A fork has the libraries, which a new interpreter imports for 5 s."""
     if request.param == "fork":
         for module in (bench_analyze, model_passes):
             monkeypatch.setattr(module, "run_and_read_json", forked_json)

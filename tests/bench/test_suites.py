@@ -1,6 +1,7 @@
 """The benchmarks: they run in seconds when asked to, time in turn, measure real memory, survive a missing rival."""
 
 import importlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from attnorm.bench import attention, normalizers, timing
 from attnorm.bench.attention import adaptive_as_printed, blocked_normalizers, dense
 from attnorm.bench.normalizers import by_bisection, compare_normalizers
 from attnorm.bench.suites import run_benchmarks
-from attnorm.bench.timing import peak_above, time_alternating
+from attnorm.bench.timing import peak_above, run_and_read_json, time_alternating
+from tests.forked import forked_json
 
 linux_only = pytest.mark.skipif(not timing.RESET.exists(), reason="needs /proc/self/clear_refs")
 
@@ -24,6 +26,7 @@ def test_a_quick_run_covers_everything_and_judges_nothing(monkeypatch: pytest.Mo
     asked: list[Any] = []
     for name in ("measure_analysis", "measure_sweep"):
         monkeypatch.setattr(f"attnorm.bench.suites.{name}", lambda **options: iter(asked.append(options) or ()))
+    monkeypatch.setattr(attention, "run_and_read_json", forked_json)
     heard: list[str] = []
     results = run_benchmarks("all", threads=1, quick=True, progress=heard.append)
     assert [options["quick"] for options in asked] == [True, True]
@@ -44,6 +47,12 @@ def test_a_quick_run_covers_everything_and_judges_nothing(monkeypatch: pytest.Mo
     assert all(ratio.ours_ms > 0 and ratio.theirs_ms > 0 and ratio.speedup > 0 for ratio in results.ratios)
     errors = [ratio.error for ratio in results.ratios if ratio.error is not None]
     assert max(errors) < 1e-6
+
+
+def test_what_a_new_process_prints_is_read_and_its_error_is_raised() -> None:
+    assert run_and_read_json("import os; print('[%d]' % os.getppid())") == [os.getpid()]
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        run_and_read_json("1 / 0")
 
 
 def test_the_thread_count_is_stated_and_put_back() -> None:

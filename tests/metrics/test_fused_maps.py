@@ -161,6 +161,7 @@ def test_logits_far_from_zero_keep_their_differences(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call.bias is None])
 @pytest.mark.parametrize("map_", SOME_MAPS)
+@pytest.mark.every_second("name")
 def test_every_call(map_: str, name: str) -> None:
     call = CALLS[name]
     if name == "large logits" and map_ in ("sigmoid", "softpick"):
@@ -186,7 +187,10 @@ def test_equal_keys_at_the_top(name: str) -> None:
     assert_close_to_float64(call, make(name))
 
 
-@pytest.mark.parametrize("name", often(["sigmoid", "squared relu", "softpick", "entmax15"]))
+@pytest.mark.parametrize(
+    "name",
+    ["entmax15", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("sigmoid", "squared relu", "softpick"))],
+)
 def test_every_tile_has_a_key_above_all_before_it(name: str) -> None:
     call = make_call(260, batch=1, causal=False)
     call.query_BHQD.fill_(0.3)

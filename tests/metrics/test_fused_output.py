@@ -181,7 +181,7 @@ def test_calls_that_take_two_passes(why: str, launches: list[Any], monkeypatch: 
     assert output.requires_grad == (why in ("gradient", "learned"))
 
 
-@pytest.mark.parametrize("name", ["softmax", "ssmax with a sink"])
+@pytest.mark.parametrize("name", [pytest.param("softmax", marks=pytest.mark.nightly), "ssmax with a sink"])
 def test_a_graph_has_one_operator_for_both(name: str, launches: list[Any]) -> None:
     q, k, v = other_lengths()
     normalizer = NORMALIZERS[name]().to(DEVICE).requires_grad_(False)

@@ -154,6 +154,7 @@ def test_normalizers_in_float32(name: str) -> None:
     ],
     ids=lambda normalizer: f"{normalizer.name} {type(normalizer.map).__name__}",
 )
+@pytest.mark.every_second("normalizer", first=1)
 def test_compositions(normalizer: Normalizer) -> None:
     call = in_float64(make_call(20))
     result = measured(call, normalizer)

@@ -20,6 +20,7 @@ def _two_threads() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.every_second("kind")
 def test_as_with_one_thread(kind: str) -> None:
     call = CALLS[kind]
     rows = torch.arange(call.query_BHQD.shape[-2])

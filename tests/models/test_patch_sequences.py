@@ -111,6 +111,7 @@ def half(*indices: int) -> Any:
     ("name", "cache"),
     [pytest.param(n, c, marks=half(i, j)) for i, n in enumerate(WITH_CACHE) for j, c in enumerate(CACHES)],
 )
+@pytest.mark.every_second("name")
 def test_a_cache_changes_nothing(name: str, cache: str) -> None:
     assert_cache_is_unseen(llama(), name, cache)
 

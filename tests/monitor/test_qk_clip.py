@@ -152,6 +152,7 @@ def trained(clip: QKClip | None) -> tuple[list[float], float]:
     return found, loss.item()
 
 
+@pytest.mark.nightly  # 3 s; the other tests compare single steps
 def test_a_run_whose_logits_would_blow_up_stays_near_tau_and_learns_better() -> None:
     clip = QKClip(tau=30.0)
     free, free_loss = trained(None)

@@ -84,6 +84,7 @@ def test_the_weights_learned_are_the_same_to_the_bit(tmp_path: Path, checkpointi
         assert torch.equal(learned[1][name], value), name
 
 
+@pytest.mark.nightly  # 2 s; test_measurement.py measures a compiled model
 def test_a_model_that_the_trainer_compiles(tmp_path: Path) -> None:
     torch._dynamo.reset()
     reporter, model = Reporter(), llama()

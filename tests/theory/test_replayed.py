@@ -26,7 +26,6 @@ def test_every_claim_is_stored() -> None:
 
 @pytest.mark.as_installed
 @pytest.mark.parametrize("name", CLAIMS)
-@pytest.mark.every_second("name", first=1)
 def test_an_address_names_the_same_row_and_ratio_as_before(name: str) -> None:
     for round_number, stored in zip(ROUNDS, STORED_NUMBERS["ratios"][name], strict=True):
         compare(ratios(CLAIMS[name], round_number), stored)

@@ -255,6 +255,7 @@ def test_a_test_states_the_knee_of_kneemax_and_an_earlier_record_keeps_it(data: 
     assert other["result"]["test_loss"]["kneemax:knee=0.25"] != losses["kneemax:share=1"]
 
 
+@pytest.mark.nightly  # 6 s; test_pyramid.py trains compiled layers
 def test_compiled_blocks_train_and_test_the_same_with_one_graph_for_all_lengths(
     data: ClrsData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,7 @@ def loss_and_gradient(
 
 
 @pytest.mark.parametrize("name", NORMALIZERS)
+@pytest.mark.every_second("name")
 def test_the_whole_matrix_gives_what_the_engine_gives(name: str) -> None:
     model = build_model(tiny(architecture="llama", normalizer=name), vocabulary=300, end_of_text=0)
     windows = torch.randint(0, 300, (2, 20), generator=torch.Generator().manual_seed(0))

@@ -117,7 +117,7 @@ def test_the_rank_exceeds_the_width_of_a_mixture_of_softmaxes_only(output: str, 
     assert (found.verdict == "lifted") is lifted
 
 
-@pytest.mark.parametrize("kind", ["mos", "moc"])
+@pytest.mark.parametrize("kind", [pytest.param("mos", marks=pytest.mark.nightly), "moc"])
 def test_the_loss_can_be_traced_whole(kind: str) -> None:
     """As --compile does, without the compiler's own kernels."""
     made, targets = head(kind, torch.float32), torch.randint(VOCABULARY, (2, 5))

@@ -32,7 +32,7 @@ def test_the_loss_falls_and_16_items_are_mostly_right(stack: Trained) -> None:
     assert all(record["accuracy"] > 0.75 for record in outcomes(stack.models, (0, 1), 16))
 
 
-@pytest.mark.parametrize("task", ["recall", "majority"])
+@pytest.mark.parametrize("task", ["recall", pytest.param("majority", marks=pytest.mark.nightly)])
 def test_the_other_tasks_can_be_learned(task: str) -> None:
     record = outcomes(trained(task=task, steps=150).models, (0,), 16, task)[0]
     assert record["accuracy"] > 0.3, "chance is 0.1"
