@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.as_installed
 def test_the_site_builds_strictly_and_is_complete(tmp_path: Path) -> None:
     config = mkdocs_config.load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(tmp_path))
+    config.plugins["material/search"].config.enabled = False  # its index takes a quarter of the time
     mkdocs_build.build(config)
     pages = {page.relative_to(tmp_path).as_posix(): page.read_text() for page in tmp_path.rglob("*.html")}
 

@@ -74,14 +74,15 @@ def test_what_a_normalizer_learns_it_learns_for_each_seed() -> None:
     assert all(len(set(value.flatten().tolist())) == 2 for value in parameters.values())
 
 
-def test_the_penalty_lowers_what_the_class_adds_to_the_logits() -> None:
-    """On fresh sets, to a fraction; and the models still learn."""
+@pytest.mark.parametrize(("steps", "loss"), [(60, 2.3), pytest.param(160, 1.0, marks=pytest.mark.nightly)])
+def test_the_penalty_lowers_what_the_class_adds_to_the_logits(steps: int, loss: float) -> None:
+    """On fresh sets, to a fraction; and the models still learn, which takes more steps."""
     fresh = small(steps=1, batch=256, leak_penalty=1.0, leak_from=0.0)
     batch = next(training_batches(find_task("max"), (8, 9), fresh, CPU))
     shares = []
     for penalty in (0.0, 300.0):
-        stack = trained(seeds=(0, 1), steps=160, leak_penalty=penalty, leak_from=0.5, cosine=True)
-        assert max(stack.losses) < 1, "a guess costs log 10 = 2.3"
+        stack = trained(seeds=(0, 1), steps=steps, leak_penalty=penalty, leak_from=0.5, cosine=True)
+        assert max(stack.losses) < loss, "a guess costs log 10 = 2.303"
         with torch.no_grad():
             logits = stack.models.logits(stack.models.read(batch.items_SBNF), batch.query_SBF)
             shares.append(leaked_share(stack.models, batch, logits))
