@@ -162,6 +162,7 @@ def check_that_verify_notices(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.as_installed
 @pytest.mark.parametrize("mutant", KNOWN, ids=str)
+@pytest.mark.every_second("mutant")
 def test_verify_notices_what_it_once_let_pass(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     check_that_verify_notices(mutant, monkeypatch)
 

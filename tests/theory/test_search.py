@@ -51,6 +51,7 @@ OFTEN = {(claim.family, claim.status): claim.id for claim in reversed(SEARCHED)}
     "name",
     [pytest.param(claim.id, marks=() if claim.id in OFTEN else pytest.mark.nightly) for claim in SEARCHED],
 )
+@pytest.mark.every_second("name")
 def test_the_first_rounds_alone_settle_every_claim(name: str) -> None:
     finding = found(name, first_rounds=search.FIRST_ROUNDS if name in LATE else 3)
     assert finding.stands, finding.verdict
