@@ -39,6 +39,7 @@ from attnorm.training.vision import Record, VisionSettings, train_vit
 RECORDS = "records.jsonl"  # in the output folder: records of other runs, plain or .xz
 RESULTS = "results.jsonl"  # in the folder of intermediate results: records of this one
 GENERATED = "generated textures"
+MIN_SEEDS = 3  # for a verdict
 
 
 @dataclass(frozen=True)
@@ -200,8 +201,13 @@ def accuracy(records: Sequence[Record]) -> Accuracy:
         return Accuracy(math.nan, math.nan, math.nan, 0)
     if len(shares) == 1:
         return Accuracy(shares[0], *wilson_interval(shares[0], records[0]["tested_on"]), 1)
-    half = float(student.ppf(0.975, len(shares) - 1)) * stdev(shares) / math.sqrt(len(shares))
-    return Accuracy(fmean(shares), fmean(shares) - half, fmean(shares) + half, len(shares))
+    low, high = _student_interval(shares)
+    return Accuracy(fmean(shares), max(0.0, low), min(1.0, high), len(shares))
+
+
+def _student_interval(values: Sequence[float]) -> tuple[float, float]:
+    half = float(student.ppf(0.975, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
+    return fmean(values) - half, fmean(values) + half
 
 
 def groups_of(records: Sequence[Record]) -> dict[tuple[int, str], list[Record]]:
@@ -254,26 +260,39 @@ def findings(records: Sequence[Record], *, small: bool) -> tuple[ExperimentFindi
             ("soft", "gaussian", "the landmarks are at least as accurate as the full Gaussian kernel"),
         ):
             if (tokens, name) in groups and (tokens, rival) in groups:
-                ours, theirs = accuracy(groups[tokens, name]), accuracy(groups[tokens, rival])
-                verdict: Verdict = _verdict(ours, theirs)
+                verdict, words, why = _compare(groups[tokens, name], groups[tokens, rival])
                 comparisons.append(
                     ExperimentFinding(
                         claim=f"{claim} ({tokens:,} tokens)",
-                        ours=f"{name} {_in_words(ours)}, {rival} {_in_words(theirs)}",
-                        verdict="not tested" if small or not (ours.seeds and theirs.seeds) else verdict,
-                        why="too small to judge" if small else "",
+                        ours=f"{name} {_in_words(accuracy(groups[tokens, name]))}, "
+                        f"{rival} {_in_words(accuracy(groups[tokens, rival]))}{words}",
+                        verdict="not tested" if small else verdict,
+                        why="too small to judge" if small else why,
                     )
                 )
     return tuple(comparisons)
 
 
-def _verdict(ours: Accuracy, theirs: Accuracy) -> Verdict:
-    """Intervals that overlap decide nothing: with three seeds they are wide."""
-    if ours.low > theirs.high:
-        return "reproduces"
-    if ours.high < theirs.low:
-        return "does not"
-    return "partly"
+def _compare(ours: Sequence[Record], theirs: Sequence[Record]) -> tuple[Verdict, str, str]:
+    """Return verdict, difference and reason.
+
+    Models of one seed saw the same images in the same order, so they are paired. Two seeds carry no claim: their
+    differences may be equal by chance.
+    """
+    rivals = {record["settings"]["seed"]: record for record in theirs if record["correct"] is not None}
+    pairs = [
+        (record, rivals[record["settings"]["seed"]])
+        for record in ours
+        if record["correct"] is not None and record["settings"]["seed"] in rivals
+    ]
+    if len(pairs) < MIN_SEEDS:
+        return "not tested", "", f"{len(pairs)} of the {MIN_SEEDS} seeds that a verdict needs"
+    differences = [mine["correct"] / mine["tested_on"] - other["correct"] / other["tested_on"] for mine, other in pairs]
+    low, high = _student_interval(differences)
+    words = f"; difference {100 * fmean(differences):+.1f} points ({100 * low:+.1f} to {100 * high:+.1f})"
+    if low <= 0 <= high:
+        return "not tested", words, "the seeds do not decide: the interval of the difference contains 0"
+    return ("reproduces" if low > 0 else "does not"), words, ""
 
 
 def _in_words(over_seeds: Accuracy) -> str:
