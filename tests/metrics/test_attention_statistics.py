@@ -126,6 +126,22 @@ def test_bad_input_is_named() -> None:
             attnorm.attention_statistics(q, k, attnorm.get("ssmax", heads=heads))
 
 
+def test_the_text_form_is_short_and_has_the_means() -> None:
+    q, k = torch.randn(3, 50, 8), torch.randn(3, 50, 8)
+    found = attnorm.attention_statistics(q, k, causal=True, top_n=(1, 4))
+    text = repr(found)
+    assert len(text) < 200
+    assert "(3, 50)" in text
+    assert "(3, 50, 2)" in text
+    assert f"{found.entropy.mean():.4g}" in text
+    assert f"{25.5:.4g}" in text  # the mean of n
+    assert repr(attnorm.attention_statistics(q, k)) == str(attnorm.attention_statistics(q, k))
+    hidden = attnorm.attention_statistics(q, k, mask=torch.ones(50, 50).tril(-1) > 0)
+    assert f"{hidden.max_weight.nanmean():.4g}" in repr(hidden)  # rows that see nothing do not count
+    assert "(3, 0)" in repr(attnorm.attention_statistics(q[:, :0], k))
+    assert "(3, 50)" in repr(type(found)._make(t.to("meta") for t in found))
+
+
 @pytest.mark.parametrize("name", ["softmax", "ssmax", "entmax15"])
 def test_no_rows_have_no_statistics(name: str) -> None:
     q, k = draw()

@@ -68,6 +68,16 @@ class AttentionStatistics(NamedTuple):
         """With rows of this shape, in the dimensions of the queries that they belong to."""
         return AttentionStatistics(*(t.reshape(*shape, *t.shape[3:]) for t in self))
 
+    def __repr__(self) -> str:
+        """Shape, device and a few means over the rows where they are defined, instead of all tensors."""
+        parts = [f"shape={tuple(self.n.shape)}", f"device={str(self.n.device)!r}"]
+        if type(self.n) is Tensor and not self.n.is_meta:  # tensors of a traced graph have no numbers
+            names = ("n", "entropy", "effective_keys", "max_weight")
+            parts += [f"mean {name}={float(getattr(self, name).float().nanmean()):.4g}" for name in names]
+        if self.top_mass.shape[-1]:
+            parts.append(f"top_mass={tuple(self.top_mass.shape)}")
+        return f"AttentionStatistics({', '.join(parts)})"
+
 
 _ROW_NUMBERS = [name for name in AttentionStatistics._fields if name not in ("n", "top_mass")]
 
