@@ -288,6 +288,17 @@ def test_an_exception_gives_the_model_back() -> None:
     assert fingerprint(model) == state
 
 
+@pytest.mark.parametrize("normalizer", ["sofmax", {"0": "entmax15", "1": "sofmax"}])
+def test_an_unknown_name_is_reported_before_an_earlier_patch(normalizer: str | dict[str, str]) -> None:
+    model = llama()
+    handle = patch(model, "ssmax")
+    with pytest.raises(ValueError, match="'sofmax'"), swap(model, normalizer):
+        pass
+    assert {part.name for part in handle.normalizers.values()} == {"ssmax"}
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn.*'ssmax'"), swap(model, "entmax15"):
+        pass
+
+
 @pytest.mark.parametrize(
     ("normalizer", "options", "message"),
     [

@@ -1,6 +1,7 @@
 """Normalizers by name: lazy, open to others by decorator or entry point, and helpful when a name is wrong."""
 
 import inspect
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 import attnorm
+from attnorm.attention import Engine
 from attnorm.normalizers import (
     Block,
     LogitRule,
@@ -139,6 +141,26 @@ def test_a_name_is_taken_once() -> None:
 def test_a_wrong_name_is_answered_with_the_nearest(name: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         get(name)  # type: ignore[arg-type]
+
+
+@pytest.mark.as_installed
+def test_only_close_names_are_suggested() -> None:
+    with pytest.raises(ValueError, match="cosine") as wrong:
+        get("cosine")
+    assert "'sink'" not in str(wrong.value)
+
+
+@pytest.mark.as_installed
+@pytest.mark.parametrize("name", ["flash", "sdpa", "fused", "triton", "cudnn", "flex", "eager"])
+def test_the_name_of_an_engine_is_answered_with_how_to_pass_it(name: str) -> None:
+    with pytest.raises(ValueError, match=name) as wrong:
+        get(name)
+    (passed,) = re.findall(r"engine='(\w+)'", str(wrong.value))
+    q = torch.randn(1, 2, 3, 4)
+    if passed in ("fused", "blocked"):  # the others need a GPU
+        assert attnorm.attention(q, q, q, "softmax", engine=passed).shape == q.shape
+    assert passed in get_args(Engine)
+    assert "'laser'" not in str(wrong.value)
 
 
 def test_at_most_three_names_are_suggested() -> None:

@@ -47,7 +47,7 @@ from attnorm.models.patched_attention import check_readable
 from attnorm.models.recipe import Recipe
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.declaration import LayerFacts
-from attnorm.normalizers.registry import as_normalizer
+from attnorm.normalizers.registry import as_normalizer, entry_of
 from attnorm.normalizers.spec import parse_spec, state_options, with_options
 
 Replacement = str | Normalizer | Mechanism
@@ -164,7 +164,11 @@ def patch(
     parts: dict[nn.Module, tuple[Normalizer | Mechanism, Recipe]] = {}
     paths: dict[str, nn.Module] = {}
     skipped = False
-    for replacement, replacement_options, modules in _expand_replacements(model, normalizer, layers, options):
+    replacements = list(_expand_replacements(model, normalizer, layers, options))
+    for replacement, _, _ in replacements:
+        if isinstance(replacement, str):
+            entry_of(replacement)  # a wrong name comes first: removing an earlier patch would not help
+    for replacement, replacement_options, modules in replacements:
         _reject_patched(modules)
         for module, (site, heads) in modules.items():
             part, recipe = _build_normalizer(

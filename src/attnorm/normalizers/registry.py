@@ -32,6 +32,13 @@ from attnorm.normalizers.spec import with_options
 
 ENTRY_POINT_GROUP = "attnorm.normalizers"
 
+# Words for ways to compute attention, which people pass as normalizers, and the engine of `attention` that does it.
+ENGINE_WORDS = {
+    "fused": "fused", "sdpa": "fused", "flash": "fused", "cudnn": "fused", "flash_attention": "fused",
+    "flash_attention_2": "fused", "flash_attention_3": "fused", "triton": "triton", "flex": "flex",
+    "flex_attention": "flex", "blocked": "blocked", "eager": "blocked",
+}  # fmt: skip
+
 Factory = Callable[..., Any]
 F = TypeVar("F", bound=Factory)
 
@@ -207,6 +214,28 @@ def available() -> list[str]:
     return list(entries())
 
 
+def entry_of(name: str) -> NormalizerEntry:
+    """Return the entry of a normalizer.
+
+    Raises:
+        ValueError: No normalizer has this name. The message has close names, or how to pass an engine.
+    """
+    registered = entries()
+    if isinstance(name, str) and name in registered:
+        return registered[name]
+    close = difflib.get_close_matches(str(name), registered, n=3, cutoff=0.7)
+    if str(name) in ENGINE_WORDS:
+        hint = (
+            f"{name!r} is an engine. Leave it out, and the fastest engine is chosen, or pass it to attnorm.attention: "
+            f"attention(q, k, v, 'softmax', engine={ENGINE_WORDS[name]!r})"
+        )
+    elif close:
+        hint = f"did you mean {' or '.join(map(repr, close))}?"
+    else:
+        hint = f"known are {', '.join(sorted(registered))}"
+    raise ValueError(f"unknown normalizer {name!r}; {hint}")
+
+
 @overload
 def get(name: RowName, **options: Any) -> Normalizer: ...
 @overload
@@ -217,14 +246,7 @@ def get(name: str, **options: Any) -> Normalizer | Mechanism:
     """Build a normalizer by name: get("entmax", alpha=1.3), get("entmax:alpha=1.3") or get("ssmax", heads=12)."""
     if isinstance(name, str) and ":" in name:
         name, options = with_options(name, options)
-    registered = entries()
-    if not isinstance(name, str) or name not in registered:
-        close = difflib.get_close_matches(str(name), registered, n=3)
-        hint = (
-            f"did you mean {' or '.join(map(repr, close))}?" if close else f"known are {', '.join(sorted(registered))}"
-        )
-        raise ValueError(f"unknown normalizer {name!r}; {hint}")
-    factory = registered[name].factory()
+    factory = entry_of(name).factory()
     check_options(name, factory, options)
     normalizer = as_normalizer(factory(**options), name)
     reject_nan(name, options)
