@@ -48,8 +48,8 @@ class AttentionStatistics(NamedTuple):
         stick_breaking, a rule that reads the row) in 8 rows of each head only, NaN in the others
     top_mass: (B, H, Lq, len(top_n)), the sum of the N largest p for each N of top_n
 
-    NaN where a number is not defined: in rows that see no key, in rows whose weights are all 0 (all but n, logits and
-    row_sum), and everywhere for a number that the map does not have.
+    NaN where a number is not defined: in rows that see no key, in rows whose weights are all 0 (all but n, logits,
+    row_sum, and the Jacobian norm of relu, which is 0 there), and everywhere for a number that the map does not have.
     """
 
     n: Tensor
@@ -98,11 +98,11 @@ def attention_statistics(
     """Statistics of every row of attention with queries (B, H, Lq, D) and keys (B, Hkv, Lk, D), in float32 at least.
 
     mask, causal, scale, positions, hidden_states: as in attnorm.attention, which returns the same numbers with its
-    output if you pass return_statistics=True. softcap: logits become softcap * tanh(logits / softcap). top_n: for which
-    N the mass of the N heaviest keys is wanted. Memory grows with the rows, never with rows times keys. No gradient. On
-    a CUDA device softmax, entmax, sparsemax, kneemax, sigmoid, relu and softpick, with any scale rules in front of
-    them, run on Triton kernels, in bfloat16 with a Jacobian norm exact to 4e-3. Other normalizers run in blocks of
-    logits. Under torch.compile the statistics are one operator of the graph.
+    output if you pass return_statistics=True. softcap: logits become softcap * tanh(logits / softcap). top_n: sizes N
+    of the sets of heaviest keys whose mass is returned. Memory grows with the rows, never with rows times keys. No
+    gradient. On a CUDA device softmax, entmax, sparsemax, kneemax, sigmoid, relu and softpick, with any scale rules in
+    front of them, run on Triton kernels, in bfloat16 with a Jacobian norm exact to 4e-3. Other normalizers run in
+    blocks of logits. Under torch.compile the statistics are one operator of the graph.
 
     >>> statistics = attention_statistics(q, k, causal=True)
     >>> statistics.entropy.mean((0, 2))  # of each head
@@ -110,9 +110,11 @@ def attention_statistics(
     resolved = resolve_for_call(normalizer)
     if isinstance(resolved, Mechanism):
         raise TypeError(f"expected a row normalizer, got the mechanism {resolved.name!r}, which has no rows of logits.")
-    if softcap is not None and not (isinstance(softcap, int | float) and 0 < softcap < math.inf):
+    if softcap is not None and (
+        isinstance(softcap, bool) or not (isinstance(softcap, int | float) and 0 < softcap < math.inf)
+    ):
         raise ValueError(f"expected a finite softcap above 0, got {softcap!r}. Leave it out for no cap.")
-    if not isinstance(top_n, Sequence) or any(isinstance(N, float) or N < 1 for N in top_n):
+    if not isinstance(top_n, Sequence) or any(isinstance(N, bool | float | str) or N < 1 for N in top_n):
         raise ValueError(f"expected top_n as a sequence of whole numbers from 1 up, got {top_n!r}.")
     inputs = validate_inputs(
         q, k, k, mask=mask, causal=causal, scale=scale, positions=positions, hidden_states=hidden_states

@@ -36,9 +36,10 @@ FORGOTTEN = 10  # measurements out of a state after which entering it is news ag
 class AttentionMonitor(TrainerCallback):
     """Entropy, effective keys, logits, separability, Jacobian norm and sink mass of every layer, on logging steps.
 
-    rows: how many of the longest sequence's last rows are sampled; on CUDA all of them are measured where the
-    normalizer has a kernel (see attention_statistics). top_n: the N of separability. every: how many steps of your own
-    training loop make a logging step; a Trainer and Lightning have their own settings for that.
+    rows: how many of the longest sequence's last rows are sampled (default: 32); on CUDA all rows are measured where
+    the normalizer has a kernel (see attention_statistics). top_n: the N of separability (default: 20). every: how many
+    steps of your own training loop make a logging step (default: 50); a Trainer and Lightning have their own settings
+    for that.
     per_head: log the numbers of single heads too, of all (True) or of a list of (layer, head). The worst head of each
     metric is always logged, and `history` and `to_pandas()` have every head of the last 1,000 measurements.
 
