@@ -1,5 +1,7 @@
 """The pyramid of `train vision`: its shape, where the normalizer is, learned landmarks, and the saved folder."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +119,41 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert '"architecture": "pyramid"' in done.stdout
     assert (tmp_path / "run" / "preprocessor_config.json").exists()
+
+
+def test_the_command_line_shows_losses_and_writes_a_card(tmp_path: Path) -> None:
+    words = ["train", "vision", "--quick", "--normalizer", "entmax:alpha=1.3", "--epochs", "2"]
+    done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "run")])
+    assert done.exit_code == 0, done.output
+    record = json.loads((tmp_path / "run" / "vision.json").read_text())
+    last = f"{record['training_loss'][-1]:.3f}"
+    assert re.findall(r"training: 8 of 8, loss ([\d.]+)", done.stderr) == [last]
+    share = f"{record['correct'] / 64:.1%}"
+    assert {share, f"{record['test_loss']:.3f}", last} <= set(re.findall(r"[\d.]+%?", done.stdout))
+    card = (tmp_path / "run" / "README.md").read_text()
+    for part in (share, f"{record['test_loss']:.3f}", last, "`entmax`, alpha=1.3", "stripes"):
+        assert part in card
+
+
+def test_training_reports_the_mean_loss_of_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vision, "LOSS_EVERY", 3)
+    reports: list[tuple[int, int, float]] = []
+    images = generated_textures(64, 16, SIDE)
+    chosen = settings(normalizer="softmax", layers=3, epochs=2, batch=16)
+    _, record = train_vit(chosen, images, torch.device("cpu"), report=lambda *report: reports.append(report))
+    assert [step for step, _, _ in reports] == list(range(1, 9))
+    assert {steps for _, steps, _ in reports} == {8}
+    losses = [loss for _, _, loss in reports]
+    assert [losses[3], losses[7]] == record["training_loss"]
+    assert losses[1] == losses[0] != losses[2]  # read at the first step, then at the third
+    assert losses[4] == losses[3] != losses[5]
+
+
+def test_the_card_of_a_training_that_failed() -> None:
+    images = generated_textures(32, 16, SIDE)
+    _, record = train_vit(settings(learning_rate=1e30, epochs=3), images, torch.device("cpu"))
+    assert record["correct"] is None
+    assert record["problem"] in vision.model_card(record, CLASSES, SIDE, "", "")
 
 
 def test_compiled_layers_train_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:

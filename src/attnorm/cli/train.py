@@ -9,7 +9,7 @@ from rich.table import Table
 from attnorm.cli.analysis_options import numbers_of
 from attnorm.cli.output import Json, ProgressBar, add_command, failures, say, say_result, show, show_json, usage_errors
 from attnorm.cli.train_tasks import Device, clrs, retrieval
-from attnorm.provenance import recorded_command
+from attnorm.provenance import file_hash, recorded_command
 
 if TYPE_CHECKING:
     from attnorm.training.lm.train import LMProgress
@@ -352,9 +352,12 @@ def vision(
             datasets,
             torch_device,
             compiled=compiled,
-            report=lambda step, steps: progress("training", step, steps),
+            report=lambda step, steps, loss: progress("training", step, steps, detail=f"loss {loss:.3f}"),
         )
-        save_vit(model, record, datasets.train.side, out)
+        source = (
+            "Generated textures (`--quick`)." if images is None else f"`{images.name}`, SHA-256 `{file_hash(images)}`"
+        )
+        save_vit(model, record, datasets.train.side, out, images=source, command=recorded_command())
     if as_json:
         show_json(record)
         return
@@ -362,7 +365,11 @@ def vision(
         say(f"warning: training stopped: {record['problem']}")
     else:
         share = record["correct"] / record["tested_on"]
-        say_result(f"{share:.1%} of {record['tested_on']:,} test images right ({record['tokens']:,} patches per image)")
+        loss = "not finite" if record["test_loss"] is None else f"{record['test_loss']:.3f}"
+        say_result(
+            f"{share:.1%} of {record['tested_on']:,} test images right, loss {loss} "
+            f"(training: {record['training_loss'][-1]:.3f}; {record['tokens']:,} patches per image)"
+        )
     say(f"wrote {out}")
 
 

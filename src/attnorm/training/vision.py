@@ -19,19 +19,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d, cross_entropy
 
-from attnorm.files import write_json
+from attnorm.files import write_json, write_text
 from attnorm.mechanisms.soft import Soft
 from attnorm.models.patch import patch
 from attnorm.models.patch_state import normalizer_of, patched_modules
+from attnorm.normalizers.registry import entries
 from attnorm.normalizers.spec import parse_spec, state_spec
+from attnorm.provenance import package_versions
+from attnorm.text import visible
 from attnorm.training.device import MemoryPeak
 from attnorm.training.images import ImageSplits, LabelledImages, as_model_input, shifted_and_mirrored
 from attnorm.training.lm.step import STEPS_BEFORE, CapturedStep, capture, whole_windows
 
 STAGES = 3  # of a pyramid: 32 x 32 pixels with patches of 2 become 16 x 16, 8 x 8 and 4 x 4 tokens
 ARCHITECTURES = ("vit", "pyramid")
+SHOWN_CLASSES = 20  # in the model card
 LANDMARKS = ("segments", "squares", "convolution")
 UNTIMED_STEPS = STEPS_BEFORE + 1  # the first steps compile kernels, one captures a graph
+LOSS_EVERY = 20
 COMPILE_OPTIONS: dict[str, Any] = {"dynamic": False}
 Record = dict[str, Any]
 
@@ -216,11 +221,12 @@ def train_vit(
     device: torch.device,
     *,
     compiled: bool = False,
-    report: Callable[[int, int], None] = lambda step, steps: None,
+    report: Callable[[int, int, float], None] | None = None,
 ) -> tuple[Any, Record]:
     """Train and test one model. A loss that is not finite ends the training and is part of the record.
 
-    compiled: compile the layers with torch.compile for training.
+    compiled: compile the layers with torch.compile for training. report: called with the steps done, all steps, and the
+    mean training loss of the epoch so far, which is read every LOSS_EVERY steps: a GPU waits for it.
     """
     train, test = images.train.to(device), images.test.to(device)
     model = build_model(settings, train.classes, train.side).to(device)
@@ -232,6 +238,7 @@ def train_vit(
     random = torch.Generator().manual_seed(settings.seed)
     peak = MemoryPeak(device)  # recorded on a GPU only: that of a process covers all models it has trained
     course: list[float] = []
+    shown_loss = math.nan
     problem, step, started, timed = None, 0, time.perf_counter(), 0
     clock = started
     for _ in range(settings.epochs):
@@ -239,7 +246,7 @@ def train_vit(
         total = torch.zeros((), device=device)
         order = torch.randperm(len(train), generator=random)
         batches = order.split(settings.batch)[: len(train) // settings.batch]
-        for indices in batches:
+        for done, indices in enumerate(batches, 1):
             if step == UNTIMED_STEPS:
                 _finish(device)
                 clock, timed = time.perf_counter(), step
@@ -248,7 +255,10 @@ def train_vit(
             rate = settings.learning_rate * _schedule(step, steps, settings.warmup_share)
             total += update(pixels, train.labels[indices], rate)
             step += 1
-            report(step, steps)
+            if report is not None:
+                if step == 1 or step % LOSS_EVERY == 0 or done == len(batches):
+                    shown_loss = float(total) / done
+                report(step, steps, shown_loss)
         course.append(float(total) / len(batches))
         if not math.isfinite(course[-1]):
             problem = f"the loss of epoch {len(course)} is {course[-1]}"
@@ -356,13 +366,88 @@ def evaluate(model: Any, images: LabelledImages, settings: VisionSettings) -> Re
     }
 
 
-def save_vit(model: Any, record: Record, side: int, folder: Path) -> None:
-    """Write the model, the processor that prepares images as in training, and the record."""
+def save_vit(model: Any, record: Record, side: int, folder: Path, *, images: str = "", command: str = "") -> None:
+    """Write the model, the processor that prepares images as in training, the record, and a model card.
+
+    images: the source of the images, for the card. command: the command line, for the card.
+    """
     from transformers import ViTImageProcessor
 
     model.save_pretrained(folder)
     ViTImageProcessor(size={"height": side, "width": side}).save_pretrained(folder)
+    write_text(folder / "README.md", model_card(record, list(model.config.id2label.values()), side, images, command))
     write_json(folder / "vision.json", record)
+
+
+def model_card(record: Record, classes: Sequence[str], side: int, images: str, command: str) -> str:
+    """Return README.md for the record of a trained model."""
+    settings = record["settings"]
+    name, options = parse_spec(settings["normalizer"])
+    entry = entries().get(name)
+    paper = f" ([{entry.paper}]({entry.url}))" if entry is not None and entry.url.startswith("https://") else ""
+    chosen = "".join(f", {option}={value}" for option, value in options.items())
+    pyramid = "architecture" in settings
+    described = (
+        f"A pyramid (SegFormer without reduction of keys): {STAGES} stages, the last one with softmax"
+        if pyramid
+        else "A vision transformer (ViT)"
+    )
+    landmarks = f" Landmarks: {settings['landmarks']}." if "landmarks" in settings else ""
+    if record["correct"] is None:
+        tested = f"Training stopped: {record['problem']}. The model was not tested."
+    else:
+        loss = "not finite" if record["test_loss"] is None else f"{record['test_loss']:.3f} nats"
+        tested = (
+            f"{record['correct'] / record['tested_on']:.1%} of {record['tested_on']:,} test images right, "
+            f"loss {loss}. Guessing gets {1 / len(classes):.1%}."
+        )
+    alone = "\n`transformers` alone would load the same weights and run them with softmax.\n" * (name != "softmax")
+    course = ["not finite" if loss is None else f"{loss:.3f}" for loss in record["training_loss"]]
+    versions = " and ".join(" ".join(pair) for pair in package_versions("torch", "transformers").items())
+    return f"""---
+library_name: transformers
+pipeline_tag: image-classification
+tags:
+- attnorm
+---
+
+# An image classifier of {record["parameters"] / 1e6:.2f} million parameters
+
+{described}. Attention uses `{name}`{chosen}{paper}.{landmarks} {settings["layers"]} layers, {settings["heads"]} heads \
+and width {settings["width"]}{" in the last stage" * pyramid}, patches of {settings["patch"]} x {settings["patch"]} \
+pixels: {record["tokens"]:,} per image of {side} x {side}. Trained with `attnorm train vision`.
+
+```python
+import attnorm
+from transformers import AutoImageProcessor
+model = attnorm.from_pretrained("path/to/this/folder")
+processor = AutoImageProcessor.from_pretrained("path/to/this/folder")
+```
+{alone}
+## Test
+
+{tested}
+
+## Data
+
+{images or "The source of the images was not stated when the model was trained."}
+
+{record["trained_on"]:,} training images, shifted and mirrored at random, and {record["tested_on"]:,} test images. \
+{len(classes)} classes: {", ".join(visible(each, 40) for each in classes[:SHOWN_CLASSES])}\
+{", ..." * (len(classes) > SHOWN_CLASSES)}.
+
+## Recipe
+{f"{chr(10)}```{chr(10)}{command}{chr(10)}```{chr(10)}" if command else ""}
+{settings["epochs"]} epochs in batches of {settings["batch"]}, AdamW, learning rate {settings["learning_rate"]:g} \
+after a warmup of {settings["warmup_share"]:.0%} of the steps and then along a cosine to 0, weight decay \
+{settings["weight_decay"]:g}, {settings["dtype"]}, seed {settings["seed"]}; {record["seconds"] / 60:.1f} minutes, \
+{record["images_per_second"]:,.0f} images/s. Trained with {versions}. \
+Training loss: {course[0]} in the first epoch, {course[-1]} in the last. `vision.json` has everything above as data.
+
+## Limits
+
+This model is meant for measurements, not for use.
+"""
 
 
 def _finish(device: torch.device) -> None:
