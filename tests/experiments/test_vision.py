@@ -218,6 +218,34 @@ def test_published_records_are_models_of_the_plan(tmp_path: Path) -> None:
     assert set(records) <= planned
 
 
+def test_published_records_are_drawn_without_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vision, "train_vit", lambda *_, **__: pytest.fail("trained"))
+    published = Path(__file__).parents[2] / "docs" / "results" / "vision.jsonl.xz"
+    (tmp_path / f"{vision.RECORDS}.xz").write_bytes(published.read_bytes())
+    made = vision.run(ExperimentSubject(device="cpu"), silent, tmp_path / "parts" / "vision")
+    records = read_jsonl(published)
+    planned = len(vision.FULL.trained(0, ()))
+    assert made.tables["models"]["seeds"].to_numpy().sum() == len(records)
+    assert f"{planned - len(records)} of the {planned} models" in made.summary
+    append_jsonl(tmp_path / vision.RECORDS, [records[0] | {"images": "other.tar 0123"}])
+    with pytest.raises(ValueError, match=r"cifar10.* and of other\.tar"):
+        vision.run(ExperimentSubject(device="cpu"), silent, tmp_path / "parts" / "vision")
+
+
+def test_every_mean_lies_within_its_panel() -> None:
+    small, large = record("softmax", 700), record("softmax", 300)
+    large |= {"tokens": 256, "images_per_second": 50.0, "peak_bytes": 9 * 10**9}
+    unstable = [record("soft", correct, seed) for seed, correct in enumerate((709, 265, 297))]
+    panels = vision.figure([small, large, *unstable]).axes
+    expected = [(70.0, 30.0, pytest.approx(42.3667, abs=1e-3)), (10.0, 50.0), (1.0, 9.0)]
+    for panel, numbers in zip(panels, expected, strict=True):
+        low, high = panel.get_xlim()
+        drawn = [float(x) for bar in panel.containers for x in bar[0].get_xdata()]  # type: ignore[index]
+        assert all(any(number == x for x in drawn) for number in numbers)
+        assert all(low < x < high for x in drawn)
+    assert panels[0].get_xlim()[0] > 20  # an interval from 0 to 100 does not decide the axis
+
+
 def record(model: str, correct: int | None, seed: int = 0) -> vision.Record:
     return {
         "model": model, "tokens": 64, "correct": correct, "tested_on": 1000, "settings": {"seed": seed},
@@ -257,7 +285,7 @@ def test_an_interval_ends_at_no_image_and_at_all() -> None:
 
 def test_a_failed_model_is_counted_and_drawn(trained: tuple[Path, list[vision.Record]]) -> None:
     _, records = trained
-    made = vision.outcome([*records, record("gaussian", None)], PLAN, small=True)
+    made = vision.outcome([*records, record("gaussian", None)], PLAN, planned=4, small=True)
     rows = {row["model"]: row for row in made.tables["models"].to_pylist()}
     assert rows["gaussian"]["failed"] == 1
     assert rows["soft"]["failed"] == 0

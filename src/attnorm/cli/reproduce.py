@@ -68,7 +68,8 @@ def reproduce(
         typer.Option(
             "--images",
             metavar="FILE",
-            help="vision: .tar or .tar.xz archive of train/CLASS/*.jpg and test/CLASS/*.jpg.",
+            help="vision: .tar or .tar.xz archive of train/CLASS/*.jpg and test/CLASS/*.jpg (default: train nothing, "
+            "draw the records in DIR/records.jsonl).",
         ),
     ] = None,
     out: Annotated[

@@ -6,7 +6,7 @@ CIFAR-10, or on generated textures with --quick. Every finished model is one JSO
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -16,6 +16,7 @@ import pyarrow as pa
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 from scipy.stats import t as student
 
 from attnorm.experiments.experiment import (
@@ -120,22 +121,27 @@ QUICK_IMAGES = {"train": 128, "test": 64, "side": 16}
 def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
     plan = QUICK if subject.quick else FULL
     records = records_of(plan, subject, progress, parts)
-    return outcome(records, plan, small=subject.quick)
+    planned = len(plan.trained(subject.seed, subject.only))
+    return outcome(records, plan, planned=planned, small=subject.quick)
 
 
 def records_of(plan: VisionPlan, subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> list[Record]:
     """Return the record of every model of the plan; train those without one, which no other process is training.
 
+    Without images nothing is trained, and the records of the folder are all there is.
+
     Raises:
-        ValueError: The full plan needs --images, or --only names no model of the plan.
+        ValueError: Neither images nor records of one archive, or --only names no model of the plan.
     """
     device = chosen_device(subject.device)
     if device.type != "cuda":
         plan = replace(plan, settings=replace(plan.settings, dtype="float32"))
-    source = image_source(subject)
     planned = plan.trained(subject.seed, subject.only)
     finished = _finished_records(parts)
+    source = image_source(subject, finished.values(), parts.parent.parent)
     missing = [(model, settings) for model, settings in planned if _key(settings.as_dict(), source) not in finished]
+    if subject.images is None and not subject.quick:
+        missing = []
     images = None
     for done, (model, settings) in enumerate(missing):
         label = f"{model.name}, patch {settings.patch}, seed {settings.seed}"
@@ -163,15 +169,24 @@ def _finished_records(parts: Path) -> dict[str, Record]:
     return {_key(record["settings"], record["images"]): record for record in records}
 
 
-def image_source(subject: ExperimentSubject) -> str:
-    """Return what identifies the images in a record."""
+def image_source(subject: ExperimentSubject, finished: Iterable[Record], out: Path) -> str:
+    """Return what identifies the images in a record: of the subject, or else of the finished records.
+
+    Raises:
+        ValueError: The subject has no images, and the records are of none or of several archives.
+    """
     if subject.images is not None:
         return f"{subject.images.name} {file_hash(subject.images)[:16]}"
     if subject.quick:
         return GENERATED
+    sources = sorted({record["images"] for record in finished} - {GENERATED})
+    if len(sources) == 1:
+        return str(sources[0])
     raise ValueError(
-        "vision needs images: give --images FILE, a .tar archive with train/CLASS/*.jpg and test/CLASS/*.jpg, or use "
-        "--quick, which generates them. Records of finished models belong to one file: drawing them needs it too."
+        f"vision: expected images, or records of one archive in {out}, got records of "
+        f"{' and of '.join(sources) or 'none'}. To train, give --images FILE, a .tar archive with train/CLASS/*.jpg "
+        f"and test/CLASS/*.jpg, or use --quick, which generates images. To draw records, copy them to {out / RECORDS} "
+        "(or .xz)."
     )
 
 
@@ -218,9 +233,13 @@ def groups_of(records: Sequence[Record]) -> dict[tuple[int, str], list[Record]]:
     return groups
 
 
-def outcome(records: Sequence[Record], plan: VisionPlan, *, small: bool) -> Outcome:
+def outcome(records: Sequence[Record], plan: VisionPlan, *, planned: int, small: bool) -> Outcome:
+    """Return figure, table and findings of the records. planned: how many models the plan has."""
+    missing = planned - len(records)
     return Outcome(
-        summary=summary(records) + " Models this small show only that everything runs." * small,
+        summary=summary(records)
+        + f" {missing} of the {planned} models of the plan have no record." * (missing > 0)
+        + " Models this small show only that everything runs." * small,
         findings=findings(records, small=small),
         figures={"vision": figure(records)},
         tables={"models": table(records)},
@@ -321,37 +340,59 @@ def figure(records: Sequence[Record]) -> Figure:
     drawn = Figure(figsize=(10.5, 1.6 + 0.3 * len(models)))
     panels = drawn.subplots(1, 3, sharey=True)
     for index, (axes, title) in enumerate(
-        zip(panels, ("accuracy", "training, images per second", "peak memory, GB"), strict=True)
+        zip(panels, ("accuracy, %", "training, images per second", "peak memory, GB"), strict=True)
     ):
-        _draw(axes, groups, models, index)
         letter(axes, "abc"[index], title)
         tidy(axes)
+        axes.xaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        _draw(axes, groups, models, index)
     panels[0].set_yticks(range(len(models)), models)
     panels[0].invert_yaxis()
-    panels[0].legend(title="tokens", loc="best", fontsize=7)
-    note(drawn, "Bars: 95 % intervals. attnorm reproduce vision")
-    drawn.tight_layout(rect=(0, 0.04, 1, 1))
+    handles, labels = panels[0].get_legend_handles_labels()
+    drawn.legend(handles, labels, loc="lower right", ncols=len(labels), fontsize=8)
+    note(drawn, "(a) 95 % intervals; (b), (c) from the lowest to the highest seed. attnorm reproduce vision")
+    drawn.tight_layout(rect=(0, 0.06, 1, 1))
     return drawn
 
 
 def _draw(axes: Axes, groups: dict[tuple[int, str], list[Record]], models: Sequence[str], panel: int) -> None:
     sizes = sorted({tokens for tokens, _ in groups})
+    shown: list[float] = []  # every seed
     for tokens, colour, marker in zip(sizes, (INK, "#0a6ab4", "#d9731a"), "osD", strict=False):
         rows = [(row, groups[tokens, model]) for row, model in enumerate(models) if (tokens, model) in groups]
         offset = 0.22 * (sizes.index(tokens) - (len(sizes) - 1) / 2)
-        y = [row + offset for row, _ in rows]
-        if panel == 0:
-            accuracies = [accuracy(group) for _, group in rows]
-            bars = [[a.mean - a.low for a in accuracies], [a.high - a.mean for a in accuracies]]
-            x = [a.mean for a in accuracies]
-            axes.errorbar(x, y, xerr=bars, fmt=marker, color=colour, markersize=4, capsize=2, label=f"{tokens:,}")
-        else:
-            key, unit = (("images_per_second", 1.0), ("peak_bytes", 1e9))[panel - 1]
-            x = [fmean((record[key] or math.nan) / unit for record in group) for _, group in rows]
-            axes.plot(x, y, marker, color=colour, markersize=4)
-            axes.set_xlim(left=0)
-    if panel == 2 and not any(record["peak_bytes"] for group in groups.values() for record in group):
+        spans = [_span(group, panel) for _, group in rows]
+        bars = [[mean - low for mean, low, _ in spans], [high - mean for mean, _, high in spans]]
+        axes.errorbar(
+            [mean for mean, _, _ in spans], [row + offset for row, _ in rows], xerr=bars, fmt=marker, color=colour,
+            markersize=4, capsize=2, elinewidth=1, label=f"{tokens:,} tokens",
+        )  # fmt: skip
+        shown += [value for _, group in rows for value in _values(group, panel)]
+    if panel:
+        axes.set_xlim(left=0)
+    elif shown:  # an interval over seeds of which some do not learn covers everything: it is cut off
+        margin = 0.05 * (max(shown) - min(shown)) + 1
+        axes.set_xlim(max(0, min(shown) - margin), min(100, max(shown) + margin))
+    if panel == 2 and not shown:
         axes.text(0.5, 0.5, "measured on a GPU only", ha="center", transform=axes.transAxes, color=PALE)
+
+
+def _values(group: Sequence[Record], panel: int) -> list[float]:
+    """Return the number of each seed that a panel shows, where it was measured."""
+    if panel == 0:
+        return [100 * record["correct"] / record["tested_on"] for record in group if record["correct"] is not None]
+    key, unit = (("images_per_second", 1.0), ("peak_bytes", 1e9))[panel - 1]
+    return [record[key] / unit for record in group if record[key] is not None]
+
+
+def _span(group: Sequence[Record], panel: int) -> tuple[float, float, float]:
+    """Return the mean over seeds, and where its bar begins and ends."""
+    if panel == 0:
+        over_seeds = accuracy(group)
+        return 100 * over_seeds.mean, 100 * over_seeds.low, 100 * over_seeds.high
+    values = _values(group, panel) or [math.nan]
+    return fmean(values), min(values), max(values)
 
 
 EXPERIMENT = Experiment(
