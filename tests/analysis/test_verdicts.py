@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -329,13 +330,31 @@ def test_heads_behind_a_window_are_told_apart_from_those_that_see_every_key() ->
     assert sum(model.counts.values()) == 6
 
 
+def test_runs_on_images_speak_of_neither_texts_nor_windows() -> None:
+    cast = [["selects", "selects", "flat"], ["flat", "parked", "parked"]]
+    tables = windowed(synthetic_tables(cast=cast, texts=("a", "b"), **SMALL), layer=1, n=64)
+    sizes = [{"name": name, "sha256": name, "size": "pixel_values (1, 3, 16, 16)"} for name in ("a", "b")]
+    of_images = verdict_of(tables, texts=sizes)
+    words = " ".join(
+        [of_images.headline, *of_images.sentences, *(f"{one.title} {one.text}" for one in of_images.advice)]
+    )
+    assert not re.search(r"\btexts?\b|\bwindows?\b(?!\))", words), words
+    assert "on both images" in of_images.headline
+    of_texts = verdict_of(tables)
+    assert of_texts.counts == of_images.counts
+    assert "on both texts" in of_texts.headline
+    assert "without a window" in of_texts.headline
+    mixed = verdict_of(tables, texts=[sizes[0], {"name": "b", "sha256": "b", "size": 100}])
+    assert "on both texts" in mixed.headline
+
+
 def test_the_sink_of_a_head_behind_a_window_is_the_first_key_of_the_window() -> None:
     tables = windowed(synthetic_tables(cast=[["parked", "selects"], ["parked", "selects"]], **SMALL), layer=1, n=64)
     evidence = {
         row["layer"]: row["evidence"] for row in judged(tables)["heads"].to_pylist() if "sink-dominated" in row["flags"]
     }
     assert "the first of 512 keys;" in evidence[0]
-    assert "the first of the 64 keys in its window" in evidence[1]
+    assert "the first of the 64 keys that it sees" in evidence[1]
     (advice,) = [one for one in verdict_of(tables).advice if "rest on the first key" in one.text]
     assert "2 of 4 heads" in advice.text
     assert "1 of them on that of their window" in advice.text
@@ -354,7 +373,7 @@ def test_what_is_beside_the_first_key_of_a_window_is_named_so() -> None:
     case = HeadCase(row=head(sink_mass=0.4), thresholds=Thresholds(), runs="softmax")
     assert "1,023 keys beside the sink (which holds 40%)" in judge_head(case).evidence
     behind = judge_head(replace(case, windowed=True)).evidence
-    assert "1,023 keys beside the first of its window (which holds 40%)" in behind
+    assert "1,023 keys beside the first that it sees (which holds 40%)" in behind
 
 
 def test_a_shorter_text_is_no_window() -> None:

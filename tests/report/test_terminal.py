@@ -13,6 +13,7 @@ import attnorm
 from attnorm.analysis.compare import compare
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.verdicts.thresholds import Thresholds
+from attnorm.report.page import payload
 from attnorm.report.terminal import STYLE, analysis_summary, comparison_tables
 from attnorm.report.vocabulary import VERDICTS
 from tests.analysis.synthetic import CAST, EXPECTED, synthetic_manifest, synthetic_tables
@@ -75,6 +76,11 @@ def test_a_head_over_an_image_reads_patches() -> None:
     for picture in analysis.manifest["pictures"].values():
         picture["rows"] = 5  # as where attention is within windows: fewer keys than patches
     assert "column" not in shown(analysis_summary(analysis))
+    analysis.manifest["pictures"].clear()  # as where stages merge patches
+    without = shown(analysis_summary(analysis))
+    assert "(no text)" not in without
+    assert "per image" in without
+    assert payload(analysis)["inputName"] == "Image"
 
 
 def test_what_ifs_are_shown_where_they_were_measured() -> None:

@@ -24,6 +24,7 @@ import pyarrow.compute as pc
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from numpy.typing import NDArray
 
+from attnorm.analysis.manifest import input_word
 from attnorm.analysis.reads import INPUT, SIDES
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.store import write_file
@@ -130,6 +131,7 @@ def payload(analysis: Analysis) -> dict[str, Any]:
         "choices": choices,
         "first": default_choice(analysis),
         "kindNames": KINDS,
+        "inputName": input_word(analysis.manifest).capitalize(),
         "runs": (analysis.manifest.get("model") or {}).get("runs", "softmax"),
         "metrics": [_describe_metric(name) for name in measured],
         "shares": list(SHARES),

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from attnorm.analysis.compare import CHANGE_METRICS, METRICS, Change, Comparison, Side
+from attnorm.analysis.manifest import input_word
 from attnorm.analysis.reads import TopKeys, quoted, top_keys
 from attnorm.analysis.result import Analysis, measured_on
 from attnorm.analysis.tables import HEAD_KEY
@@ -197,9 +198,10 @@ def _format_number(value: float) -> str:
 
 def _describe_run(analysis: Analysis) -> str:
     model, texts = analysis.manifest["model"], analysis.manifest["texts"]
-    text = texts[0]["name"] if len(texts) == 1 else f"{len(texts)} texts"
+    word = input_word(analysis.manifest)
+    text = texts[0]["name"] if len(texts) == 1 else f"{len(texts)} {word}s"
     rows = analysis.manifest["settings"]["rows"] or "different between runs"  # None: merged
-    rows = f"up to {AUTO_ROWS} per window" if rows == "auto" else rows
+    rows = f"up to {AUTO_ROWS} per {'image' if word == 'image' else 'window'}" if rows == "auto" else rows
     measured = measured_on(analysis.heads, analysis.manifest)
     return f"{model['name']}, {model['dtype']} on {model['device']}; {text}; {measured}; rows: {rows}"
 
@@ -237,7 +239,7 @@ def _position(position: int, token: str | None, head: Row, picture: Mapping[str,
             return f"{position}"
         place = f"row {patch // columns + 1}, column {patch % columns + 1}" if patch >= 0 else "no patch"
         return f"{position} ({place})"
-    return f"{position} {quoted(token, LONGEST_TOKEN)}"
+    return f"{position}" if token is None else f"{position} {quoted(token, LONGEST_TOKEN)}"
 
 
 def _sharpness(row: Row) -> float:

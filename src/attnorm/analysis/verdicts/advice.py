@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from attnorm.analysis.manifest import input_word
 from attnorm.analysis.verdicts.rows import Row, format_keys, number, split_by_window
 from attnorm.analysis.verdicts.thresholds import DISPERSED
 from attnorm.analysis.verdicts.what_if import (
@@ -42,7 +43,7 @@ def advise(
         _top_k(chosen, tables["top_n"], manifest),
         _more_heads(chosen, tables["coverage"], manifest),
         _temperature(chosen, tables["sensitivity"], manifest),
-        _sinks(chosen, tables["heads"], others, runs),
+        _sinks(chosen, tables["heads"], others, runs, input_word(manifest)),
         _frozen(chosen),
     )
     return [advice for advice in candidates if advice is not None] or [_no_advice(chosen)]
@@ -172,7 +173,7 @@ def _temperature(model_heads: Rows, sensitivity: Rows, manifest: Mapping[str, An
     return Advice(title=title, text=text, heads=len(unselective_heads), what_if=tuple(what_if), caution=True)
 
 
-def _sinks(model_heads: Rows, heads: Rows, others: Mapping[str, Rows], runs: str | None) -> Advice | None:
+def _sinks(model_heads: Rows, heads: Rows, others: Mapping[str, Rows], runs: str | None, word: str) -> Advice | None:
     parked = select_verdicts(model_heads, ("sink-dominated",))
     if len(parked) < MANY_PARKED * len(model_heads) or not parked:
         return None
@@ -183,12 +184,13 @@ def _sinks(model_heads: Rows, heads: Rows, others: Mapping[str, Rows], runs: str
     on_first, windowed = split_by_window(parked, heads)
     rest = f"{len(parked)} of {len(model_heads)} heads rest on the first key"
     if windowed:
-        rest += f" ({len(windowed)} of them on that of their window, which moves with the text)"
+        where = "that of their fewer patches" if word == "image" else "that of their window, which moves with the text"
+        rest += f" ({len(windowed)} of them on {where})"
     keep = "; keep the first token in any cache that is cut." if on_first else "."
     if properties is None or properties.row_sum != "one":
         whether = "" if properties is None else f", although rows of {runs} need not sum to 1"
         return Advice(
-            title="Keep the first token" if on_first else "Heads on the first key of their window",
+            title="Keep the first token" if on_first else "Heads on the first key that they see",
             text=f"{rest}{whether}{keep}",
             heads=len(parked),
             what_if=tuple(what_if),

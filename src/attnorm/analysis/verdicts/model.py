@@ -14,6 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from attnorm.analysis.manifest import input_word
 from attnorm.analysis.tables import HEAD_KEY
 from attnorm.analysis.verdicts.advice import advise
 from attnorm.analysis.verdicts.reach import FARTHEST, Ceiling, Rate, ceiling, circuit_sentences, rate
@@ -53,10 +54,11 @@ def headline(
     thresholds: Thresholds,
     *,
     texts: int = 0,
+    word: str = "text",
 ) -> str:
     """Return the headline about the heads that see every key; broken heads come first.
 
-    texts: number of texts if there are several, else 0.
+    texts: number of texts if there are several, else 0. word: what they are called.
     """
     if not seeing_all:
         return "No head was measured."
@@ -65,10 +67,11 @@ def headline(
     select = sum(is_selecting(row, thresholds) for row in seeing_all)
     keeping_up = sum(counts[name] for name in SELECTING) - select
     inside = [f"{counts[name]} of them {name}" for name in ("frozen", "sensitive") if counts[name]]
-    view = " without a window" if windowed else ""
+    narrow = " that see the most keys" if word == "image" else " without a window"
+    view = narrow if windowed else ""
     on_texts = ""
     if texts:
-        on_texts = f" on most of {texts} texts" if texts > 2 else " on both texts"
+        on_texts = f" on most of {texts} {word}s" if texts > 2 else f" on both {word}s"
     details = f" ({', '.join(inside)})" if inside else ""
     parts = [f"{select} of {total} heads{view} still select among {longest:,} keys{on_texts}{details}"]
     broken = sum(row["verdict"] == "broken" for row in (*seeing_all, *windowed))
@@ -76,7 +79,7 @@ def headline(
         parts.insert(0, f"{broken} of {total + len(windowed)} heads {'is' if broken == 1 else 'are'} broken")
     others = ("dispersed", "dispersed-by-choice", "dispersed-forced", "sink-dominated", UNDECIDED, DIFFERS, None)
     rest = [f"{keeping_up} broad but keeping up"] if keeping_up else []
-    rest += [_count_words(counts, name) for name in others if counts[name]]
+    rest += [_count_words(counts, name, word) for name in others if counts[name]]
     if rest:
         parts.append(", ".join(rest))
     if limit is not None:
@@ -97,15 +100,19 @@ def _heads_beyond(limit: Ceiling, total: int) -> str:
     return f"{count}{'' if count == 'all' else ' of the'} {limit.heads} heads that have one"
 
 
-def window_sentences(windowed: Sequence[Row]) -> list[str]:
-    """Describe the heads with a sliding window, which the headline leaves out."""
+def window_sentences(windowed: Sequence[Row], word: str) -> list[str]:
+    """Describe the heads that see fewer keys than others, which the headline leaves out.
+
+    In models of text they have a sliding window. In models of images a later stage may have merged patches, as well.
+    """
     parts = []
     for n, rows in groupby(sorted(windowed, key=_keys_seen), key=_keys_seen):
         counts = Counter(row["verdict"] for row in rows)
         total = counts.total()
-        listed = ", ".join(_count_words(counts, name) for name in (*reversed(VERDICTS), None) if counts[name])
+        listed = ", ".join(_count_words(counts, name, word) for name in (*reversed(VERDICTS), None) if counts[name])
         parts.append(f"{total} head{'s see' if total > 1 else ' sees'} at most {n:,} keys ({listed})")
-    return [f"{', '.join(parts)}: a window, so that headline and ceiling are about the others."] if parts else []
+    why = "fewer patches than others (merged, or a window)" if word == "image" else "a window"
+    return [f"{', '.join(parts)}: {why}, so that headline and ceiling are about the others."] if parts else []
 
 
 def length_sentences(heads: Iterable[Row], counted: Sequence[Row], thresholds: Thresholds) -> list[str]:
@@ -135,8 +142,8 @@ def _keys_seen(row: Row) -> int:
     return keys
 
 
-def _count_words(counts: Mapping[str | None, int], name: str | None) -> str:
-    words = {None: "not judged", DIFFERS: "with verdicts that differ between texts"}
+def _count_words(counts: Mapping[str | None, int], name: str | None, word: str) -> str:
+    words = {None: "not judged", DIFFERS: f"with verdicts that differ between {word}s"}
     return f"{counts[name]} {words.get(name, name)}"
 
 
@@ -153,7 +160,7 @@ def ceiling_sentences(limit: Ceiling | None, manifest: Mapping[str, Any], runs: 
         return [sentence]
     when = f"With the spread of the logits as it is now the ceiling binds {_describe_lengths(limit.horizons)}"
     if later := _describe_lengths(limit.binding, limit.horizons):
-        when += f"; if it keeps growing with n as it does inside the text, {later}"
+        when += f"; if it keeps growing with n as it does inside the {input_word(manifest)}, {later}"
     when += "."
     trained = manifest.get("model", {}).get("max_positions")
     made_for = f" The model was made for {trained:,} positions." if isinstance(trained, int) else ""
@@ -211,13 +218,13 @@ def reading_sentences(manifest: Mapping[str, Any]) -> list[str]:
     return sentences if any("nats" in sentence for sentence in sentences) else []
 
 
-def text_sentences(texts: Mapping[str, str], limit: int = 8) -> list[str]:
+def text_sentences(texts: Mapping[str, str], word: str, limit: int = 8) -> list[str]:
     """Return the headline of each text; the main headline is about what most texts agree on."""
     shown = [
         f"On {text!r}: {words[0].lower() if words[0].isupper() else words[0]}{words[1:]}"
         for text, words in texts.items()
     ]
-    more = [f"{len(shown) - limit} more texts are in the tables."] if len(shown) > limit else []
+    more = [f"{len(shown) - limit} more {word}s are in the tables."] if len(shown) > limit else []
     return [*shown[:limit], *more]
 
 
@@ -230,6 +237,8 @@ def confidence_sentences(heads: Sequence[Row], manifest: Mapping[str, Any], thre
         return []
     windows = max((text.get("windows") or 1 for text in manifest.get("texts", [])), default=1)
     rest = f"{windows} windows of the text" if windows > 1 else "one window of the text"
+    if input_word(manifest) == "image":
+        rest = "the rows of each image"
     unsure = sum(row["verdict"] == UNDECIDED for row in decidable)
     are = "is" if unsure == 1 else "are"
     unanimous = [row for row in decidable if (number(row, "agreement") or 0) >= 1 and row["verdict"] != UNDECIDED]
@@ -284,17 +293,20 @@ def too_short(heads: Sequence[Row]) -> list[str]:
 
 
 def caveats(heads: Sequence[Row], changing: int, manifest: Mapping[str, Any]) -> list[str]:
-    sentences = []
+    sentences, word = [], input_word(manifest)
     all_rows = manifest.get("settings", {}).get("rows") == "all"
     if changing:
         subject = "1 head gets" if changing == 1 else f"{changing} heads get"
-        sentences.append(f"{subject} different verdicts from different texts; a verdict counts if most texts give it.")
+        sentences.append(
+            f"{subject} different verdicts from different {word}s; a verdict counts if most {word}s give it."
+        )
     rows = [count for row in heads if row["verdict"] not in ("broken", None) and (count := row.get("rows"))]
     if rows and min(rows) < FEW_ROWS:
         few = (
             f"{min(rows)} row{'s' * (max(rows) > 1)}" if min(rows) == max(rows) else f"{min(rows)} to {max(rows)} rows"
         )
-        sentences.append(f"Verdicts rest on {few} per head; {'a longer text' if all_rows else '--rows all'} is surer.")
+        larger = "a larger image" if word == "image" else "a longer text"
+        sentences.append(f"Verdicts rest on {few} per head; {larger if all_rows else '--rows all'} is surer.")
     missing = Counter(
         reason
         for row in heads
@@ -348,20 +360,21 @@ def model_verdict(
     runs, slopes = _running_normalizer(heads, manifest), rate(heads)
     limit = ceiling(seeing_all, curves if runs == "softmax" else (), thresholds)
     rows = {name: tables[name].to_pylist() for name in ("top_n", "coverage", "sensitivity")}
-    texts = _headline_by_text(all_heads, runs, thresholds)
+    word = input_word(manifest)
+    texts = _headline_by_text(all_heads, runs, thresholds, word)
     blurred = Counter(row.get("saturation") or "not judged" for row in heads)
     return ModelVerdict(
-        headline=headline(seeing_all, windowed, limit, runs, thresholds, texts=len(texts)),
+        headline=headline(seeing_all, windowed, limit, runs, thresholds, texts=len(texts), word=word),
         counts={name: counts.get(name, 0) for name in VERDICTS},
         saturation={name: blurred.get(name, 0) for name in SATURATION},
         texts=texts,
         sentences=[
             *too_short(heads),
             *reading_sentences(manifest),
-            *text_sentences(texts),
+            *text_sentences(texts, word),
             *confidence_sentences(heads, manifest, thresholds),
             *ceiling_sentences(limit, manifest, runs),
-            *window_sentences(windowed),
+            *window_sentences(windowed, word),
             *rate_sentences(slopes),
             *saturation_sentences(heads, manifest, thresholds),
             *circuit_sentences(heads),
@@ -376,7 +389,7 @@ def model_verdict(
     )
 
 
-def _headline_by_text(heads: Sequence[Row], runs: str | None, thresholds: Thresholds) -> dict[str, str]:
+def _headline_by_text(heads: Sequence[Row], runs: str | None, thresholds: Thresholds, word: str) -> dict[str, str]:
     """Return the headline of each text; empty for a single text."""
     texts = list(dict.fromkeys(row["text"] for row in heads))
     if len(texts) < 2:
@@ -386,7 +399,7 @@ def _headline_by_text(heads: Sequence[Row], runs: str | None, thresholds: Thresh
         text_rows = [row for row in heads if row["text"] == text]
         text_heads, _ = representative_rows(text_rows)
         seeing_all, windowed = split_by_window(text_heads, text_rows)
-        headlines[text] = headline(seeing_all, windowed, None, runs, thresholds)
+        headlines[text] = headline(seeing_all, windowed, None, runs, thresholds, word=word)
     return headlines
 
 

@@ -225,7 +225,7 @@ def always_near_worst(runs: str | None, share: float) -> bool:
 def _describe_sink(case: HeadCase) -> str:
     """Describe the sink: the first key, and the model's learned sink if a softmax row sums to less than 1."""
     row_sum = case.number("row_sum")
-    first = f"the first of the {case.n:,} keys in its window" if case.windowed else f"the first of {case.n:,} keys"
+    first = f"the first of the {case.n:,} keys that it sees" if case.windowed else f"the first of {case.n:,} keys"
     if case.runs != "softmax" or row_sum is None or row_sum > 0.995:
         return first
     return f"its sinks, {1 - row_sum:.0%} on the learned one that is no key and the rest on {first}"
@@ -235,7 +235,7 @@ def _describe_entropy(case: HeadCase) -> str:
     suffix = judged_suffix(case.row, case.thresholds)
     ratio, mass = case.number(f"entropy_ratio{suffix}"), case.number("sink_mass")
     slope = None if case.what_if else _gap_slope(case, suffix)
-    sink = "the first of its window" if case.windowed else "the sink"
+    sink = "the first that it sees" if case.windowed else "the sink"
     among = f"the {case.n - 1:,} keys beside {sink} (which holds {mass:.0%})" if suffix else f"{case.n:,} keys"
     change = "shrinks" if slope is not None and round(slope, 2) < 0 else "grows"
     rate = "" if slope is None else f" and the gap {change} by {abs(slope):.2f} per e-fold of n"

@@ -19,8 +19,8 @@ MEANING: dict[str, str] = {
     "dispersed": "smeared over the context; how sharp its logits would allow this normalizer to be is not known",
     "sensitive": "near the worst case of the Jacobian norm on many rows: small changes of logits move it most",
     "healthy": "none of the other verdicts applies: it selects, or is broad and keeps up with the length",
-    "undecided": "too close to a threshold: other windows of the text may give another verdict",
-    "differs": "the texts give it different verdicts",
+    "undecided": "too close to a threshold: other windows of the text, or other images, may give another verdict",
+    "differs": "the texts or images give it different verdicts",
 }
 VERDICTS: tuple[str, ...] = tuple(MEANING)
 UNDECIDED, DIFFERS = "undecided", "differs"

@@ -1,7 +1,7 @@
 // Selectors, theme, and what is drawn again after a change.
 function drawControls() {
   const form = document.getElementById("controls");
-  const labels = { text: "Text", length: "Length", normalizer: "Normalizer", kind: "Attention" };
+  const labels = { text: source.inputName, length: "Length", normalizer: "Normalizer", kind: "Attention" };
   const names = { length: lengthText, kind: (kind) => source.kindNames[kind] || kind };
   const name = (field, value) => (names[field] || String)(value);
   const options = [...metrics.values()].map((metric) => h("option", { value: metric.name }, metric.label));

@@ -89,7 +89,7 @@ function chip(position, queries, pin, show) {
 
 function quotedToken(tokens, position) {
   if (tokens && tokens.name) return tokens.name(position); // patches of an image
-  return tokens ? h("bdi", { class: "quoted" }, `‘${tokens[position]}’`) : "(no text)";
+  return tokens ? h("bdi", { class: "quoted" }, `‘${tokens[position]}’`) : source.inputName === "Image" ? "" : "(no text)";
 }
 
 function readLine({ key, weight }, index, tokens) {
