@@ -10,10 +10,8 @@ from torch import Tensor
 
 from attnorm.normalizers import Block, Map, Normalizer, Properties, ScaleRule, compose, get, mixture, register
 from attnorm.normalizers.check import Check, ContractError, Report, check_normalizer
-from attnorm.normalizers.checks import CHECKS
-from attnorm.normalizers.checks.numerics import _against_differences
-from attnorm.normalizers.checks.promises import _by_position, _farthest, _two_level_rows
-from attnorm.normalizers.checks.subject import CheckedNormalizer
+from attnorm.normalizers.checked_normalizer import CheckedNormalizer
+from attnorm.normalizers.contract_checks import CHECKS, _against_differences, _by_position, _farthest, _two_level_rows
 from attnorm.normalizers.declaration import declare
 from attnorm.normalizers.entmax import Entmax
 from attnorm.normalizers.softmax import Softmax, softmax_row

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from attnorm.normalizers.check import check_normalizer
-from attnorm.normalizers.checks import CHECKS
+from attnorm.normalizers.contract_checks import CHECKS
 from attnorm.normalizers.registry import BUILT_IN
 from tests.normalizers.variants import ALIKE, COMPOSED, DECLARED, ROW_NAMES, VARIANTS, Variant
 

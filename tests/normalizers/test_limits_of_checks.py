@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnorm.normalizers import Normalizer, get
-from attnorm.normalizers.checks import CHECKS, numerics, promises
-from attnorm.normalizers.checks.subject import CheckedNormalizer, exceeds, largest, some_mask
+from attnorm.normalizers import Normalizer, contract_checks, get
+from attnorm.normalizers.checked_normalizer import CheckedNormalizer, exceeds, largest, some_mask
+from attnorm.normalizers.contract_checks import CHECKS
 from attnorm.normalizers.declaration import Row
 from attnorm.normalizers.threshold import newton_step
 
@@ -26,8 +26,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Limits:
         allowed.append(limit)
         return exceeds(found, limit)
 
-    for module in (numerics, promises):
-        monkeypatch.setattr(module, "exceeds", spy)
+    monkeypatch.setattr(contract_checks, "exceeds", spy)
 
     def run(check: str, subject: CheckedNormalizer) -> list[float]:
         allowed.clear()
@@ -161,13 +160,13 @@ def test_only_rows_of_a_few_keys_that_keep_the_bound_are_searched_further(
     seen: list[int] = []
 
     def climb(_: CheckedNormalizer, rows: Tensor, bound: float) -> float:
-        assert (len(rows), bound) == (promises.CLIMBERS, declared)
+        assert (len(rows), bound) == (contract_checks.CLIMBERS, declared)
         seen.append(rows.shape[-1])
         return 0.0
 
-    monkeypatch.setattr(promises, "_climb", climb)
+    monkeypatch.setattr(contract_checks, "_climb", climb)
     monkeypatch.setattr(Normalizer, "lipschitz", lambda *_: declared)
-    complaints = list(promises.lipschitz(softmax()))
+    complaints = list(contract_checks.lipschitz(softmax()))
     assert seen == (climbed or [1])
     assert len(complaints) == (0 if climbed else 3)
 
@@ -187,7 +186,7 @@ def test_a_single_row_whose_sum_is_not_finite_is_named(monkeypatch: pytest.Monke
         return weights
 
     monkeypatch.setattr(CheckedNormalizer, "__call__", broken)
-    complaints = list(promises.row_sums(softmax()))
+    complaints = list(contract_checks.row_sums(softmax()))
     assert len(complaints) == 6
     assert all(one.startswith("a row sums to inf for logits up to ") for one in complaints)
 
@@ -199,7 +198,7 @@ def test_a_single_number_that_is_not_finite_is_named(monkeypatch: pytest.MonkeyP
         return weights, gradient, None
 
     monkeypatch.setattr(CheckedNormalizer, "gradients", broken)
-    complaints = list(numerics.large_logits(softmax()))
+    complaints = list(contract_checks.large_logits(softmax()))
     assert [one.rpartition(" a ")[2] for one in complaints[:2]] == ["weight of nan", "gradient of inf"]
     assert len(complaints) % 6 == 0  # three dtypes
 

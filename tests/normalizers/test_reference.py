@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnorm.normalizers import get
-from attnorm.normalizers.checks.subject import by_definition
+from attnorm.normalizers.checked_normalizer import by_definition
 from attnorm.normalizers.declaration import HEADS
 from attnorm.normalizers.registry import BUILT_IN
 from tests.normalizers.variants import ROW_NAMES, VARIANTS, Variant

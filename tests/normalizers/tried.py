@@ -15,9 +15,8 @@ from torch import Tensor
 
 from attnorm.normalizers import Normalizer
 from attnorm.normalizers.block import Positions
-from attnorm.normalizers.checks import CHECKS
-from attnorm.normalizers.checks.promises import _lifted, _random_rows, _two_level_rows
-from attnorm.normalizers.checks.subject import CheckedNormalizer
+from attnorm.normalizers.checked_normalizer import CheckedNormalizer
+from attnorm.normalizers.contract_checks import CHECKS, _lifted, _random_rows, _two_level_rows
 from attnorm.normalizers.softmax import Softmax
 
 STORED = Path(__file__).with_suffix(".json")

@@ -4,15 +4,16 @@
     attnorm.check_normalizer(compose("entmax15", scale=MyRule()))
 
 It checks everything that the contract requires and that the normalizer's `properties` declare. The checks are the
-functions of `attnorm.normalizers.checks`. A check that cannot hold is excepted by name, with a reason.
+functions of `attnorm.normalizers.contract_checks`. A check that cannot hold is excepted by name, with a reason.
 """
 
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from attnorm.normalizers.checks import CHECKS, CheckedNormalizer, CheckFunction
+from attnorm.normalizers.checked_normalizer import CheckedNormalizer, CheckFunction
 from attnorm.normalizers.contract import Mechanism, Normalizer
+from attnorm.normalizers.contract_checks import CHECKS
 from attnorm.normalizers.declaration import Declaration
 from attnorm.normalizers.registry import entries, resolve
 
