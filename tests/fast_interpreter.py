@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from attnorm.engines.triton_support import HAS_TRITON
+from attnorm.engines.execution import HAS_TRITON
 from tests.direct_operators import direct_operators
 
 DIRECT: dict[tuple[Any, str], Any] = {}

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attnorm.engines.triton_support import HAS_TRITON
+from attnorm.engines.execution import HAS_TRITON
 from tests import fast_interpreter
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton, which runs on Linux alone")

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnorm
 from attnorm.attention import choose_engine
-from attnorm.engines import one_pass, triton_support
+from attnorm.engines import execution, one_pass
 from attnorm.engines.inputs import Inputs, validate_inputs
 from attnorm.mechanisms import attend as mechanisms
 from attnorm.normalizers.contract import Normalizer
@@ -27,7 +27,7 @@ FOLDED: dict[str, dict[str, Any]] = {
 def capability(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, int]]:
     """That of the GPU the tensors are on, to be changed by a test."""
     found = {"gpu": (9, 0)}
-    monkeypatch.setattr(triton_support, "HAS_TRITON", True)
+    monkeypatch.setattr(execution, "HAS_TRITON", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: found["gpu"])
     return found
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnorm import attention
-from attnorm.engines import blocked, execution, flex, fused, one_pass, stick_breaking, triton_support
+from attnorm.engines import blocked, execution, flex, fused, one_pass, stick_breaking
 from attnorm.engines import inputs as inputs_module
 from attnorm.engines.inputs import Inputs, validate_inputs
 from attnorm.normalizers import compose, get
@@ -243,7 +243,7 @@ def test_blocks_with_dropout_have_a_seed_of_62_bits(monkeypatch: pytest.MonkeyPa
 
 def test_no_kernel_takes_float64_however_narrow() -> None:
     for width in (1, 16):
-        assert not triton_support.runs_kernels(torch.ones(1, width, dtype=torch.float64))
+        assert not execution.runs_kernels(torch.ones(1, width, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("k", [3, "sqrt"])
@@ -303,7 +303,7 @@ def test_sdpa_takes_factors_and_at_the_end_the_sharpening_by_entropy() -> None:
 
 def test_stick_breaking_takes_plain_logits_of_enough_queries_without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stick_breaking, "runs_kernels", lambda *_: True)
-    few = triton_support.MIN_QUERIES
+    few = execution.MIN_QUERIES
     one = get("stick_breaking")
     for inputs, runs in [
         (call(few), True),

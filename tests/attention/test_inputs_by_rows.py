@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import attnorm
-from attnorm.engines import execution, flex, fused, inputs, one_pass, sparse, triton_support
+from attnorm.engines import execution, flex, fused, inputs, one_pass, sparse
 from attnorm.engines.inputs import Inputs, row_factors, validate_inputs, with_rounded_queries
 from attnorm.normalizers import Normalizer, compose, get
 
@@ -234,7 +234,7 @@ def in_float32(queries: int, width: int = 16, **more: Any) -> Inputs:
 
 LARGE = in_float32(16)
 interpreted = pytest.mark.skipif(
-    not triton_support.runs_triton(torch.device("cpu")), reason="kernels run on a CPU in Triton's interpreter only"
+    not execution.runs_triton(torch.device("cpu")), reason="kernels run on a CPU in Triton's interpreter only"
 )
 
 
@@ -326,10 +326,10 @@ def test_flex_takes_what_it_has_a_recipe_for(one: Normalizer, inputs_: Inputs, r
 @interpreted
 def test_a_kernel_needs_a_dtype_and_widths_that_fit_the_chip() -> None:
     for dtype, width in ((torch.float16, 256), (torch.float32, 128)):
-        assert triton_support.runs_kernels(torch.ones(1, width, dtype=dtype), torch.ones(1, 3, dtype=dtype))
-        assert not triton_support.runs_kernels(torch.ones(1, 3, dtype=dtype), torch.ones(1, width + 1, dtype=dtype))
-    assert not triton_support.runs_kernels(torch.ones(1, 3, dtype=torch.float64))
-    assert not triton_support.runs_kernels(torch.ones(1, 3, dtype=torch.bfloat16))  # in the interpreter
+        assert execution.runs_kernels(torch.ones(1, width, dtype=dtype), torch.ones(1, 3, dtype=dtype))
+        assert not execution.runs_kernels(torch.ones(1, 3, dtype=dtype), torch.ones(1, width + 1, dtype=dtype))
+    assert not execution.runs_kernels(torch.ones(1, 3, dtype=torch.float64))
+    assert not execution.runs_kernels(torch.ones(1, 3, dtype=torch.bfloat16))  # in the interpreter
 
 
 def test_only_a_cpu_runs_in_step_with_the_program() -> None:

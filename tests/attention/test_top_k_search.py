@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attnorm.engines import one_pass_operators
-from attnorm.kernels import kth_largest
+from attnorm.kernels import extremes
 from attnorm.normalizers.topk import TopK
 from tests.attention.kernel_calls import DEVICE
 
 pytestmark = [pytest.mark.as_installed, pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")]
 
-BY_PASSES = 10**6  # a bound on k beyond which kernels/kth_largest.py searches alone
+BY_PASSES = 10**6  # a bound on k beyond which kernels/extremes.py searches alone
 AT_NIGHT = [(1, BY_PASSES), (64, 64), (250, BY_PASSES)]
 
 
@@ -108,15 +108,15 @@ def test_the_top_k_of_any_rows(seed: int, k: int, keys: int, digits: float) -> N
 def test_rows_of_normal_logits_are_found_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """`kth_of_lost_rows` has to search the others: rows where one lane has many of the largest logits."""
     left: list[Tensor] = []
-    launch = kth_largest.search
+    launch = extremes.search
 
     def launch_and_look(kernel: Any, *tensors_and_form: Any, **constants: Any) -> None:
         launch(kernel, *tensors_and_form, **constants)
         if "FAST" in constants:
             left.append(~tensors_and_form[4][2].isnan()[0, 0].cpu())
 
-    monkeypatch.setattr(kth_largest, "search", launch_and_look)
-    monkeypatch.setattr(kth_largest, "lists_tile", lambda q: (64, 128, 4, 2))
+    monkeypatch.setattr(extremes, "search", launch_and_look)
+    monkeypatch.setattr(extremes, "lists_tile", lambda q: (64, 128, 4, 2))
     z = torch.randn(16, 1500, generator=torch.Generator().manual_seed(0))
     z[3] += 100.0 * (torch.arange(1500) % 32 == 5)
     z[7] = 1.0
@@ -129,7 +129,7 @@ def test_many_rows_with_their_largest_logits_in_one_lane(
     tile: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More of them than a program searches at once, between others."""
-    monkeypatch.setattr(kth_largest, "lists_tile", lambda q: tile)
+    monkeypatch.setattr(extremes, "lists_tile", lambda q: tile)
     rows, keys = torch.arange(120)[:, None], torch.arange(520)
     z = torch.randn(120, 520, generator=torch.Generator().manual_seed(0))
     z += 100.0 * ((keys % 32 == rows % 32) & (rows % 3 != 0))
@@ -142,5 +142,5 @@ def test_a_bound_on_k_chooses_the_kernel() -> None:
     assert TopK(7).most(10_000) == 7
     for rule, keys in (("log", 2**30), ("sqrt", 4096)):
         visible = torch.tensor([keys])
-        assert TopK(rule).counts(visible) <= TopK(rule).most(keys) <= kth_largest.MOST_LISTED
+        assert TopK(rule).counts(visible) <= TopK(rule).most(keys) <= extremes.MOST_LISTED
     assert TopK("sqrt").most(4097) == TopK(lambda n: n / 2).most(4097) == 4097

@@ -53,7 +53,7 @@ def test_the_rows_that_have_a_null_are_the_same_in_blocks_of_a_few_rows(monkeypa
 
     monkeypatch.setattr("attnorm.metrics.vectors.NULL_ROWS", 6)
     whole = measure()
-    monkeypatch.setattr("attnorm.metrics.logits.BLOCK_ELEMENTS", 5 * 24 * HEADS // torch.get_num_threads())
+    monkeypatch.setattr("attnorm.metrics.call.BLOCK_ELEMENTS", 5 * 24 * HEADS // torch.get_num_threads())
     cut = measure()
     for name in NULLS:
         torch.testing.assert_close(cut[name], whole[name], equal_nan=True, rtol=1e-4, atol=1e-5)

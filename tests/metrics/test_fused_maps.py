@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import attnorm
-from attnorm.engines.triton_support import HAS_TRITON
+from attnorm.engines.execution import HAS_TRITON
 from attnorm.metrics import fused_maps, fused_rows
 from attnorm.metrics.attention_statistics import map_statistics_operator
 from attnorm.metrics.call import AttentionCall

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import attnorm
-from attnorm.engines.triton_support import HAS_TRITON, runs_kernels
+from attnorm.engines.execution import HAS_TRITON, runs_kernels
 from attnorm.metrics import attention_statistics, fused_rows
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import resolve_normalizers

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attnorm.engines.triton_support import HAS_TRITON
+from attnorm.engines.execution import HAS_TRITON
 from attnorm.metrics import fused_rows
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import Choice, resolve_normalizers

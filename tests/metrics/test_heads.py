@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnorm.metrics import reference, sensitivity, vectors
-from attnorm.metrics.logits import LogitBlock
+from attnorm.metrics.call import LogitBlock
 from attnorm.metrics.normalized import rows_block
 from attnorm.metrics.reads import measure_coverage
 from attnorm.metrics.row_statistics import heaviest, masses
@@ -118,7 +118,7 @@ def test_sensitivity_depends_on_neither_threads_nor_the_size_of_the_blocks(
         return measure_sensitivity(call, [None, "ssmax"], rows, (0.5, 1.0, 4.0), (0.1,), generator)["ssmax"]
 
     expected = measure()
-    monkeypatch.setattr("attnorm.metrics.logits.BLOCK_ELEMENTS", 50)
+    monkeypatch.setattr("attnorm.metrics.call.BLOCK_ELEMENTS", 50)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnorm.engines.triton_support import HAS_TRITON
+from attnorm.engines.execution import HAS_TRITON
 from attnorm.metrics import fused_rows, sampling
 from attnorm.metrics import rows as rows_module
-from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.call import AttentionCall, Visibility, logit_blocks
 from attnorm.metrics.fused_rows import _BLOCK, RowsLaunch, _counted, _run_on_rows, _tile
-from attnorm.metrics.logits import Visibility, logit_blocks
 from attnorm.metrics.normalized import resolve_normalizers
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton, which runs on Linux alone")

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attnorm.metrics import logits, reference
+from attnorm.metrics import call as calls
+from attnorm.metrics import reference
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import PER_ROW
 from attnorm.metrics.rows import POWER_ROWS, RowStatistics, measure_rows
@@ -195,12 +196,12 @@ def test_how_many_logits_a_block_has(
     all_heads: bool, options: dict[str, int], rows: int, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fixed number for each thread, of which at most three count here."""
-    monkeypatch.setattr(logits, "BLOCK_ELEMENTS", 64)
-    monkeypatch.setattr(logits, "MAX_THREADS", 3)
+    monkeypatch.setattr(calls, "BLOCK_ELEMENTS", 64)
+    monkeypatch.setattr(calls, "MAX_THREADS", 3)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
     query, key = torch.zeros(1, 4, 24, 8), torch.zeros(1, 2, 32, 8)
     call = AttentionCall(0, "decoder", query, key, key, 1.0, causal=False)
-    blocks = list(logits.logit_blocks(call, torch.arange(24), all_heads=all_heads, **options))
+    blocks = list(calls.logit_blocks(call, torch.arange(24), all_heads=all_heads, **options))
     assert [block.logits.shape for block in blocks] == [(2 * heads, rows, 32)] * len(blocks)
     assert len(blocks) * heads * rows == 2 * 24
 
@@ -213,7 +214,7 @@ def test_rows_of_a_block_see_at_most_128_keys_or_twice_as_many_as_the_first(
     rows: list[int], blocks: list[list[int]]
 ) -> None:
     call = make_call(210, batch=1)
-    found = list(logits.logit_blocks(call, torch.tensor(rows), all_heads=True, block_elements=10**7))
+    found = list(calls.logit_blocks(call, torch.tensor(rows), all_heads=True, block_elements=10**7))
     assert [block.queries.tolist() for block in found] == blocks
 
 

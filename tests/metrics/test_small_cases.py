@@ -10,10 +10,9 @@ import torch
 from attnorm.engines.inputs import validate_inputs
 from attnorm.metrics import reference
 from attnorm.metrics.attention_statistics import compiled_softmax_statistics, statistics_of
-from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.call import FEW_ROWS, AttentionCall, logit_blocks, too_few_to_wait
 from attnorm.metrics.catalogue import METRICS
 from attnorm.metrics.fused_rows import _tile
-from attnorm.metrics.logits import FEW_ROWS, logit_blocks, too_few_to_wait
 from attnorm.metrics.normalized import RowsBlock
 from attnorm.metrics.reads import measure_coverage
 from attnorm.metrics.rows import _power_rows, measure_rows

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from attnorm.engines.triton_support import HAS_TRITON
+from attnorm.engines.execution import HAS_TRITON
 from attnorm.metrics import fused_rows
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import PER_ROW

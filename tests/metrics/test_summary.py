@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from attnorm.engines.execution import arrival
-from attnorm.engines.triton_support import HAS_TRITON
+from attnorm.engines.execution import HAS_TRITON, arrival
 from attnorm.metrics import sampling
 from attnorm.metrics.sampling import QUANTILES, _summarise_on_device, summarise, summarise_all
 from tests.fast_interpreter import speed_up_interpreter

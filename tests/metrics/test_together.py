@@ -44,7 +44,7 @@ def in_turn(values: Iterable[Any]) -> list[Any]:
 @pytest.fixture
 def _parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "in parts":
-        monkeypatch.setattr("attnorm.metrics.logits.CUDA_BLOCK_ELEMENTS", 50_000)
+        monkeypatch.setattr("attnorm.metrics.call.CUDA_BLOCK_ELEMENTS", 50_000)
         monkeypatch.setattr("attnorm.metrics.vectors.GPU_NULL_ELEMENTS", 7_000)
         monkeypatch.setattr("attnorm.metrics.sensitivity.GPU_ELEMENTS", 40_000)
         monkeypatch.setattr("attnorm.theory.distance.PAIRS_AT_ONCE", 20_000)

@@ -161,7 +161,7 @@ def test_neither_threads_nor_the_size_of_the_blocks_matter(kind: str, monkeypatc
         ]
 
     expected = measure()
-    monkeypatch.setattr("attnorm.metrics.logits.BLOCK_ELEMENTS", 50)
+    monkeypatch.setattr("attnorm.metrics.call.BLOCK_ELEMENTS", 50)
     monkeypatch.setattr("attnorm.metrics.vectors.NULL_ELEMENTS", 300)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)

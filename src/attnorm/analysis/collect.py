@@ -23,11 +23,11 @@ from attnorm.metrics.call import (
     call_bytes,
     can_be_stacked,
     has_parameters_per_head,
+    known_n,
     same_shape,
     stack_calls,
     without_data,
 )
-from attnorm.metrics.logits import known_n
 from attnorm.metrics.normalized import as_normalizer, resolve_normalizers
 from attnorm.metrics.rows import RowStatistics, measure_rows
 from attnorm.metrics.sampling import Sequences, length_bins, sequences

@@ -17,8 +17,7 @@ from torch import Tensor
 from attnorm.analysis.settings import AnalysisSettings, sampled_rows_at
 from attnorm.analysis.tables import Columns
 from attnorm.engines.execution import sent_to_cpu
-from attnorm.metrics.call import AttentionCall, without_data
-from attnorm.metrics.logits import known_n
+from attnorm.metrics.call import AttentionCall, known_n, without_data
 from attnorm.metrics.reads import coverage_sums
 from attnorm.metrics.sampling import Sequences, Source, evenly_spaced, length_bins, sequences, visible_keys
 from attnorm.metrics.sensitivity import directions_ahead, measure_sensitivity

@@ -11,7 +11,7 @@ Some normalizers need a number of each row first, from another kernel:
                           which the gradient reaches q and k
     sa_softmax            the extreme logits; the smallest becomes the shift of the     kernels/extremes.py
                           row, and the output is divided by the range
-    top-k                 a number between the k-th logit and the next one (cutoff);    kernels/kth_largest.py
+    top-k                 a number between the k-th logit and the next one (cutoff);    kernels/extremes.py
                           then softmax over the keys above it
 """
 
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from attnorm.engines import one_pass_operators
+from attnorm.engines.execution import MIN_QUERIES, runs_kernels
 from attnorm.engines.inputs import Inputs, head_numbers, row_factors, under_transform
-from attnorm.engines.triton_support import MIN_QUERIES, runs_kernels
 from attnorm.normalizers.adaptive_temperature import EntropyRule
 from attnorm.normalizers.contract import KernelForm, LogitRule, Normalizer, ScaleRule
 from attnorm.normalizers.norm_softmax import UnitVariance

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Never
 import torch
 from torch import Tensor
 
-from attnorm.engines.triton_support import kernel_operator
+from attnorm.engines.execution import kernel_operator
 
 if TYPE_CHECKING:
     from attnorm.kernels.one_pass import Form
@@ -126,10 +126,10 @@ def top_k_cutoff(
     q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, count: Tensor, most: int,
     softcap: float | None, causal: bool, window: int | None, scale: float,
 ) -> Tensor:  # fmt: skip
-    from attnorm.kernels import kth_largest
+    from attnorm.kernels import extremes
 
     form = _form("softmax", 1, 0.0, "none", softcap, causal, window, scale)
-    return kth_largest.top_k_cutoff(q, k, mask, factor, count, most, form)
+    return extremes.top_k_cutoff(q, k, mask, factor, count, most, form)
 
 
 @top_k_cutoff.register_fake

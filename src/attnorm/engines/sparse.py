@@ -9,8 +9,8 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 
+from attnorm.engines.execution import MIN_QUERIES, kernel_operator, runs_kernels
 from attnorm.engines.inputs import Inputs, head_numbers, row_factors, under_transform
-from attnorm.engines.triton_support import MIN_QUERIES, kernel_operator, runs_kernels
 from attnorm.normalizers.alibi import LinearBias
 from attnorm.normalizers.contract import Normalizer, ScaleRule
 

@@ -9,8 +9,8 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 
+from attnorm.engines.execution import MIN_QUERIES, kernel_operator, runs_kernels
 from attnorm.engines.inputs import Inputs, row_factors, under_transform
-from attnorm.engines.triton_support import MIN_QUERIES, kernel_operator, runs_kernels
 from attnorm.normalizers.contract import Normalizer, ScaleRule
 from attnorm.normalizers.stick_breaking import StickBreaking
 

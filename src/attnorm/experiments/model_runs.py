@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnorm.experiments.experiment import ExperimentSubject, Floats, ProgressCallback, Verdict
-from attnorm.metrics.call import AttentionCall
-from attnorm.metrics.logits import logit_blocks
+from attnorm.metrics.call import AttentionCall, logit_blocks
 from attnorm.metrics.normalized import as_normalizer, resolve_normalizers, rows_block
 from attnorm.metrics.sampling import evenly_spaced, length_bins, rows_to_measure
 from attnorm.metrics.vectors import Vectors

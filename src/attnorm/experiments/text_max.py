@@ -30,8 +30,7 @@ from attnorm.experiments.experiment import (
     Verdict,
 )
 from attnorm.experiments.figure_style import CORRECTED, INK, MEASURED, NULL, PRINTED, letter, note, tidy
-from attnorm.metrics.call import AttentionCall
-from attnorm.metrics.logits import logit_blocks
+from attnorm.metrics.call import AttentionCall, logit_blocks
 from attnorm.metrics.normalized import as_normalizer, resolve_normalizers, rows_block
 from attnorm.models.describe import longest_context
 from attnorm.models.inputs import needs_tokenizer

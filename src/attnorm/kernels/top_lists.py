@@ -4,7 +4,7 @@ A tile of keys is dealt into lanes, four keys for each. The four are sorted and 
 with nine or ten minima and maxima per logit and no exchange between threads. Then the k-th largest number of all lists
 of a row is searched in registers. It is the k-th largest logit, unless a lane has lost one of the k largest. That can
 be seen: the smallest number of its list is then not below the one found. Such rows are left to `kth_of_lost_rows` of
-kernels/kth_largest.py. With k = 64 and random logits they are 1 to 2 % of all rows with 32 lanes, 0.02 % with 64.
+kernels/extremes.py. With k = 64 and random logits they are 1 to 2 % of all rows with 32 lanes, 0.02 % with 64.
 
 All comparisons are of products <q, k>: the logits are an increasing function of them, if q changes its sign in rows
 with a negative factor.

@@ -4,8 +4,8 @@ from torch import Tensor
 
 from attnorm.engines import fused
 from attnorm.engines.blocked import blocked
+from attnorm.engines.execution import MIN_QUERIES
 from attnorm.engines.inputs import Inputs, without_autocast
-from attnorm.engines.triton_support import MIN_QUERIES
 from attnorm.normalizers.block import is_exporting
 from attnorm.normalizers.contract import Normalizer
 

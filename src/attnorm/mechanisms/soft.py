@@ -25,8 +25,8 @@ from torch.nn.functional import avg_pool2d, conv2d, pad
 
 from attnorm.engines import one_pass
 from attnorm.engines.blocked import blocked
+from attnorm.engines.execution import kernel_operator, runs_triton
 from attnorm.engines.inputs import Inputs, under_transform, validate_inputs, without_autocast
-from attnorm.engines.triton_support import kernel_operator, runs_triton
 from attnorm.mechanisms.linear import sum_over_tokens
 from attnorm.normalizers.block import Block, Positions, is_exporting
 from attnorm.normalizers.contract import KernelForm, Map, Mechanism, Normalizer, Properties

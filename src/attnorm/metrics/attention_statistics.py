@@ -16,13 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnorm.engines.execution import in_new_thread
+from attnorm.engines.execution import in_new_thread, runs_kernels
 from attnorm.engines.inputs import Inputs, row_factors, validate_inputs
-from attnorm.engines.triton_support import runs_kernels
 from attnorm.metrics import fused_maps
-from attnorm.metrics.call import AttentionCall, call_of, mask_of, positions_of, states_of
+from attnorm.metrics.call import AttentionCall, LogitBlock, call_of, mask_of, positions_of, states_of
 from attnorm.metrics.fused_rows import output_and_rows
-from attnorm.metrics.logits import LogitBlock
 from attnorm.metrics.normalized import MeasuredNormalizer
 from attnorm.metrics.rows import OnWeights, RowStatistics, measure_map_by_kernel, measure_rows
 from attnorm.normalizers.block import Positions, is_exporting

@@ -18,9 +18,8 @@ from attnorm.engines.execution import sent_to
 from attnorm.engines.one_pass import POWERS
 from attnorm.kernels.launch import device_of
 from attnorm.metrics import fused_rows
-from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.call import AttentionCall, logit_blocks
 from attnorm.metrics.fused_rows import EXTRA_PASSES, RowsLaunch, Tile, levels_of
-from attnorm.metrics.logits import logit_blocks
 from attnorm.metrics.normalized import MeasuredNormalizer, rows_block
 from attnorm.metrics.sampling import evenly_spaced
 from attnorm.metrics.sensitivity import POWER_ROWS

@@ -15,12 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnorm.engines.execution import sent_to
+from attnorm.engines.execution import runs_kernels, sent_to
 from attnorm.engines.inputs import Inputs, under_transform
-from attnorm.engines.triton_support import runs_kernels
 from attnorm.kernels.launch import device_of, in_rows, padded
-from attnorm.metrics.call import AttentionCall
-from attnorm.metrics.logits import LogitBlock, Visibility
+from attnorm.metrics.call import AttentionCall, LogitBlock, Visibility
 from attnorm.metrics.normalized import MeasuredNormalizer
 from attnorm.normalizers.block import is_exporting
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attnorm.engines.execution import runs_asynchronously, sent_to
-from attnorm.metrics.logits import BLOCK_ELEMENTS, CUDA_BLOCK_ELEMENTS, LogitWorkspace
+from attnorm.metrics.call import BLOCK_ELEMENTS, CUDA_BLOCK_ELEMENTS, LogitWorkspace
 from attnorm.theory.distance import largest_gaps
 from attnorm.theory.geometry import cantelli_bounds, without_each
 from attnorm.theory.selection import (

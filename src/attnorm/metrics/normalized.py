@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from attnorm.engines.execution import runs_asynchronously
-from attnorm.metrics.call import AttentionCall
-from attnorm.metrics.logits import LogitBlock
+from attnorm.metrics.call import AttentionCall, LogitBlock
 from attnorm.normalizers.block import Block, Positions
 from attnorm.normalizers.contract import Mechanism, Normalizer, ScaleRule, Sink
 from attnorm.normalizers.registry import resolve

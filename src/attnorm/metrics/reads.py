@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from attnorm.engines.execution import in_threads, sent_to
-from attnorm.metrics.call import AttentionCall
-from attnorm.metrics.logits import logit_blocks
+from attnorm.metrics.call import AttentionCall, logit_blocks
 from attnorm.metrics.normalized import Choice, as_normalizer, resolve_normalizers, rows_block
 from attnorm.theory.coverage import independent_union
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from attnorm.engines.execution import runs_asynchronously
-from attnorm.metrics.logits import GROUP, LOW, LogitBlock, LogitWorkspace, too_few_to_wait
+from attnorm.metrics.call import GROUP, LOW, LogitBlock, LogitWorkspace, too_few_to_wait
 from attnorm.theory.rank_one_eigenvalues import rank_one_root
 
 # The square of exp overflows above this, in float32 and float64. A sink as large as that has all of the weight.

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from attnorm.engines.execution import in_threads, sent_to
 from attnorm.metrics import fused_maps, fused_rows
-from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.call import AttentionCall, LogitBlock, LogitWorkspace, logit_blocks
 from attnorm.metrics.catalogue import PER_ROW
-from attnorm.metrics.logits import LogitBlock, LogitWorkspace, logit_blocks
 from attnorm.metrics.normalized import Choice, MeasuredNormalizer, resolve_normalizers, rows_block
 from attnorm.metrics.row_statistics import SplitRows, row_sums, softmax_statistics, split_rows, weight_rows
 from attnorm.metrics.sampling import evenly_spaced

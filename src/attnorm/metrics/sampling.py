@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnorm.engines.execution import sent_to, sent_to_cpu
-from attnorm.engines.triton_support import runs_triton
+from attnorm.engines.execution import runs_triton, sent_to, sent_to_cpu
 from attnorm.kernels.launch import device_of
 from attnorm.metrics.call import AttentionCall
 

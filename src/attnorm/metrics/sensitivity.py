@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnorm.engines.execution import each_in_a_thread, in_threads, runs_asynchronously, sent_to
-from attnorm.metrics.call import AttentionCall
-from attnorm.metrics.logits import LogitBlock, logit_blocks
+from attnorm.metrics.call import AttentionCall, LogitBlock, logit_blocks
 from attnorm.metrics.normalized import Choice, RowsBlock, as_normalizer, resolve_normalizers, rows_block
 from attnorm.metrics.sampling import Source, sources_of
 from attnorm.normalizers.block import Block

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnorm.engines.execution import each_in_a_thread, in_threads, runs_asynchronously, sent_to
-from attnorm.metrics.call import AttentionCall
-from attnorm.metrics.logits import LogitBlock, known_n, logit_blocks, padded_keys
+from attnorm.metrics.call import AttentionCall, LogitBlock, known_n, logit_blocks, padded_keys
 from attnorm.metrics.nested_sets import NestedSets, distances, draw_permutations, separabilities, theorem2
 from attnorm.metrics.normalized import Choice, resolve_normalizers, rows_block, weights_and_logs
 from attnorm.metrics.sampling import Source, evenly_spaced, sources_of

@@ -21,8 +21,7 @@ from torch.nn.functional import pad
 from attnorm.engines.execution import sent_to
 from attnorm.engines.inputs import without_autocast
 from attnorm.metrics import fused_maps, fused_rows
-from attnorm.metrics.call import AttentionCall, stack_calls
-from attnorm.metrics.logits import GROUP, logit_blocks
+from attnorm.metrics.call import GROUP, AttentionCall, logit_blocks, stack_calls
 from attnorm.metrics.normalized import MODEL, MeasuredNormalizer, as_normalizer, resolve_normalizers, rows_block
 from attnorm.metrics.rows import measure_rows
 from attnorm.metrics.sampling import evenly_spaced, length_bins, one_sequence
@@ -121,7 +120,7 @@ class Sampler:
         key = (call.kind, id(call.mask), call.causal, item, queries, keys, rows.device)
         if key not in self._seen:
             mask = sequence.mask
-            # A mask per query is complete, as in metrics.logits.
+            # A mask per query is complete, as in metrics.call.
             causal = call.causal and (mask is None or mask.shape[-2] == 1 or queries == keys)
             if mask is not None and mask.shape[-2] > 1:
                 mask = mask[:, :, rows]

@@ -23,8 +23,7 @@ from attnorm.experiments.model_runs import (
     run_forward_pass,
     windows_of,
 )
-from attnorm.metrics.call import AttentionCall
-from attnorm.metrics.logits import LogitBlock, logit_blocks
+from attnorm.metrics.call import AttentionCall, LogitBlock, logit_blocks
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.topk import topk
 from attnorm.theory.coverage import independent_coverage, union_coverage

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from attnorm.attention import choose_engine
+from attnorm.engines.execution import MIN_QUERIES
 from attnorm.engines.inputs import validate_inputs
-from attnorm.engines.triton_support import MIN_QUERIES
 from attnorm.models.dispatch import NORMALIZER
 from attnorm.models.layer_normalizer import USUAL_LENGTH, build
 from attnorm.normalizers.block import Block
