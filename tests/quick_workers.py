@@ -19,7 +19,7 @@ import pytest
 from attnorm.sweep import engines
 
 IMPORTED = [
-    "attnorm.sweep.work",
+    "attnorm.sweep.engines",
     "attnorm.analysis.analyze",
     "attnorm.report.page",
     "attnorm.training.lm",

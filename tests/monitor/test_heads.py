@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from attnorm.monitor.heads import KEPT, History, layer_of, worst_of_layer
+from attnorm.monitor.alerts import KEPT, History, layer_of, worst_of_layer
 from attnorm.monitor.measure import REPORTED
 from attnorm.monitor.monitor import AttentionMonitor
 from tests.models.tiny import llama, tiny, tokens

@@ -8,8 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from attnorm.cli import app
-from attnorm.search.results import ENOUGH
-from attnorm.search.run import JOURNAL
+from attnorm.search.run import ENOUGH, JOURNAL
 from tests.training.conftest import write_text
 
 optuna = pytest.importorskip("optuna")

@@ -41,8 +41,17 @@ from attnorm.training.clrs.evaluate import (
     fitted_coefficients,
     greedy_answer,
 )
-from attnorm.training.clrs.model import ClrsBase, ClrsRecipe, with_normalizer
-from attnorm.training.clrs.train import OWN, REFITTED, ClrsRun, ClrsTests, OutOfTimeError, train_clrs
+from attnorm.training.clrs.train import (
+    OWN,
+    REFITTED,
+    ClrsBase,
+    ClrsRecipe,
+    ClrsRun,
+    ClrsTests,
+    OutOfTimeError,
+    train_clrs,
+    with_normalizer,
+)
 from attnorm.training.device import accelerated
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from attnorm.cli import analyze, compare, evaluate, machine, normalizers, reproduce, sweep, train
+from attnorm.cli import analyze, compare, machine, normalizers, reproduce, sweep, train
 from attnorm.cli.output import SafeGroup, add_command, show_version
 
 app = typer.Typer(
@@ -20,7 +20,7 @@ app = typer.Typer(
     epilog="Example: attnorm analyze --out run",
 )
 for command in (
-    analyze.analyze, compare.compare, analyze.report, evaluate.evaluate, normalizers.normalizers,
+    analyze.analyze, compare.compare, analyze.report, compare.evaluate, normalizers.normalizers,
     normalizers.dispersion, normalizers.frontier, normalizers.verify, reproduce.reproduce, sweep.sweep, sweep.search,
     machine.bench, machine.doctor, compare.stability,
 ):  # fmt: skip

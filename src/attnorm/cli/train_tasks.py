@@ -285,8 +285,7 @@ def clrs(
 
     with usage_errors():
         from attnorm.training.clrs.data import prepare_data
-        from attnorm.training.clrs.model import ClrsBase, ClrsRecipe, with_normalizer
-        from attnorm.training.clrs.train import ClrsTests, train_clrs
+        from attnorm.training.clrs.train import ClrsBase, ClrsRecipe, ClrsTests, train_clrs, with_normalizer
 
         options = {
             "steps": steps, "batch": batch, "lr": lr, "warmup": warmup, "layers": layers, "heads": heads,

@@ -24,8 +24,20 @@ from transformers import (
 )
 
 from attnorm.models.dispatch import check_model, check_observable
-from attnorm.monitor.alerts import MEANING, Alert, AlertThresholds, AttentionAlert, largest_logit, states
-from attnorm.monitor.heads import History, PerHead, check_per_head, head_keys, worst_keys, worst_of_layer
+from attnorm.monitor.alerts import (
+    MEANING,
+    Alert,
+    AlertThresholds,
+    AttentionAlert,
+    History,
+    PerHead,
+    check_per_head,
+    head_keys,
+    largest_logit,
+    states,
+    worst_keys,
+    worst_of_layer,
+)
 from attnorm.monitor.measure import REPORTED
 from attnorm.monitor.watch import ForwardWatch, Layers, trained_model, watch
 

@@ -22,8 +22,16 @@ from attnorm.files import append_jsonl, read_jsonl
 from attnorm.provenance import file_hash, settings_hash
 from attnorm.run_folder import lock, try_lock
 from attnorm.training.clrs.data import ClrsData, prepare_data, quick_examples, read_examples
-from attnorm.training.clrs.model import ClrsBase, ClrsRecipe, with_normalizer
-from attnorm.training.clrs.train import REFITTED, ClrsTests, NotFiniteError, OutOfTimeError, train_clrs
+from attnorm.training.clrs.train import (
+    REFITTED,
+    ClrsBase,
+    ClrsRecipe,
+    ClrsTests,
+    NotFiniteError,
+    OutOfTimeError,
+    train_clrs,
+    with_normalizer,
+)
 from attnorm.training.device import chosen_device
 
 SOFTMAX, ADAPTIVE = "softmax", "adaptive_temperature"

@@ -1,4 +1,7 @@
-"""Claims on how many selected keys stay distinguishable: Theorem 2, on the sphere and beyond it."""
+"""Claims on how many selected keys stay distinguishable, and on how many several heads cover together.
+
+Theorem 2, on the sphere and beyond it; the Discussion's coverage of H heads.
+"""
 
 import itertools
 from dataclasses import replace
@@ -8,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from attnorm.theory import geometry
+from attnorm.theory import coverage, geometry
 from attnorm.theory.catalogue.claim import (
     EXACTLY,
     NEARLY,
@@ -325,5 +328,56 @@ CLAIMS = [
         correction="compare a head with its own null: geometry.separability_null",
         sizes=CaseSizes(least_top_n=5),
         ratio=_more_than_80_percent,
+    ),
+]
+
+
+HEADS = 4
+
+on_several_heads = partial(Claim, family="coverage", proof="docs/theory/coverage.md", differentiable=False)
+
+
+def _coverage(case: ClaimCase) -> coverage.HeadCoverage:
+    """Groups of four rows as four heads over one context."""
+    return coverage.top_n_coverage(case.weights.unflatten(0, (-1, HEADS)), case.top_n)
+
+
+def _per_row(ratio: Tensor) -> Tensor:
+    return ratio.repeat_interleave(HEADS, 0)
+
+
+def _independence(case: ClaimCase) -> Tensor:
+    measured = _coverage(case)
+    return _per_row(at_least(measured.union, measured.independent))
+
+
+def _union(case: ClaimCase) -> Tensor:
+    measured = _coverage(case)
+    lower, upper = coverage.union_bounds(measured.per_head)
+    rounding = torch.finfo(upper.dtype).eps * 8
+    return _per_row(between(measured.union, lower * (1 - rounding), upper * (1 + rounding)))
+
+
+COVERAGE_CLAIMS = [
+    on_several_heads(
+        id="head-coverage",
+        source="Mudarisov et al., Discussion",
+        form="printed",
+        statement="H heads cover 1 - (1-p)^H of the keys (three heads at p = 0.8: 99 %)",
+        domain="independent heads; tested on heads of any kind",
+        status="false",
+        counterexample="identical heads cover no more than one of them",
+        correction="head-coverage-bounds",
+        ratio=_independence,
+    ),
+    on_several_heads(
+        id="head-coverage-bounds",
+        source="Discussion, corrected",
+        form="corrected",
+        statement="max_h p_h <= union <= min(1, sum_h p_h); measure the union itself",
+        domain="any heads",
+        status="holds",
+        ratio=_union,
+        attained=(EXACTLY, EXACTLY),
     ),
 ]
