@@ -35,7 +35,8 @@ NUMBERS = (
     "jacobian_norm",
     "keys_logsumexp",  # log sum exp of the keys alone, without the learned sink
 )
-MORE_NUMBERS = (
+# Of weights of any map, in the order in which the kernels store them; softmax has two bounds more.
+MORE_WEIGHT_NUMBERS = (
     "logit_spread",
     "logit_spread_without_sink",
     "entropy_ratio",
@@ -44,9 +45,8 @@ MORE_NUMBERS = (
     "effective_gap_without_sink",
     "effective_keys_without_sink",
     "max_weight_without_sink",
-    "weight_ceiling",
-    "entropy_floor",
 )
+MORE_NUMBERS = (*MORE_WEIGHT_NUMBERS, "weight_ceiling", "entropy_floor")
 WIDE_NUMBERS = ("horizon", "horizon_without_sink")  # in float64: e^spread leaves float32 at 89
 
 # The columns of the results, NaN where a row has no such number.
@@ -60,7 +60,6 @@ WEIGHT_NUMBERS = (
     "row_sum",
     "jacobian_norm",
 )
-MORE_WEIGHT_NUMBERS = MORE_NUMBERS[:8]  # the others are of softmax alone
 
 _LARGEST_EXPONENT = tl.constexpr(300.0)  # exp of more would overflow when it is squared
 

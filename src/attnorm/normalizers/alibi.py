@@ -1,4 +1,6 @@
-"""ALiBi: every key loses `slope` per position of distance from the query, in front of any map; nearmax: of kneemax.
+"""Two normalizers with a penalty on the distance: alibi, in front of any map, and nearmax, in front of kneemax.
+
+ALiBi: every key loses `slope` per position of distance from the query.
 
 Press, Smith & Lewis 2022, https://arxiv.org/abs/2108.12409. Each head has a slope of its own: 2^(-8 h / H) for head h
 of H = 2, 4, 8, ... heads. The penalty limits how far a head looks, whatever the length, so that a row does not become
