@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import attnorm
-from attnorm.bench import attention, timing
-from attnorm.bench.attention import adaptive_as_printed, blocked_normalizers, by_bisection, compare_normalizers, dense
+from attnorm.bench import attention, normalizers, timing
+from attnorm.bench.attention import adaptive_as_printed, blocked_normalizers, dense
+from attnorm.bench.normalizers import by_bisection, compare_normalizers
 from attnorm.bench.suites import run_benchmarks
 from attnorm.bench.timing import peak_above, run_and_read_json, time_alternating
 from tests.forked import forked_json
@@ -85,7 +86,7 @@ def test_a_missing_rival_is_reported_and_not_fatal(monkeypatch: pytest.MonkeyPat
             raise ImportError(name)
         return import_module(name, *rest)
 
-    monkeypatch.setattr(attention.importlib, "import_module", without_entmax)
+    monkeypatch.setattr(normalizers.importlib, "import_module", without_entmax)
     notes: list[str] = []
     ours_alone = list(compare_normalizers(quick=True, notes=notes))
     assert "pip install entmax" in notes[0]

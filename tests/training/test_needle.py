@@ -13,23 +13,18 @@ from attnorm.cli import app
 from attnorm.training.lm.data import train_tokenizer
 from attnorm.training.lm.model import build_model
 from attnorm.training.needle import (
-    ALPHABET,
     NeedleTask,
-    Wording,
     among_many,
     answer_loss,
     find_keys,
     fine_tune,
-    keys_that_fit,
-    puzzles_at,
     settings_of,
-    shortest_window,
     split_filler,
     summary,
     train_needle,
-    training_puzzles,
     usual_longer,
 )
+from attnorm.training.pass_keys import ALPHABET, Wording, keys_that_fit, puzzles_at, shortest_window, training_puzzles
 from tests.training.conftest import tiny
 from tests.training.test_normalizers_in_training import Train
 

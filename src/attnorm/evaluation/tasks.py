@@ -27,7 +27,8 @@ from attnorm.models.forward_pass import predicts_next_token, reading, run
 from attnorm.models.load import LoadedModel
 from attnorm.text import did_you_mean
 from attnorm.training.lm.data import validation_windows
-from attnorm.training.needle import NeedleTask, Wording, answer_logits, puzzles_at, shortest_window
+from attnorm.training.needle import NeedleTask, answer_logits
+from attnorm.training.pass_keys import Wording, puzzles_at, shortest_window
 
 PERPLEXITY, PASS_KEY = "perplexity", "pass-key"
 OWN = (PERPLEXITY, PASS_KEY)

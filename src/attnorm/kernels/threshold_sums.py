@@ -84,7 +84,7 @@ class WeightSums(NamedTuple):
 
 # The columns of the result: those of map_sums.py and the threshold, relative to the largest logit in the map's unit.
 MORE_COLUMNS = ("threshold",)
-_ABOVE_POLE = tl.constexpr(1.0000003)  # a root this close to a pole is not told apart from it in float32
+_ABOVE_POLE = tl.constexpr(1.0000003)  # float32 does not distinguish a root this close to a pole from the pole
 
 
 @triton.jit

@@ -22,7 +22,8 @@ from attnorm.training.lm.attention import in_training
 from attnorm.training.lm.data import Tokens
 from attnorm.training.lm.evaluate import EVALUATION_BATCH, validation_loss
 from attnorm.training.lm.model import LMSettings
-from attnorm.training.needle import Wording, among_many, find_keys, fine_tune, split_filler, summary
+from attnorm.training.needle import among_many, find_keys, fine_tune, split_filler, summary
+from attnorm.training.pass_keys import Wording
 
 AS_TRAINED = None  # instead of a normalizer that replaces softmax at inference
 ROWS = 64  # per head and window
