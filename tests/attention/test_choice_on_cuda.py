@@ -44,6 +44,11 @@ def on_cuda(
         return validate_inputs(q, k, k, mask=None, causal=True, scale=scale, positions=None)
 
 
+def with_padding(inputs: Inputs) -> Inputs:
+    with FakeTensorMode():
+        return replace(inputs, mask=torch.empty(1, 1, 1, inputs.keys, dtype=torch.bool, device="cuda"))
+
+
 def normalizer(name: str, **options: Any) -> Normalizer:
     found = attnorm.get(name, **options)
     assert isinstance(found, Normalizer)
@@ -57,16 +62,27 @@ def choice(inputs: Inputs, one: Normalizer) -> str:
 
 @pytest.mark.parametrize("name", FOLDED)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_no_choice_in_half_precision_rounds_q_after_a_factor(
-    name: str, dtype: torch.dtype, capability: dict[str, tuple[int, int]]
-) -> None:
+def test_where_half_precision_does_not_round_q_after_a_factor(name: str, dtype: torch.dtype) -> None:
     one = normalizer(name, **FOLDED[name])
-    assert choice(on_cuda(dtype), one) == "triton"
     assert choice(replace(on_cuda(dtype), dropout=0.1), one) == "blocked"
     assert choice(on_cuda(dtype, queries=1), one) == "blocked"
     assert choice(on_cuda(dtype, width=320), one) == "blocked"
+    assert choice(on_cuda(dtype, queries=32), one) == "triton"
+    assert choice(with_padding(on_cuda(dtype)), one) == "triton"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_rounds_q_for_speed_after_factors_of_ordinary_size_only(
+    dtype: torch.dtype, capability: dict[str, tuple[int, int]]
+) -> None:
+    def choices() -> dict[str, str]:
+        return {name: choice(on_cuda(dtype), normalizer(name, **options)) for name, options in FOLDED.items()}
+
+    rounded = {"ssmax": "fused", "log_scaled": "fused"}
+    assert choices() == {"softmax": "triton", "adaptive_temperature": "triton", **rounded}
+    assert choose_engine(on_cuda(dtype), normalizer("ssmax")) == "fused", "with the gradient of s"
     capability["gpu"] = (7, 5)
-    assert choice(on_cuda(dtype), one) == "blocked"
+    assert choices() == {"softmax": "blocked", "adaptive_temperature": "blocked", **rounded}
 
 
 @pytest.mark.parametrize("name", ["sa_softmax", "stick_breaking", "topk"])

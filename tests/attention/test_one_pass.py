@@ -1,5 +1,6 @@
 """The one-pass kernels against the blocks in float64, on a GPU or in Triton's interpreter."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -7,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import attnorm
 from attnorm.attention import attend
-from attnorm.engines import one_pass
+from attnorm.engines import fused, one_pass, one_pass_operators
 from attnorm.engines.inputs import validate_inputs
 from tests.attention import reference
 from tests.attention.kernel_calls import (
@@ -505,3 +507,39 @@ def test_a_dispatch_mode_sees_operators_and_no_launch(name: str) -> None:
         output = attnorm.attention(q, k, v, normalizer, causal=True, engine="triton")
         grads = torch.autograd.grad(output.sum(), (q, k, v))
     assert [tuple(t.shape) for t in (output, *grads)] == [(1, 2, 32, 16)] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+def test_rows_times_their_factors(dtype: torch.dtype) -> None:
+    """The queries are a view, as in models, with a width and a length that fill no tile."""
+    generator = torch.Generator().manual_seed(0)
+    stored = torch.randn(2, 70, 3, 24, generator=generator).to(DEVICE, dtype)
+    q = stored.transpose(1, 2).requires_grad_()
+    factor = torch.rand(2, 3, 70, generator=generator).to(DEVICE).requires_grad_()
+    ours = one_pass_operators.scaled_rows(q, factor, 0.25)
+    expected = (0.25 * factor[..., None] * q.float()).to(dtype)
+    probe = torch.randn(q.shape, generator=generator).to(DEVICE, dtype)
+    assert ours.stride() == q.stride()
+    assert torch.equal(ours, expected)
+    for found, true in zip(*(torch.autograd.grad(out, (q, factor), probe) for out in (ours, expected)), strict=True):
+        torch.testing.assert_close(found, true, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("deviation", [1.0, 4.0, 32.0])
+@pytest.mark.parametrize("s", [0.1, 0.43, 2.0])
+def test_rounded_queries_err_less_than_the_formula_in_half_precision(s: float, deviation: float) -> None:
+    """The output of ssmax on SDPA against float64, beside the formula whose every step rounds to float16."""
+    shape = (1, 2, 1, 128, 128, 64, 64)
+    tensors = draw(shape, torch.float16, spread=deviation)
+    normalizer = attnorm.get("ssmax", s=s).to(DEVICE)
+    inputs = validate_inputs(*tensors, mask=None, causal=True, scale=None, positions=None)
+    scaled = fused._with_scaled_queries(inputs, normalizer)
+    rounded = scaled_dot_product_attention(
+        scaled.q_BHQD.float(), *(t.float() for t in tensors[1:]), is_causal=True, scale=scaled.scale, enable_gqa=True
+    )
+    q, k, v = tensors[0], *(t.repeat_interleave(2, dim=1) for t in tensors[1:])
+    logits = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    formula = attnorm.normalize(logits, normalizer, torch.ones(128, 128, dtype=torch.bool, device=DEVICE).tril()) @ v
+    exact = attnorm.attention(*exactly(tensors), normalizer.double(), engine="blocked", causal=True)
+    errors = [(output.double() - exact).norm() for output in (rounded, formula)]
+    assert errors[0] <= errors[1]

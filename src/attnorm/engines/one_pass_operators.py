@@ -12,6 +12,7 @@ numbers into the record that the kernels take.
                                   it: backward knows the gradient of the factor before that of k, so one kernel computes
                                   both parts of the latter
     row_dots                      products of two tensors row by row
+    scaled_rows                   rows times one factor each, for the queries of torch's SDPA
 """
 
 from typing import TYPE_CHECKING, Any, Never
@@ -111,14 +112,42 @@ def _(rows: Tensor, index: Tensor, keys: int, groups: int) -> Tensor:
 @kernel_operator("attnorm::row_dots")
 def row_dots(a: Tensor, b: Tensor) -> Tensor:
     """Return the dot product of each row of a with the same row of b, (B, H, Q) in float32."""
-    from attnorm.kernels import blocks
+    from attnorm.kernels import row_products
 
-    return blocks.row_dots(a, b)
+    return row_products.row_dots(a, b)
 
 
 @row_dots.register_fake
 def _(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty(a.shape[:3], dtype=torch.float32)
+
+
+@kernel_operator("attnorm::scaled_rows")
+def scaled_rows(a: Tensor, factor: Tensor, constant: float) -> Tensor:
+    """Return each row of a times constant times its factor, (B, H, Q) in float32, rounded once to the dtype of a."""
+    from attnorm.kernels import row_products
+
+    return row_products.scaled_rows(a, factor, constant)
+
+
+@scaled_rows.register_fake
+def _(a: Tensor, factor: Tensor, constant: float) -> Tensor:
+    return torch.empty_like(a if a.stride(-1) == 1 else a.contiguous())
+
+
+def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, factor, ctx.constant = inputs
+    ctx.save_for_backward(a, factor)
+
+
+def _gradients_of_rows(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    a, factor = ctx.saved_tensors
+    grad_a = scaled_rows(grad, factor, ctx.constant)
+    grad_factor = ctx.constant * row_dots(grad, a) if ctx.needs_input_grad[1] else None
+    return grad_a, grad_factor, None
+
+
+scaled_rows.register_autograd(_gradients_of_rows, setup_context=_save_rows)
 
 
 @kernel_operator("attnorm::top_k_cutoff")

@@ -29,7 +29,6 @@ from attnorm.kernels.blocks import (
     matrix_of_head,
     queries_keys_values,
     query_range,
-    row_dots,
     seen_keys,
     selected,
     sight_of_head,
@@ -39,6 +38,7 @@ from attnorm.kernels.blocks import (
 from attnorm.kernels.launch import in_rows, padded
 from attnorm.kernels.maps import LN2, LOG2E, MAPS
 from attnorm.kernels.one_pass import Form, OnePassLaunch, Saved
+from attnorm.kernels.row_products import row_dots
 from attnorm.kernels.row_spread import add_gradient_of_queries, entropy_slopes
 
 

@@ -23,12 +23,12 @@ from attnorm.kernels.blocks import (
     matrix_of_head,
     queries_keys_values,
     query_range,
-    row_dots,
     sight_of_head,
     store_tile,
     tile_of_head,
 )
 from attnorm.kernels.launch import in_rows
+from attnorm.kernels.row_products import row_dots
 from attnorm.kernels.threshold import Saved, ThresholdLaunch, list_of_tiles, tiles
 from attnorm.kernels.threshold_maps import MAPS, ThresholdConstants, list_tiles, minus_penalty, seen_above_threshold
 

@@ -117,6 +117,8 @@ class ScaleRule(LogitRule):
     The factor does not depend on the logits, so it can scale q.
     """
 
+    may_round_queries: bool = False  # factors of ordinary size, for which half precision may round q times the factor
+
     def factor(self, n: Tensor, positions: Tensor | None, hidden_states: Tensor | None) -> Tensor:
         """Return the factor, broadcastable to (..., heads, Q, 1).
 

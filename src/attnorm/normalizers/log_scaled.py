@@ -21,6 +21,7 @@ Rule = Literal["qwen", "llama4", "yarn"]
 
 class QwenScale(ScaleRule):
     length = "log n beyond the training length"
+    may_round_queries = True
 
     def __init__(self, train_length: int) -> None:
         super().__init__()
@@ -35,6 +36,7 @@ class QwenScale(ScaleRule):
 
 class Llama4Scale(ScaleRule):
     length = "log of the position"
+    may_round_queries = True
 
     def __init__(self, attention_scale: float = 0.1, floor_scale: int = 8192) -> None:
         super().__init__()
@@ -48,6 +50,8 @@ class Llama4Scale(ScaleRule):
 
 
 class YarnScale(ScaleRule):
+    may_round_queries = True
+
     def __init__(self, extension: float) -> None:
         super().__init__()
         if extension < 1:
