@@ -106,3 +106,28 @@ def test_every_quick_experiment_runs_to_its_end(name: str, tmp_path: Path) -> No
     result = runner.invoke(app, ["reproduce", name, "--quick", "--device", "cpu", "--out", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
     assert (tmp_path / "out" / "index.html").is_file()
+
+
+def test_a_time_limit_that_leaves_models_untrained_is_exit_code_3(tmp_path: Path) -> None:
+    call = ["reproduce", "heads", "--quick", "--device", "cpu", "--out", str(tmp_path)]
+    stopped = runner.invoke(app, [*call, "--minutes", "0"])
+    assert stopped.exit_code == 3, stopped.output
+    assert "0 of 2 models" in stopped.stderr
+    assert not (tmp_path / "heads").exists()
+    assert (tmp_path / "parts").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["fig1", "--minutes", "5"], "--minutes"),
+        (["language-models", "--quick", "--whole"], "--whole needs --stage"),
+        (["language-models", "--quick", "--stage", "everything", "--whole"], "--minutes"),
+        (["language-models", "--quick", "--stage", "main", "--whole", "--minutes", "5"], "second-seed"),
+        (["clrs-text", "--quick", "--stage", "train", "--whole"], "--whole"),
+    ],
+)
+def test_limits_that_nothing_uses_are_refused(flags: list[str], named: str, tmp_path: Path) -> None:
+    result = runner.invoke(app, ["reproduce", *flags, "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2, result.output
+    assert named in " ".join(result.stderr.split())

@@ -12,12 +12,16 @@ import torch
 from attnorm.analysis.analyze import analyze
 from attnorm.experiments.experiment import ExperimentSubject
 from attnorm.experiments.language_models import stages
+from attnorm.experiments.language_models import train as training
 from attnorm.experiments.language_models.evaluate import attention_statistics, spread_chunks
 from attnorm.experiments.language_models.experiment import EXPERIMENT, outcome, texts_of
+from attnorm.experiments.language_models.results import main_runs
 from attnorm.experiments.language_models.train import (
+    OutOfTimeError,
     Worker,
     best_rate,
     choose_engines,
+    seconds_of_tests,
     trained_model,
 )
 from attnorm.experiments.language_models.workspace import (
@@ -143,6 +147,113 @@ def test_two_processes_do_not_do_the_same(finished: LMWorkspace, tmp_path: Path)
             assert not also_mine
         assert not stages.run_works(other, "main", ["softmax"], seeds=[7], device="cpu")
     assert not finished.results(seed=7)
+
+
+def copy_without(finished: LMWorkspace, folder: Path, plan: LanguageModelPlan = TINY, **left_out: Any) -> LMWorkspace:
+    """A folder with the results of another machine and the texts, but no checkpoints; without one kind of results."""
+    workspace = LMWorkspace.open(folder, plan)
+    (folder / "data").symlink_to(finished.data)
+    for line in finished.results():
+        if not all(line.get(key) == value for key, value in left_out.items()):
+            workspace.add(line)
+    return workspace
+
+
+def test_a_model_that_lost_its_checkpoint_before_its_tests_is_trained_again(
+    finished: LMWorkspace, tmp_path: Path
+) -> None:
+    workspace = copy_without(finished, tmp_path, stage="needle", normalizer="kneemax:knee=0.25")
+    before = len(workspace.results())
+    assert stages.run_works(workspace, "main", device="cpu")
+    assert len(workspace.results()) == before, "the stage alone has nothing to do"
+    assert stages.run_works(workspace, "everything", device="cpu")
+    assert [(line["stage"], line["normalizer"]) for line in workspace.results()[before:]] == [
+        ("main", "kneemax:knee=0.25"), ("needle", "kneemax:knee=0.25"),
+    ]  # fmt: skip
+    again, first = (place.results(stage="main", normalizer="kneemax:knee=0.25") for place in (workspace, finished))
+    assert again[-1]["course"] == first[0]["course"]
+    assert len(main_runs(workspace.results())) == 2
+
+
+def test_a_diverged_model_is_neither_tested_nor_trained_again(finished: LMWorkspace, tmp_path: Path) -> None:
+    workspace = copy_without(finished, tmp_path, normalizer="kneemax:knee=0.25")
+    lines = finished.results(normalizer="kneemax:knee=0.25")
+    for line in lines:
+        if line["stage"] in ("rate", "main"):
+            workspace.add(line | ({"valid_loss": None} if line["stage"] == "main" else {}))
+    before = workspace.results()
+    assert stages.run_works(workspace, "everything", device="cpu")
+    assert workspace.results() == before
+
+
+def test_only_models_that_can_finish_in_time_are_started(finished: LMWorkspace, tmp_path: Path) -> None:
+    workspace = copy_without(finished, tmp_path, normalizer="kneemax:knee=0.25")
+    for line in (
+        {
+            "stage": "main",
+            "normalizer": "softmax",
+            "seed": 1,
+            "wall_seconds": 300.0,
+            "problem": None,
+            "valid_loss": 3.0,
+        },
+        {"stage": "measure", "normalizer": "softmax", "seed": 1, "at_inference": None, "wall_seconds": 20.0},
+        {"stage": "needle", "normalizer": "softmax", "seed": 1, "at_inference": None, "wall_seconds": 30.0},
+        {"stage": "needle", "normalizer": "softmax", "seed": 1, "at_inference": "log_scaled", "wall_seconds": 40.0},
+    ):
+        workspace.add(line)
+    assert seconds_of_tests(workspace) == 60.0
+    before = workspace.results()
+    options: dict[str, Any] = {"normalizers": ["kneemax:knee=0.25"], "device": "cpu", "whole": True}
+    assert not stages.run_works(workspace, "everything", max_minutes=359 / 60, **options)
+    assert workspace.results() == before, "not even short runs"
+    assert stages.run_works(workspace, "everything", max_minutes=60, **options)
+
+
+def test_a_run_whose_first_steps_show_that_it_cannot_finish_is_stopped(
+    finished: LMWorkspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = replace(TINY, main_tokens=20 * 192)
+    workspace = copy_without(finished, tmp_path, plan, stage="main")
+    for stage in ("measure", "needle"):
+        assert workspace.results(stage=stage)
+    monkeypatch.setattr(training, "SETTLED", 10)
+    monkeypatch.setattr(training, "seconds_of_tests", lambda workspace: 3600.0)
+    monkeypatch.setattr(training, "_seconds_needed", lambda *_: 0.0)
+    said: list[str] = []
+    options: dict[str, Any] = {"normalizers": ["softmax"], "device": "cpu", "whole": True, "log": said.append}
+    assert not stages.run_works(workspace, "everything", max_minutes=59, **options)
+    assert "3600 s" in said[-1]
+    assert not workspace.results(stage="main")
+    assert not workspace.results(stage="problem")
+    assert stages.run_works(workspace, "everything", max_minutes=61, **options)
+    assert workspace.results(stage="main")[0]["steps"] == 20
+
+
+def test_the_time_of_a_run_is_known_after_its_first_steps(finished: LMWorkspace, tmp_path: Path) -> None:
+    untested = copy_without(finished, tmp_path / "untested", stage="measure")
+    (tmp_path / "untested" / "results.jsonl").write_text("")
+    settings = TINY.settings("softmax", rate=1e-3, tokens=1000 * 192, seed=0)
+
+    def check(workspace: LMWorkspace, seconds: float) -> None:
+        worker = Worker.at(workspace, stages.read_texts(workspace), device="cpu", max_minutes=seconds / 60, whole=True)
+        training._check_remaining_time(worker, settings, tokens_per_second=192.0)
+
+    check(untested, 950 + 250 + 30)
+    with pytest.raises(OutOfTimeError):
+        check(untested, 950 + 250)
+    tests = seconds_of_tests(finished) or 0.0
+    check(finished, 950 + tests + 30)
+    with pytest.raises(OutOfTimeError):
+        check(finished, 950 + tests)
+
+
+def test_a_plan_with_one_rate_has_no_short_runs(finished: LMWorkspace, tmp_path: Path) -> None:
+    workspace = LMWorkspace.open(tmp_path, replace(TINY, rates=(2e-3,)))
+    (tmp_path / "data").symlink_to(finished.data)
+    assert stages.run_works(workspace, "rates", ["softmax"], device="cpu")
+    assert not workspace.results(stage="rate")
+    assert best_rate(workspace, "softmax") == 2e-3
 
 
 def test_a_folder_belongs_to_one_plan(finished: LMWorkspace) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from attnorm.experiments.catalogue import experiment
-from attnorm.experiments.experiment import ExperimentSubject
+from attnorm.experiments.experiment import ExperimentSubject, UnfinishedError
+from attnorm.experiments.language_models.workspace import Workspace, read_texts
 from attnorm.experiments.model_grid import grid, heads, positions, temperature
 from attnorm.experiments.model_grid.grid import loss_at, share_beyond_horizon, variance_shares
 from attnorm.files import append_jsonl, read_jsonl
@@ -86,6 +87,31 @@ def test_what_another_process_finished_meanwhile_is_not_trained_again(
     monkeypatch.setattr(grid, "train_and_measure", lambda *_: pytest.fail("trained again"))
     found = grid.records_of(plan, SUBJECT, finish_elsewhere, tmp_path / "parts" / "temperature")
     assert [record["label"] for record in found] == [record["label"] for record in records]
+
+
+def test_a_time_limit_starts_no_model_that_would_not_finish(
+    trained: tuple[Path, list[grid.Record]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, records = trained
+    plan = replace(temperature.QUICK, models=temperature.QUICK.models[1:])
+    parts = tmp_path / "parts" / "temperature"
+    with pytest.raises(UnfinishedError, match="0 of 2"):
+        grid.records_of(plan, replace(SUBJECT, minutes=0.0), silent, parts)
+    assert (parts / "data" / "texts.json").exists(), "the texts are encoded"
+    assert all(record["wall_seconds"] > 0 for record in records)
+    append_jsonl(tmp_path / grid.RECORDS, [records[0] | {"wall_seconds": 120.0}])
+    with pytest.raises(UnfinishedError, match="0 of 1"):
+        grid.records_of(plan, replace(SUBJECT, minutes=1.9), silent, parts)
+    monkeypatch.setattr(grid, "train_and_measure", lambda *_: records[1])
+    assert len(grid.records_of(plan, replace(SUBJECT, minutes=2.5), silent, parts)) == 2
+
+
+def test_a_model_that_the_time_limit_stops_has_no_record(trained: tuple[Path, list[grid.Record]]) -> None:
+    parts, _ = trained
+    plan = replace(temperature.QUICK, models=temperature.QUICK.models[1:], tokens=4096)
+    texts = read_texts(Workspace(parts, plan))
+    with pytest.raises(UnfinishedError, match="1 of 32"):
+        grid.train_and_measure(plan, plan.models[0], 5, texts, parts, torch.device("cpu"), deadline=0.0)
 
 
 def tempered(map_: str, T: float | str, loss: float | None, seed: int = 0) -> grid.Record:

@@ -6,7 +6,7 @@ import torch
 
 from attnorm.training.lm import evaluate as evaluation
 from attnorm.training.lm.data import validation_windows
-from attnorm.training.lm.evaluate import validation_loss
+from attnorm.training.lm.evaluate import output_logits, validation_loss
 from attnorm.training.lm.model import build_model
 from tests.training.conftest import tiny
 
@@ -28,6 +28,25 @@ def test_every_token_weighs_the_same(batch: int, monkeypatch: pytest.MonkeyPatch
     assert validation_loss(model, windows, torch.device("cpu"), torch.float32) == pytest.approx(
         np.mean(losses), rel=1e-5
     )
+
+
+@pytest.mark.parametrize(("vocabulary", "columns"), [(50, 64), (64, 64)])
+def test_logits_do_not_depend_on_the_size_of_their_product(
+    vocabulary: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 12, generator=generator, requires_grad=True) for n in (7, vocabulary))
+    sizes: list[int] = []
+    product = torch.nn.functional.linear
+    monkeypatch.setattr(evaluation.F, "linear", lambda x, w: sizes.append(len(w)) or product(x, w))
+    results = []
+    for step in (1, 64):
+        logits = output_logits(hidden, weight, step)
+        gradients = torch.autograd.grad(logits.logsumexp(-1).square().sum(), (hidden, weight))
+        results.append((logits, *gradients))
+    assert sizes == [vocabulary, columns]
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_weights_depend_on_the_seed_alone_and_leave_the_generator_as_it_was() -> None:

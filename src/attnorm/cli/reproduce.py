@@ -92,8 +92,20 @@ def reproduce(
         str | None, typer.Option(metavar="N,N,...", help="With --stage: random seeds of the models (default: 0).")
     ] = None,
     minutes: Annotated[
-        float | None, typer.Option(help="With --stage: start no work after this many minutes, and stop training.")
+        float | None,
+        typer.Option(
+            help="With --stage: start no work after this many minutes, and stop training. temperature, positions, "
+            "heads: train only models that finish in this time."
+        ),
     ] = None,
+    whole: Annotated[
+        bool,
+        typer.Option(
+            "--whole",
+            help="With --stage everything or second-seed and --minutes: train only models that can finish and be "
+            "tested in this time.",
+        ),
+    ] = False,
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="With --stage: change the plan, e.g. batch=16; repeatable."),
@@ -122,8 +134,8 @@ def reproduce(
     Prints the verdicts; writes figures and tables to DIR/NAME and one page with everything to DIR/index.html. Finished
     experiments are not run again. An option that one of the experiments does not use is an error.
 
-    Exit codes: 0 done, whatever the verdicts; 1 no disk space or memory; 2 wrong usage or input; 3 a stage has
-    unfinished work; 130 interrupted.
+    Exit codes: 0 done, whatever the verdicts; 1 no disk space or memory; 2 wrong usage or input; 3 unfinished work
+    after --minutes; 130 interrupted.
 
     Example: attnorm reproduce fig2 fig3 --model bundled --quick
     """
@@ -132,7 +144,7 @@ def reproduce(
         return
     normalizers = names_of(only)
     stage_options = {
-        "--seeds": seeds, "--minutes": minutes, "--set": changes, "--size": size, "--tokenizer": tokenizer,
+        "--seeds": seeds, "--whole": whole or None, "--set": changes, "--size": size, "--tokenizer": tokenizer,
         "--closest": closest,
     }  # fmt: skip
     if stage is not None:
@@ -146,7 +158,10 @@ def reproduce(
         with failures(lambda: f"Interrupted; {_RESUMES}.", writes_to=out, out_of_memory=_MEMORY):
             if names == ["clrs-text"]:
                 del not_used["--model"]
-                also_not_used = {"--seeds": seeds, "--closest": closest, "--size": size, "--tokenizer": tokenizer}
+                also_not_used = {
+                    "--seeds": seeds, "--closest": closest, "--size": size, "--tokenizer": tokenizer,
+                    "--whole": whole or None,
+                }  # fmt: skip
                 _check_stage(names, not_used | also_not_used)
                 finished = _run_clrs(
                     stage, out, model=model or [], train=text or [], test=valid or [], only=normalizers, quick=quick,
@@ -154,10 +169,12 @@ def reproduce(
                 )  # fmt: skip
             else:
                 _check_stage(names, not_used)
+                if whole and (minutes is None or stage not in ("everything", "second-seed")):
+                    raise ValueError(f"--whole: expected --minutes and --stage everything or second-seed, got {stage}.")
                 finished = _run_stage(
                     stage, out, quick=quick, size=size, changes=changes or [], tokenizer=tokenizer, texts=text or [],
                     held_out=valid or [], only=normalizers, seeds=numbers_of("--seeds", seeds) or (seed,),
-                    max_minutes=minutes, device=device, count=3 if closest is None else closest,
+                    max_minutes=minutes, whole=whole, device=device, count=3 if closest is None else closest,
                 )  # fmt: skip
         say(f"{stage}: {'finished' if finished else 'not finished'}")
         raise typer.Exit(0 if finished else 3)
@@ -165,7 +182,7 @@ def reproduce(
     if unused:
         raise typer.BadParameter(f"{unused[0]} needs --stage; add --stage NAME, or remove {unused[0]}")
     from attnorm.experiments.catalogue import MODEL, check_options, named
-    from attnorm.experiments.experiment import ExperimentSubject
+    from attnorm.experiments.experiment import ExperimentSubject, UnfinishedError
     from attnorm.experiments.run import INDEX
     from attnorm.experiments.run import reproduce as run
 
@@ -183,6 +200,7 @@ def reproduce(
         only=tuple(normalizers),
         longest=longest,
         images=images,
+        minutes=minutes,
     )
     _note_default_text(first, text)
     with (
@@ -190,7 +208,11 @@ def reproduce(
         _explain_default_model(first, asked=bool(model)),
         ProgressBar("loading") as progress,
     ):
-        written = run(names, subject, out, fresh=fresh, progress=progress, command=recorded_command())
+        try:
+            written = run(names, subject, out, fresh=fresh, progress=progress, command=recorded_command())
+        except UnfinishedError as error:
+            say(f"not finished: {error}; {_RESUMES}")
+            raise typer.Exit(3) from None
     if as_json:
         show_json({"index": str(out / INDEX), "experiments": [_as_dict(result) for result in written]})
     else:

@@ -14,8 +14,9 @@ from attnorm.text import did_you_mean
 
 ALL = "all"
 MODEL, TEXT, VALID, ONLY, LONGEST = "--model", "--text", "--valid", "--only", "--longest"
-IMAGES = "--images"
+IMAGES, MINUTES = "--images", "--minutes"
 ONE_OF_EACH: Mapping[str, int | None] = {MODEL: 1, TEXT: 1}
+GRID: Mapping[str, int | None] = {TEXT: None, VALID: None, MINUTES: 1}  # experiments that train a grid of models
 
 
 @dataclass(frozen=True)
@@ -77,14 +78,12 @@ TRAINED = {
         {TEXT: None, VALID: None, ONLY: None},
     ),
     "temperature": ExperimentEntry(
-        "attnorm.experiments.model_grid.temperature", "models trained at fixed temperatures", {TEXT: None, VALID: None}
+        "attnorm.experiments.model_grid.temperature", "models trained at fixed temperatures", GRID
     ),
     "positions": ExperimentEntry(
-        "attnorm.experiments.model_grid.positions", "rotary, ALiBi, learned or no positions", {TEXT: None, VALID: None}
+        "attnorm.experiments.model_grid.positions", "rotary, ALiBi, learned or no positions", GRID
     ),
-    "heads": ExperimentEntry(
-        "attnorm.experiments.model_grid.heads", "4 to 32 heads at equal parameters", {TEXT: None, VALID: None}
-    ),
+    "heads": ExperimentEntry("attnorm.experiments.model_grid.heads", "4 to 32 heads at equal parameters", GRID),
     "clrs-text": ExperimentEntry(
         "attnorm.experiments.clrs_text.experiment",
         "algorithms as text, on problems larger than in training",
@@ -136,6 +135,7 @@ def check_unused_options(experiments: Sequence[Experiment], subject: ExperimentS
         ONLY: subject.only,
         IMAGES: () if subject.images is None else (subject.images.name,),
         LONGEST: () if subject.longest is None else (f"{subject.longest:,}",),
+        MINUTES: () if subject.minutes is None else (f"{subject.minutes:g}",),
     }
     check_options([experiment.name for experiment in experiments], used_options)
     if subject.quick and subject.longest is not None:

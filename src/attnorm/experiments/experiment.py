@@ -55,6 +55,10 @@ def combine_verdicts(verdicts: Sequence[Verdict]) -> Verdict:
     return next(iter(tested)) if len(tested) == 1 else "partly"
 
 
+class UnfinishedError(Exception):
+    """The time limit was reached before everything was trained; finished models are kept."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """The result of a run. Figures and tables are named by the stem of their files."""
@@ -97,6 +101,7 @@ class ExperimentSubject:
     only: tuple[str, ...] = ()  # parts of a long experiment, for example normalizers; empty: all
     longest: int | None = None  # tokens of the longest pass, for dispersion
     images: Path | None = None  # archive of labelled images, for vision
+    minutes: float | None = None  # time limit, for the experiments that train a grid of models
 
     def each(self) -> "list[ExperimentSubject]":
         """Return one subject per model; each model is loaded when it is used."""

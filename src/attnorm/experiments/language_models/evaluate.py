@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnorm.experiments.language_models.train import Worker, free_memory, machine, trained_model
-from attnorm.experiments.language_models.workspace import SOFTMAX, ModelPlan
+from attnorm.experiments.language_models.train import Worker, free_memory, machine, trained_model, unfinished_variants
+from attnorm.experiments.language_models.workspace import ModelPlan
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.rows import measure_rows
 from attnorm.metrics.sampling import evenly_spaced, length_bins
@@ -25,7 +25,6 @@ from attnorm.training.lm.model import LMSettings
 from attnorm.training.needle import among_many, find_keys, fine_tune, split_filler, summary
 from attnorm.training.pass_keys import Wording
 
-AS_TRAINED = None  # instead of a normalizer that replaces softmax at inference
 ROWS = 64  # per head and window
 KEPT = (
     "entropy_nats", "entropy_ratio", "effective_keys", "max_weight", "sink_mass", "logit_spread", "jacobian_norm",
@@ -35,7 +34,7 @@ KEPT = (
 
 def measure(worker: Worker, normalizer: str, seed: int = 0) -> None:
     """Measure losses by length on every held-out text and attention statistics, also with replacements at inference."""
-    variants = _unfinished_variants(worker, "measure", normalizer, seed)
+    variants = unfinished_variants(worker.workspace, "measure", normalizer, seed)
     if not variants:
         return
     worker.check_time()
@@ -67,7 +66,7 @@ def measure(worker: Worker, normalizer: str, seed: int = 0) -> None:
 
 def needle(worker: Worker, normalizer: str, seed: int = 0) -> None:
     """Fine-tune the trained model on pass keys and test it at increasing lengths."""
-    variants = _unfinished_variants(worker, "needle", normalizer, seed)
+    variants = unfinished_variants(worker.workspace, "needle", normalizer, seed)
     if not variants:
         return
     worker.check_time()
@@ -132,13 +131,6 @@ def spread_chunks(tokens: Tokens, length: int, count: int) -> list[torch.Tensor]
 
 def observed_windows(tokens: Tokens, count: int, context: int) -> torch.Tensor:
     return torch.stack([chunk[:context] for chunk in spread_chunks(tokens, context, count)])
-
-
-def _unfinished_variants(worker: Worker, stage: str, normalizer: str, seed: int) -> list[str | None]:
-    """Return the unfinished variants: the model as trained and, for softmax, its replacements at inference."""
-    done = [line["at_inference"] for line in worker.workspace.results(stage=stage, normalizer=normalizer, seed=seed)]
-    swaps = worker.workspace.plan.at_inference if normalizer == SOFTMAX else ()
-    return [variant for variant in (AS_TRAINED, *swaps) if variant not in done]
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from attnorm.experiments.figure_style import INK, PALE, letter, note, tidy
-from attnorm.experiments.language_models.results import LMContender, most_different_length, wilson_interval
+from attnorm.experiments.language_models.results import LMContender, main_runs, most_different_length, wilson_interval
 from attnorm.experiments.language_models.workspace import SOFTMAX
 
 # Styles of lengths or texts: colour, marker and fill differ.
@@ -155,7 +155,7 @@ def _draw_entropy(axes: Axes, models: Sequence[LMContender]) -> str:
 
 def course_figure(lines: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw the training loss of the main runs by tokens read, and its difference to softmax on the same batches."""
-    runs = [line for line in lines if line["stage"] == "main" and line["course"]]
+    runs = [line for line in main_runs(lines) if line["course"]]
     runs = [run for run in runs if run["seed"] == min(other["seed"] for other in runs)]
     softmax = next((_losses_by_tokens(run) for run in runs if run["normalizer"] == SOFTMAX), {})
     figure = Figure(figsize=(9.0, 3.6) if softmax else (5.4, 3.6), layout="constrained")

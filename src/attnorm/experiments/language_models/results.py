@@ -67,6 +67,12 @@ class LMContender:
         return None if spread is None else spread.mean
 
 
+def main_runs(lines: Iterable[Line]) -> list[Line]:
+    """Return the main runs; the last one of a model that was trained again because its checkpoint was lost."""
+    runs = {(line["normalizer"], line.get("seed")): line for line in lines if line["stage"] == "main"}
+    return list(runs.values())
+
+
 def contenders(lines: Iterable[Line]) -> list[LMContender]:
     """Return the models with measured losses, lowest loss at the training length first."""
     all_lines = list(lines)
@@ -81,7 +87,7 @@ def _contender(lines: Sequence[Line], normalizer: str, at_inference: str | None)
     of_variant = [line for line in of_normalizer if line.get("at_inference", at_inference) == at_inference]
     measured = [line for line in of_variant if line["stage"] == "measure"]
     needles = [line for line in of_variant if line["stage"] == "needle"]
-    main = [line for line in of_normalizer if line["stage"] == "main" and not line["problem"]]
+    main = [line for line in main_runs(of_normalizer) if not line["problem"]]
     statistics = [line["attention_statistics"]["mean"] for line in measured if line.get("attention_statistics")]
     trained = at_inference is None
     return LMContender(
@@ -180,7 +186,7 @@ class Learned:
 def learned_parameters(lines: Sequence[Line], lengths: Sequence[int] = ()) -> list[Learned]:
     """Return the parameters in the order of the runs; with lengths, also the factor on the logits at these lengths."""
     parameters = []
-    for run in (line for line in lines if line["stage"] == "main" and line.get("learned")):
+    for run in (line for line in main_runs(lines) if line.get("learned")):
         heads = _heads_by_parameter(run["learned"])
         heads |= {f"factor at {n:,} keys": factors for n in lengths if (factors := _factors(heads, n))}
         parameters += [
@@ -345,7 +351,7 @@ def learned_table(lines: Sequence[Line], models: Sequence[LMContender]) -> str:
 
 def course_table(lines: Sequence[Line]) -> str:
     """Return the validation loss during training, by million tokens read."""
-    runs = [line for line in lines if line["stage"] == "main" and line.get("course")]
+    runs = [line for line in main_runs(lines) if line.get("course")]
     courses = [{point[0]: point[2] for point in run["course"] if point[2] is not None} for run in runs]
     read = sorted({tokens for course in courses for tokens in course})
     rows = [

@@ -14,10 +14,12 @@ from attnorm.experiments.language_models.train import (
     Log,
     OutOfTimeError,
     Worker,
+    check_whole,
     choose_engines,
     export_main,
     free_memory,
     train_main,
+    train_to_test,
     try_rates,
 )
 from attnorm.experiments.language_models.workspace import (
@@ -44,7 +46,7 @@ WORKS: dict[str, Sequence[Work]] = {
     "needle": [needle],
     "export": [export_main],
     # All of one normalizer before the next, so that a time limit leaves complete results.
-    "everything": [try_rates, train_main, measure, needle],
+    "everything": [check_whole, try_rates, train_to_test, measure, needle],
 }
 STAGES = ("prepare", "try", "rates", "main", "measure", "needle", "export", "everything", "second-seed", "tables")
 
@@ -54,6 +56,7 @@ class Limits(TypedDict, total=False):
 
     seeds: Sequence[int]
     max_minutes: float | None
+    whole: bool
     device: str | None
     log: Log
 
@@ -140,11 +143,16 @@ def run_works(
     *,
     seeds: Sequence[int] = (0,),
     max_minutes: float | None = None,
+    whole: bool = False,
     device: str | None = None,
     log: Log = lambda message: None,
 ) -> bool:
-    """Do the work of one of WORKS for these normalizers (default: all); return whether all of it is finished."""
-    worker = Worker.at(workspace, read_texts(workspace), device=device, max_minutes=max_minutes, log=log)
+    """Do the work of one of WORKS for these normalizers (default: all); return whether all of it is finished.
+
+    whole: train no model that cannot be finished and tested in max_minutes.
+    """
+    texts = read_texts(workspace)
+    worker = Worker.at(workspace, texts, device=device, max_minutes=max_minutes, log=log, whole=whole)
     finished = True
     for seed in seeds:
         for normalizer in workspace.plan.chosen(list(normalizers or ())):

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attnorm.experiments.language_models.workspace import WAIT_TO_WRITE, LMWorkspace, Texts
+from attnorm.experiments.language_models.workspace import SOFTMAX, WAIT_TO_WRITE, LMWorkspace, Texts
 from attnorm.files import atomic_replace, write_json
 from attnorm.models.saving import save_pretrained
 from attnorm.normalizers.spec import key_spec
@@ -41,6 +41,8 @@ from attnorm.training.lm.train import CHECKPOINTS, LOG_EVERY, Run
 
 Log = Callable[[str], None]
 OFTEN = 4  # validation losses per main run; short runs have one at the end
+SETTLED = 5 * LOG_EVERY  # steps after which the speed of a run is known: the first ones compile kernels
+AS_TRAINED = None  # instead of a normalizer that replaces softmax at inference
 ATTENTION = "attention.json"  # how each normalizer is computed while training, from choose_engines
 
 
@@ -57,15 +59,17 @@ class Worker:
     device: torch.device
     deadline: float = math.inf
     log: Log = lambda message: None
+    whole: bool = False
+    """Train no model that cannot be finished and tested before the deadline."""
 
     @classmethod
     def at(
         cls, workspace: LMWorkspace, texts: Texts, *, device: str | None = None, max_minutes: float | None = None,
-        log: Log = lambda message: None,
+        log: Log = lambda message: None, whole: bool = False,
     ) -> "Worker":  # fmt: skip
         deadline = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
         torch.set_float32_matmul_precision("high")  # TF32 on GPUs; logits of half precision queries stay exact
-        return cls(workspace, texts, chosen_device(device), deadline, log)
+        return cls(workspace, texts, chosen_device(device), deadline, log, whole)
 
     def check_time(self) -> None:
         if time.monotonic() >= self.deadline:
@@ -80,10 +84,10 @@ class Worker:
 def try_rates(worker: Worker, normalizer: str, seed: int = 0) -> None:
     """Train a short run at every learning rate of the plan; a second seed uses the choice of the first.
 
-    A run that diverges is a result too.
+    A run that diverges is a result too. A plan with one rate has nothing to choose.
     """
     plan = worker.workspace.plan
-    for rate in plan.rates:
+    for rate in plan.rates if len(plan.rates) > 1 else ():
         if worker.workspace.results(stage="rate", normalizer=normalizer, learning_rate=rate):
             continue
         worker.check_time()
@@ -92,11 +96,13 @@ def try_rates(worker: Worker, normalizer: str, seed: int = 0) -> None:
 
 
 def best_rate(workspace: LMWorkspace, normalizer: str) -> float:
-    """Return the learning rate of the short run with the lowest final loss.
+    """Return the learning rate of the short run with the lowest final loss, or the only one of the plan.
 
     Raises:
         ValueError: Some runs are missing, or all diverged.
     """
+    if len(workspace.plan.rates) == 1:
+        return workspace.plan.rates[0]
     tried = {line["learning_rate"]: line for line in workspace.results(stage="rate", normalizer=normalizer)}
     missing = [rate for rate in workspace.plan.rates if rate not in tried]
     if missing:
@@ -120,10 +126,79 @@ def main_name(seed: int) -> str:
 
 def train_main(worker: Worker, normalizer: str, seed: int = 0) -> None:
     if not worker.workspace.results(stage="main", normalizer=normalizer, seed=seed):
-        worker.check_time()
-        settings = main_settings(worker.workspace, normalizer, seed)
-        # Two checkpoints per run: each takes half a second.
-        _train(worker, "main", normalizer, main_name(seed), settings, checkpoint_every=max(1, settings.steps // 2))
+        _train_main(worker, normalizer, seed)
+
+
+def train_to_test(worker: Worker, normalizer: str, seed: int = 0) -> None:
+    """Train the model unless it is finished, or again if it has to be tested and its checkpoint is lost.
+
+    Results may have been copied from another machine without the checkpoints.
+    """
+    if _must_be_trained(worker.workspace, normalizer, seed):
+        _train_main(worker, normalizer, seed)
+
+
+def check_whole(worker: Worker, normalizer: str, seed: int = 0) -> None:
+    """Raise OutOfTimeError, before the short runs, if only whole models are trained and there is no time for this one.
+
+    The first steps of the run decide about a model that is slower than the finished ones.
+    """
+    if worker.whole and _must_be_trained(worker.workspace, normalizer, seed):
+        needed, left = _seconds_needed(worker.workspace, normalizer), worker.deadline - time.monotonic()
+        if needed >= left:
+            worker.log(f"{normalizer} seed {seed}: not started, needs {needed:.0f} s, and {left:.0f} s are left")
+            raise OutOfTimeError
+
+
+def _must_be_trained(workspace: LMWorkspace, normalizer: str, seed: int) -> bool:
+    untested = unfinished_variants(workspace, "measure", normalizer, seed)
+    untested += unfinished_variants(workspace, "needle", normalizer, seed)
+    trained = workspace.results(stage="main", normalizer=normalizer, seed=seed)
+    lost = not finished_checkpoints(workspace.run_folder(normalizer, main_name(seed)) / CHECKPOINTS)
+    return not trained or (bool(untested) and lost)
+
+
+def _train_main(worker: Worker, normalizer: str, seed: int) -> None:
+    worker.check_time()
+    settings = main_settings(worker.workspace, normalizer, seed)
+    # Two checkpoints per run: each takes half a second.
+    _train(worker, "main", normalizer, main_name(seed), settings, checkpoint_every=max(1, settings.steps // 2))
+
+
+def diverged(workspace: LMWorkspace, normalizer: str, seed: int) -> bool:
+    """Whether the main run ended with a loss that is not finite, so that there is no model to test."""
+    runs = workspace.results(stage="main", normalizer=normalizer, seed=seed)
+    return bool(runs) and runs[-1]["valid_loss"] is None
+
+
+def unfinished_variants(workspace: LMWorkspace, stage: str, normalizer: str, seed: int) -> list[str | None]:
+    """Return the variants without a result: the model as trained and, for softmax, its replacements at inference."""
+    if diverged(workspace, normalizer, seed):
+        return []
+    done = [line["at_inference"] for line in workspace.results(stage=stage, normalizer=normalizer, seed=seed)]
+    swaps = workspace.plan.at_inference if normalizer == SOFTMAX else ()
+    return [variant for variant in (AS_TRAINED, *swaps) if variant not in done]
+
+
+def _seconds_needed(workspace: LMWorkspace, normalizer: str) -> float:
+    """Return how long a main run and its tests take at least, from the finished ones; 0 if there is none."""
+    seconds: dict[str, float] = {
+        line["normalizer"]: line["wall_seconds"] for line in workspace.results(stage="main") if not line["problem"]
+    }
+    fastest = min(seconds.values(), default=0.0)
+    return seconds.get(normalizer, fastest) + (seconds_of_tests(workspace) or 0.0)
+
+
+def seconds_of_tests(workspace: LMWorkspace) -> float | None:
+    """Return the longest time that the tests of one model took; None if no model is tested yet."""
+    totals: dict[tuple[str, int], float] = {}
+    for stage, combine in (("measure", sum), ("needle", max)):  # the times of needle count from its fine-tuning on
+        by_model: dict[tuple[str, int], list[float]] = {}
+        for line in workspace.results(stage=stage):
+            by_model.setdefault((line["normalizer"], line["seed"]), []).append(line["wall_seconds"])
+        for model, seconds in by_model.items():
+            totals[model] = totals.get(model, 0.0) + combine(seconds)
+    return max(totals.values(), default=None)
 
 
 def trained_model(worker: Worker, normalizer: str, seed: int) -> tuple[Any, LMSettings]:
@@ -170,9 +245,13 @@ def _train(
             compiled=worker.workspace.plan.compiled, attention=attention,
         )  # fmt: skip
         try:
-            for entry in run.steps(worker.deadline, stop, evaluate_every, checkpoint_every):
-                if "valid_loss" in entry:
-                    worker.log(f"{normalizer} {name}: step {run.step} of {settings.steps}, {entry['valid_loss']:.3f}")
+            with contextlib.closing(run.steps(worker.deadline, stop, evaluate_every, checkpoint_every)) as entries:
+                for entry in entries:
+                    if "valid_loss" in entry:
+                        reached = f"step {run.step} of {settings.steps}, {entry['valid_loss']:.3f}"
+                        worker.log(f"{normalizer} {name}: {reached}")
+                    if worker.whole and stage == "main" and run.step == SETTLED:
+                        _check_remaining_time(worker, settings, entry["tokens_per_second"])
         except ValueError as error:  # a loss that is not finite
             problem = str(error)
     if stop.asked:
@@ -195,6 +274,20 @@ def _train(
     )  # fmt: skip
     del run, accelerator  # the accelerator holds the optimizer
     free_memory()
+
+
+def _check_remaining_time(worker: Worker, settings: LMSettings, tokens_per_second: float) -> None:
+    """Raise OutOfTimeError if the run and its tests cannot finish at this speed.
+
+    Until a model has been tested, the tests count as a quarter of the training.
+    """
+    total = settings.steps * settings.tokens_per_step / tokens_per_second
+    tests = seconds_of_tests(worker.workspace)
+    needed = total * (1 - SETTLED / settings.steps) + (total / 4 if tests is None else tests)
+    left = worker.deadline - time.monotonic()
+    if needed > left:
+        worker.log(f"stopped: training and tests need {needed:.0f} s, and {left:.0f} s are left")
+        raise OutOfTimeError
 
 
 def _log_values(entry: dict[str, float]) -> list[float | None]:

@@ -111,7 +111,7 @@ LARGE = LanguageModelPlan(
         SOFTMAX, "ssmax", "entmax15", "asentmax", "sink", "softpick", "sigmoid", "kneemax:knee=0.25", "nearmax",
         "gaussian", "linear",
     ),
-    layers=12, heads=12, width=768, vocab=50_257, batch=64, rates=(6e-4, 1.2e-3), rate_tokens=6_553_600,
+    layers=12, heads=12, width=768, vocab=50_257, rates=(6e-4, 1.2e-3), rate_tokens=6_553_600,
     main_tokens=131_072_000,
 )  # fmt: skip
 QUICK = LanguageModelPlan(

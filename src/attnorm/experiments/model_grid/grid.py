@@ -8,7 +8,8 @@ factor explains.
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -19,7 +20,7 @@ import pyarrow as pa
 import torch
 
 from attnorm.analysis.analyze import analyze
-from attnorm.experiments.experiment import ExperimentSubject, ProgressCallback
+from attnorm.experiments.experiment import ExperimentSubject, ProgressCallback, UnfinishedError
 from attnorm.experiments.language_models.evaluate import attention_statistics, losses_at, observed_windows
 from attnorm.experiments.language_models.experiment import texts_of
 from attnorm.experiments.language_models.train import free_memory, learned, machine
@@ -76,7 +77,13 @@ class GridPlan(ModelPlan):
 
 
 def records_of(plan: GridPlan, subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> list[Record]:
-    """Return the record of every model and seed of the plan; train models without a record."""
+    """Return the record of every model and seed of the plan; train models without a record.
+
+    Raises:
+        UnfinishedError: The time limit was reached. No model is started that takes longer than the time left, by the
+            slowest one so far.
+    """
+    deadline = math.inf if subject.minutes is None else time.monotonic() + 60 * subject.minutes
     plan = on_this_machine(plan)
     workspace = Workspace.open(parts, plan)
     pairs = [(model, subject.seed + seed) for seed in plan.seeds for model in plan.models]
@@ -89,10 +96,13 @@ def records_of(plan: GridPlan, subject: ExperimentSubject, progress: ProgressCal
         texts = prepare_texts(workspace, train, valid, others)
         unigram = _unigram_loss(workspace)
         for done, (key, model, seed) in enumerate(missing):
+            if time.monotonic() + _slowest(_known_records(workspace, parts).values()) >= deadline:
+                raise UnfinishedError(f"{done} of {len(missing)} models were trained")
             progress(f"training {model.label}, seed {seed}", done, len(missing))
             with workspace.claimed(f"{model.label}-seed-{seed}") as acquired:
                 if acquired and key not in _known_records(workspace, parts):  # another process may have finished it
-                    record = train_and_measure(plan, model, seed, texts, parts, chosen_device(subject.device))
+                    device = chosen_device(subject.device)
+                    record = train_and_measure(plan, model, seed, texts, parts, device, deadline)
                     ended = record["valid_loss"]
                     workspace.add(record | {"unigram_loss": unigram, "diverged": ended is None or ended > unigram})
     known = _known_records(workspace, parts)
@@ -104,6 +114,11 @@ def _known_records(workspace: Workspace[GridPlan], parts: Path) -> dict[str, Rec
     elsewhere = [record for file in files if file.exists() for record in read_results(file)]
     records = [record for record in [*elsewhere, *workspace.results()] if record.get("stage") == "model"]
     return {_record_key(record["label"], record["settings"]): record for record in records}
+
+
+def _slowest(records: Iterable[Record]) -> float:
+    """Return the seconds of the slowest model; 0 if none is known."""
+    return max((record.get("wall_seconds", 0.0) for record in records), default=0.0)
 
 
 def _unigram_loss(workspace: Workspace[GridPlan]) -> float:
@@ -124,11 +139,17 @@ def settings_of(plan: GridPlan, model: GridModel, seed: int) -> LMSettings:
 
 
 def train_and_measure(
-    plan: GridPlan, model: GridModel, seed: int, texts: Texts, parts: Path, device: torch.device
-) -> Record:
-    """Train one model from scratch and measure it. A run that diverges also gives a record."""
+    plan: GridPlan, model: GridModel, seed: int, texts: Texts, parts: Path, device: torch.device,
+    deadline: float = math.inf,
+) -> Record:  # fmt: skip
+    """Train one model from scratch and measure it. A run that diverges also gives a record.
+
+    Raises:
+        UnfinishedError: The training did not finish before the deadline, by time.monotonic().
+    """
+    began = time.monotonic()
     settings = settings_of(plan, model, seed)
-    attention = fastest_attention(model.normalizer, device)
+    attention = fastest_attention(model.normalizer, device, settings.width // settings.heads)
     folder = parts / "runs" / f"{model.label}-seed-{seed}".replace(" ", "-").replace(":", "-").replace(",", "")
     shutil.rmtree(folder, ignore_errors=True)  # left by an interrupted run, which has no checkpoint
     folder.mkdir(parents=True)
@@ -140,7 +161,7 @@ def train_and_measure(
     with accelerated(device, settings.dtype) as accelerator, StopRequest() as stop:
         run = Run(folder, settings, texts.corpus, accelerator, compiled=plan.compiled, attention=attention)
         try:
-            for entry in run.steps(math.inf, stop, max(1, settings.steps // MEASUREMENTS_IN_TRAINING), None):
+            for entry in run.steps(deadline, stop, max(1, settings.steps // MEASUREMENTS_IN_TRAINING), None):
                 if plan.looks and "valid_loss" in entry:
                     looks.append({"step": entry["step"], **measure_heads(run.model, windows[:1], device)})
                     run.model.train()
@@ -148,6 +169,8 @@ def train_and_measure(
             problem = str(error)
         if stop.asked:
             raise TrainingInterrupted(run.step)
+        if problem is None and run.step < settings.steps:
+            raise UnfinishedError(f"{model.label}, seed {seed}: {run.step} of {settings.steps} steps")
     course = [json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
     losses = [entry["valid_loss"] for entry in course if "valid_loss" in entry]
     record: Record = {
@@ -165,7 +188,7 @@ def train_and_measure(
         record |= measure_model(plan, run.model.eval(), settings, texts, windows, attention, device)
     del run, accelerator  # the accelerator holds the optimizer
     free_memory()
-    return record
+    return record | {"wall_seconds": round(time.monotonic() - began, 1)}
 
 
 def measure_model(

@@ -21,6 +21,7 @@ from attnorm.training.lm.data import Tokens, check_length, validation_windows
 from attnorm.training.lm.model import ANY_LENGTH, LMSettings
 
 EVALUATION_BATCH = 16
+VOCABULARY_STEP = 64  # sizes of the output layer that suit matrix units
 LONGER = (1, 2, 4)  # times the training length
 STRENGTHS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
 AT_ONCE = 2**22  # tokens of the training text in memory
@@ -40,8 +41,19 @@ def predicted_loss(
     """
     if isinstance(head, MixtureHead):
         return head.loss(hidden, targets)
-    logits = F.linear(hidden, head.weight)
+    logits = output_logits(hidden, head.weight, VOCABULARY_STEP if head.weight.is_cuda else 1)
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def output_logits(hidden: torch.Tensor, weight: torch.Tensor, step: int) -> torch.Tensor:
+    """Return the logits of every token, from a product whose number of columns is a multiple of `step`.
+
+    GPT-2 has 50,257 tokens: matrix units are slow if rows do not start at multiples of 16 bytes.
+    """
+    vocabulary = weight.shape[0]
+    if vocabulary % step:
+        weight = F.pad(weight, (0, 0, 0, -vocabulary % step))
+    return F.linear(hidden, weight)[..., :vocabulary]
 
 
 def window_loss(model: Any, windows: Int64[torch.Tensor, "batch window"], loss: Callable[..., Any]) -> Any:

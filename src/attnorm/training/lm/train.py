@@ -12,7 +12,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -249,7 +249,7 @@ class Run:
 
     def steps(
         self, deadline: float, stop: StopRequest, evaluate_every: int, checkpoint_every: int | None
-    ) -> Iterator[dict[str, float]]:
+    ) -> Generator[dict[str, float], None, None]:
         """Train until the last step, the deadline or a request to stop; yield the log entries.
 
         An entry is checked to be finite before a checkpoint is written, so no checkpoint holds a broken model.
@@ -267,7 +267,7 @@ class Run:
 
     def _steps(
         self, deadline: float, stop: StopRequest, evaluate_every: int, checkpoint_every: int | None
-    ) -> Iterator[dict[str, float]]:
+    ) -> Generator[dict[str, float], None, None]:
         """The loop of `steps`, inside its contexts."""
         self.model.train()
         losses: list[torch.Tensor] = []
