@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from attnorm.monitor.alerts import KEPT, History, layer_of, worst_of_layer
 from attnorm.monitor.measure import REPORTED
 from attnorm.monitor.monitor import AttentionMonitor
+from attnorm.monitor.watch import KEPT, History, layer_of, worst_of_layer
 from tests.models.tiny import llama, tiny, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::attnorm.monitor.alerts.AttentionAlert")

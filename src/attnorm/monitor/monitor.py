@@ -24,22 +24,20 @@ from transformers import (
 )
 
 from attnorm.models.dispatch import check_model, check_observable
-from attnorm.monitor.alerts import (
-    MEANING,
-    Alert,
-    AlertThresholds,
-    AttentionAlert,
+from attnorm.monitor.alerts import MEANING, Alert, AlertThresholds, AttentionAlert, largest_logit, states
+from attnorm.monitor.measure import REPORTED
+from attnorm.monitor.watch import (
+    ForwardWatch,
     History,
+    Layers,
     PerHead,
     check_per_head,
     head_keys,
-    largest_logit,
-    states,
+    trained_model,
+    watch,
     worst_keys,
     worst_of_layer,
 )
-from attnorm.monitor.measure import REPORTED
-from attnorm.monitor.watch import ForwardWatch, Layers, trained_model, watch
 
 PREFIX = "attn/"
 FORGOTTEN = 10  # measurements out of a state after which entering it is news again; at a threshold numbers waver
