@@ -8,7 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from attnorm.cli import app
-from attnorm.search.run import ENOUGH, JOURNAL
+from attnorm.search.results import ENOUGH
+from attnorm.search.run import JOURNAL
 from tests.training.conftest import write_text
 
 optuna = pytest.importorskip("optuna")

@@ -17,18 +17,11 @@ import attnorm
 from attnorm.models.layer_normalizer import read_recipe_file
 from attnorm.search import run as searching
 from attnorm.search.plan import read_search_plan
-from attnorm.search.run import (
-    SearchResult,
-    TrialResult,
-    _front,
-    open_storage,
-    quiet_optuna,
-    run_trial,
-    search,
-    uniform_parameters,
-)
-from attnorm.sweep.engines import Outcome, WorkerDied, run_item
+from attnorm.search.results import SearchResult, TrialResult, _front
+from attnorm.search.run import open_storage, quiet_optuna, run_trial, search, uniform_parameters
+from attnorm.sweep.engines import WorkerDied
 from attnorm.sweep.plan import Item
+from attnorm.sweep.worker import Outcome, run_item
 from tests.models.tiny import llama
 from tests.training.conftest import write_text
 

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from attnorm.sweep.engines import open_engine, run_item
+from attnorm.sweep.engines import open_engine
 from attnorm.sweep.folder import merged_rows, open_sweep
 from attnorm.sweep.plan import Resources
 from attnorm.sweep.run import run_items
+from attnorm.sweep.worker import run_item
 from tests.sweep.conftest import plan_of
 from tests.sweep.hooks import counted, counted_after_a_kill, most_at_once
 

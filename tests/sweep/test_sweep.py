@@ -18,11 +18,12 @@ from typer.testing import CliRunner
 
 from attnorm.cli import app
 from attnorm.run_folder import lock
-from attnorm.sweep import engines
-from attnorm.sweep.engines import ClusterLost, LocalEngine, Outcome, WorkerDied, processes_that_fit, run_item
+from attnorm.sweep import engines, worker
+from attnorm.sweep.engines import ClusterLost, LocalEngine, WorkerDied, processes_that_fit
 from attnorm.sweep.folder import item_folder, lock_of, open_sweep, result_of, states
 from attnorm.sweep.plan import Item, Resources, read_plan
 from attnorm.sweep.run import merge, run_items, sweep
+from attnorm.sweep.worker import Outcome, run_item
 from tests.forked import forked
 from tests.sweep.conftest import plan_of
 from tests.sweep.hooks import analyze_and_count_loads, counted, counted_after_a_kill, items
@@ -229,8 +230,8 @@ def test_a_full_disk_and_a_lack_of_memory_are_errors_of_the_item(
     def huge(*_: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr(engines, "write_failure", full)  # not even the error can be written
-    monkeypatch.setattr(engines, "write_result", full)
+    monkeypatch.setattr(worker, "write_failure", full)  # not even the error can be written
+    monkeypatch.setattr(worker, "write_result", full)
     assert "no space left" in run_item(tmp_path, plan.items[0], counted).error
     assert "out of memory" in run_item(tmp_path, plan.items[1], huge).error
     monkeypatch.undo()

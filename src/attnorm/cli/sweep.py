@@ -13,9 +13,9 @@ from rich.table import Table
 from attnorm.cli.output import Json, ProgressBar, duration, failures, say, show, show_json, usage_errors
 
 if TYPE_CHECKING:
-    from attnorm.search.run import SearchResult, TrialResult
-    from attnorm.sweep.engines import Outcome
+    from attnorm.search.results import SearchResult, TrialResult
     from attnorm.sweep.folder import ItemState
+    from attnorm.sweep.worker import Outcome
 
 _ITEMS_KEPT = "Interrupted; finished items are kept, and the same command resumes."
 _SHOWN_ITEMS = 40  # items in the table of --status

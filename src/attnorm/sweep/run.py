@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from attnorm.run_folder import only_process
-from attnorm.sweep.engines import Engine, Outcome, WorkerDied, open_engine
+from attnorm.sweep.engines import Engine, WorkerDied, open_engine
 from attnorm.sweep.folder import (
     PAGE,
     ItemState,
@@ -26,6 +26,7 @@ from attnorm.sweep.folder import (
     write_table,
 )
 from attnorm.sweep.plan import Item, Plan
+from attnorm.sweep.worker import Outcome
 
 RETRIES = 3
 MERGE_SECONDS = 60  # between two versions of the table and the page while items run
