@@ -285,7 +285,8 @@ def clrs(
 
     with usage_errors():
         from attnorm.training.clrs.data import prepare_data
-        from attnorm.training.clrs.train import ClrsBase, ClrsRecipe, ClrsTests, train_clrs, with_normalizer
+        from attnorm.training.clrs.evaluate import ClrsTests
+        from attnorm.training.clrs.train import ClrsBase, ClrsRecipe, train_clrs, with_normalizer
 
         options = {
             "steps": steps, "batch": batch, "lr": lr, "warmup": warmup, "layers": layers, "heads": heads,
@@ -360,7 +361,7 @@ def _questions(
 
 
 def _clrs_table(tested_with: str, cells: dict[str, dict[str, str]]) -> Table:
-    from attnorm.training.clrs.train import accuracy_by_size
+    from attnorm.training.clrs.evaluate import accuracy_by_size
 
     accuracy = accuracy_by_size(cells)
     sizes = sorted({size for by_size in accuracy.values() for size in by_size})

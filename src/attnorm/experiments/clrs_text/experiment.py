@@ -44,7 +44,7 @@ from attnorm.experiments.experiment import (
     Verdict,
 )
 from attnorm.experiments.figure_style import CORRECTED, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
-from attnorm.training.clrs.train import OWN, REFITTED
+from attnorm.training.clrs.evaluate import OWN, REFITTED
 
 ALGORITHMS = 30
 MIN_SEEDS = 2

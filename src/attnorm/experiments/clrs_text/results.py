@@ -17,7 +17,7 @@ from scipy.stats import binomtest
 from attnorm.experiments.clrs_text.workspace import ADAPTIVE, Line
 from attnorm.experiments.language_models.results import wilson_interval
 from attnorm.experiments.retrieval.results import holm
-from attnorm.training.clrs.train import OWN, REFITTED
+from attnorm.training.clrs.evaluate import OWN, REFITTED
 
 SIGNIFICANT = 0.05
 Range = Literal["in", "between", "out"]

@@ -1,11 +1,12 @@
-"""Exact match of the greedy answer, the loss of the answers, and the attention rows that answers are read from.
+"""The tests of a trained model: exact match of the greedy answer, the loss, and the rows that answers are read from.
 
 Greedy decoding gives the right answer exactly if every answer token is the most likely one after the *true* tokens
 before it: as long as it is right, its own tokens are the true ones. So one forward pass over question and answer
 decides, without generating.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,15 +21,49 @@ from attnorm.metrics.normalized import as_normalizer, resolve_normalizers
 from attnorm.metrics.sampling import evenly_spaced
 from attnorm.models.dispatch import attention_sites
 from attnorm.models.observe import observe
-from attnorm.normalizers.adaptive_temperature import fit
+from attnorm.normalizers.adaptive_temperature import adaptive_temperature, fit
 from attnorm.normalizers.block import Block, Positions
+from attnorm.normalizers.spec import parse_spec, read_spec, state_spec
 from attnorm.theory.dispersion import entropy_nats
 from attnorm.training.clrs.data import EncodedExample, PaddedExamples, groups_by_length, padded
 
+OWN = "own"  # the normalizer it was trained with
+REFITTED = "re-fitted"  # adaptive temperature whose polynomial is fitted to the trained softmax model
 Matches = np.ndarray[tuple[int], np.dtype[np.bool_]]
 ROWS = 8  # answer rows per example that are measured
 FIT_EXAMPLES, FIT_ROWS = 64, 4096
 KEEP = 0.5  # target weight of a row's winner in the re-fit, as in `attnorm reproduce adaptive`
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClrsTests:
+    """What is measured after training.
+
+    others: normalizers that replace the trained one in further tests; REFITTED is fitted first.
+    observed: test examples per algorithm and size whose attention rows are measured; 0 for none.
+    """
+
+    others: tuple[str, ...] = ()
+    observed: int = 1
+    test: bool = True  # False: the held-out loss only, to choose a learning rate
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "others", tuple(map(state_spec, self.others)))
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"others": list(self.others), "observed": self.observed, "test": self.test}
+
+
+def swap_for_test(model: Any, name: str, coefficients: Sequence[float]) -> AbstractContextManager[Any]:
+    """Replace the trained normalizer by that of a test within the with statement."""
+    from attnorm.models.patch import swap
+
+    if name == OWN:
+        return nullcontext()
+    if name == REFITTED:
+        return swap(model, adaptive_temperature(coefficients), warm_start=False)
+    named, options = parse_spec(name)
+    return swap(model, named, warm_start=False, **options)
 
 
 def answer_logits(model: Any, examples: PaddedExamples, *, exact: bool = False) -> Tensor:
@@ -71,18 +106,6 @@ def _logits(
             yield group, answer_logits(model, batch, exact=True), batch.targets
 
 
-@torch.inference_mode()
-def greedy_answer(model: Any, example: EncodedExample, device: torch.device) -> list[int]:
-    """Generate as many tokens as the true answer has, each the most likely one: slow, for examples and tests."""
-    model.eval()
-    tokens = torch.from_numpy(example.tokens.astype(np.int64)).to(device)
-    seen = tokens[: example.answer_from]
-    for _ in range(len(tokens) - example.answer_from):
-        logits = model(input_ids=seen[None], use_cache=False).logits[0, -1]
-        seen = torch.cat([seen, logits.argmax(-1, keepdim=True)])
-    return [int(token) for token in seen[example.answer_from :]]
-
-
 def bits_by_cell(examples: Sequence[EncodedExample], matches: Matches) -> dict[str, dict[str, str]]:
     """Return algorithm -> size -> one character per test example in the order of the file: 1 if it is right."""
     cells: dict[str, dict[str, str]] = {}
@@ -90,6 +113,23 @@ def bits_by_cell(examples: Sequence[EncodedExample], matches: Matches) -> dict[s
         sizes = cells.setdefault(example.algorithm, {})
         sizes[str(example.size)] = sizes.get(str(example.size), "") + str(int(right))
     return cells
+
+
+def accuracy_by_size(cells: Mapping[str, Mapping[str, str]]) -> dict[str, dict[int, tuple[int, int]]]:
+    """Return algorithm -> size -> right answers and questions, from the bits of a record."""
+    return {
+        algorithm: {int(size): (bits.count("1"), len(bits)) for size, bits in sizes.items()}
+        for algorithm, sizes in cells.items()
+    }
+
+
+def read_result(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recorded result whose test normalizers are named with the defaults of their time."""
+    by_normalizer = ("exact", "test_loss", "entropy")
+    return {
+        key: {read_spec(name): entry for name, entry in value.items()} if key in by_normalizer else value
+        for key, value in result.items()
+    }
 
 
 @torch.no_grad()

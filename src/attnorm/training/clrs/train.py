@@ -18,7 +18,7 @@ import copy
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
@@ -29,8 +29,7 @@ import torch
 from torch.nn import functional as F
 
 from attnorm.files import write_json
-from attnorm.normalizers.adaptive_temperature import adaptive_temperature
-from attnorm.normalizers.spec import parse_spec, read_spec, state_options, state_spec
+from attnorm.normalizers.spec import parse_spec, state_options
 from attnorm.provenance import file_hash
 from attnorm.run_folder import only_process
 from attnorm.training.checkpoints import (
@@ -55,12 +54,17 @@ from attnorm.training.clrs.data import (
     step_indices,
 )
 from attnorm.training.clrs.evaluate import (
+    OWN,
+    REFITTED,
+    ClrsTests,
     Matches,
     answer_entropy,
     answer_logits,
     bits_by_cell,
     check_answers,
     fitted_coefficients,
+    read_result,
+    swap_for_test,
 )
 from attnorm.training.device import MemoryPeak, accelerated, check_accelerate, chosen_device
 from attnorm.training.lm.attention import (
@@ -76,9 +80,14 @@ from attnorm.training.lm.step import LARGEST_GRADIENT, make_optimizer, whole_win
 from attnorm.training.lm.train import CHECKPOINTS, LOG_EVERY, learning_rate, open_run
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
     from attnorm.models.load import LoadedModel
 
 FROM_SCRATCH = "from-scratch"
+MODEL = "model"
+Report = Callable[[str, int, int, dict[str, float] | None], None]
+"""Called with the stage, how much of it is done, its total, and the log entry of training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,39 +200,8 @@ def _weight_hashes(path: Path) -> dict[str, str]:
 
 def with_normalizer(recipe: ClrsRecipe, spec: str, options: dict[str, Any] | None = None) -> ClrsRecipe:
     """Return the recipe with a normalizer given as in topk:k=4; `options` are added."""
-    from attnorm.normalizers.spec import parse_spec
-
     name, spec_options = parse_spec(spec)
     return replace(recipe, normalizer=name, normalizer_options={**spec_options, **(options or {})})
-
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
-OWN = "own"  # the normalizer it was trained with
-REFITTED = "re-fitted"  # adaptive temperature whose polynomial is fitted to the trained softmax model
-MODEL = "model"
-Report = Callable[[str, int, int, dict[str, float] | None], None]
-"""Called with the stage, how much of it is done, its total, and the log entry of training."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClrsTests:
-    """What is measured after training.
-
-    others: normalizers that replace the trained one in further tests; REFITTED is fitted first.
-    observed: test examples per algorithm and size whose attention rows are measured; 0 for none.
-    """
-
-    others: tuple[str, ...] = ()
-    observed: int = 1
-    test: bool = True  # False: the held-out loss only, to choose a learning rate
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "others", tuple(map(state_spec, self.others)))
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"others": list(self.others), "observed": self.observed, "test": self.test}
 
 
 class OutOfTimeError(Exception):
@@ -272,7 +250,7 @@ def train_clrs(
     with only_process(out):
         record = open_run(out, identity, resume=True)
         if record["result"]:
-            return {**record, "result": _read_result(record["result"])}
+            return {**record, "result": read_result(record["result"])}
         with accelerated(torch_device, recipe.dtype) as accelerator, StopRequest() as stop:
             run = ClrsRun(out, base, recipe, data, accelerator, attention=attention, compiled=compiled)
             report("training", run.step, recipe.steps, None)
@@ -321,7 +299,7 @@ def measure(run: "ClrsRun", tests: ClrsTests) -> dict[str, Any]:
             result["coefficients"] = list(coefficients)
         result["exact"], result["test_loss"], result["entropy"] = {}, {}, {}
         for name in (OWN, *tests.others):
-            with _swap_for_test(model, name, coefficients):
+            with swap_for_test(model, name, coefficients):
                 test_matches, loss = answered(data.test)
                 result["exact"][name] = bits_by_cell(data.test, test_matches)
                 result["test_loss"][name] = round(loss, 5) if math.isfinite(loss) else None
@@ -329,26 +307,6 @@ def measure(run: "ClrsRun", tests: ClrsTests) -> dict[str, Any]:
                     with run.uncompiled():
                         result["entropy"][name] = answer_entropy(model, data.test, tests.observed, device)
     return {**result, "test_seconds": round(time.monotonic() - began, 1)}
-
-
-def _swap_for_test(model: Any, name: str, coefficients: Sequence[float]) -> AbstractContextManager[Any]:
-    from attnorm.models.patch import swap
-
-    if name == OWN:
-        return nullcontext()
-    if name == REFITTED:
-        return swap(model, adaptive_temperature(coefficients), warm_start=False)
-    named, options = parse_spec(name)
-    return swap(model, named, warm_start=False, **options)
-
-
-def _read_result(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recorded result whose test normalizers are named with the defaults of their time."""
-    by_normalizer = ("exact", "test_loss", "entropy")
-    return {
-        key: {read_spec(name): entry for name, entry in value.items()} if key in by_normalizer else value
-        for key, value in result.items()
-    }
 
 
 def learned_values(model: Any) -> dict[str, list[float]]:
@@ -359,14 +317,6 @@ def learned_values(model: Any) -> dict[str, list[float]]:
         name: [round(value, 5) for value in parameter.detach().flatten().float().tolist()]
         for name, parameter in model.named_parameters()
         if NORMALIZER in name.split(".")
-    }
-
-
-def accuracy_by_size(cells: Mapping[str, Mapping[str, str]]) -> dict[str, dict[int, tuple[int, int]]]:
-    """Return algorithm -> size -> right answers and questions, from the bits of a record."""
-    return {
-        algorithm: {int(size): (bits.count("1"), len(bits)) for size, bits in sizes.items()}
-        for algorithm, sizes in cells.items()
     }
 
 
@@ -437,11 +387,8 @@ class ClrsRun:
                 self.step += 1
                 complete = self.step == self.recipe.steps
                 early = not complete and (stop.asked or time.monotonic() >= deadline)
-                save = (
-                    stop.asked
-                    or early
-                    or (checkpoint_every is not None and (complete or self.step % checkpoint_every == 0))
-                )
+                due = checkpoint_every is not None and (complete or self.step % checkpoint_every == 0)
+                save = stop.asked or early or due
                 if complete or save or self.step % LOG_EVERY == 0:
                     entry = self._entry(losses, rate, norm)
                     elapsed = time.monotonic() - clock
