@@ -74,7 +74,7 @@ def test_gpt2_runs_out_of_the_cache_and_the_record_says_what_is_not_the_papers(
     assert model["revision"] == COMMIT
     assert one["paper_setting"] == record["manifest"]["paper_setting"]
     assert one["paper_setting"]["same"] is False
-    assert "what is called gpt2 here has another shape (head_dim 8)." in one["paper_setting"]["told"]
+    assert "what is called gpt2 here has another shape (head_dim 8)." in one["paper_setting"]["sentence"]
     for page in ("index.html", "fig1/verdict.md"):
         assert "has another shape (head_dim 8)" in (tmp_path / "out" / page).read_text(encoding="utf-8")
     assert "War and Peace: give it" not in result.stderr

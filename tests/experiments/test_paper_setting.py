@@ -23,7 +23,7 @@ def test_gpt2_on_war_and_peace_is_the_papers_setting(name: str) -> None:
     for experiment in PAPER_EXPERIMENTS:
         found = setting_of(experiment=experiment, name=name)
         assert found["same"] is True
-        assert "The paper's setting: gpt2 (12 layers of 12 heads) on War and Peace." in str(found["told"])
+        assert "The paper's setting: gpt2 (12 layers of 12 heads) on War and Peace." in str(found["sentence"])
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_gpt2_on_war_and_peace_is_the_papers_setting(name: str) -> None:
 def test_any_difference_is_told(changes: dict[str, object], reason: str) -> None:
     found = setting_of(**changes)  # type: ignore[arg-type]
     assert found["same"] is False
-    assert str(found["told"]) == f"Not the paper's setting, gpt2 (12 layers of 12 heads) on War and Peace: {reason}."
+    assert found["sentence"] == f"Not the paper's setting, gpt2 (12 layers of 12 heads) on War and Peace: {reason}."
 
 
 def test_experiments_of_the_other_paper_make_no_such_claim() -> None:

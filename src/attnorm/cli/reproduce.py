@@ -339,7 +339,7 @@ def _findings_table(written: "Written") -> Group:
         colour = _COLOURS.get(finding["verdict"], "default")
         table.add_row(finding["claim"], finding["ours"], Text(finding["verdict"], style=colour))
     again = " (found finished)" if written.found else ""
-    same = record["manifest"].get("paper_setting", {}).get("told", "")
+    same = record["manifest"].get("paper_setting", {}).get("sentence", "")
     return Group(
         Text.assemble((record["title"], "bold"), again),
         record["words"],

@@ -273,7 +273,7 @@ def paper_setting(
         if different
         else f"The paper's setting: {paper}. Rows, vectors and chapters it does not state: ours are in the parameters."
     )
-    return {"paper_setting": {"same": not different, "told": sentence}}
+    return {"paper_setting": {"same": not different, "sentence": sentence}}
 
 
 def _differences_from_paper(model: Mapping[str, Any], text: str, content: object, *, quick: bool) -> Sequence[str]:

@@ -203,7 +203,7 @@ def _verdict_page(record: Mapping[str, Any]) -> str:
     """Return Markdown: the summary, then one row per claim."""
     lines = [f"# {record['title']}", "", f"{record['source']}. {record['question']}", "", record["words"], ""]
     if same := record["manifest"].get("paper_setting"):
-        lines += [same["told"], ""]
+        lines += [same["sentence"], ""]
     if record["findings"]:
         lines += ["| claim | ours | verdict | why |", "|---|---|---|---|"]
         for finding in record["findings"]:
@@ -226,7 +226,10 @@ def _find_finished(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] 
 def read_outcome(folder: Path) -> dict[str, Any] | None:
     """Read outcome.json of a finished experiment; None if there is none."""
     remedy = f"remove the folder {folder}, or replace it with --fresh"
-    return read_record(folder / OUTCOME, ("settings", "manifest", "schema", "findings"), remedy)
+    record = read_record(folder / OUTCOME, ("settings", "manifest", "schema", "findings"), remedy)
+    if record is not None and (setting := record["manifest"].get("paper_setting")) and "told" in setting:
+        setting["sentence"] = setting.pop("told")  # its name in records of earlier versions
+    return record
 
 
 def _require_same_settings(folder: Path, identity: Mapping[str, Any]) -> None:
@@ -250,9 +253,9 @@ def write_index(out: Path) -> None:
     """Write one HTML page, without scripts, of all finished experiments in the folder, in the catalogue's order."""
     records = []
     for name in EXPERIMENTS:
-        with contextlib.suppress(OSError, ValueError):  # missing or damaged: the page shows the others
-            records.append(json.loads((out / name / OUTCOME).read_text(encoding="utf-8")))
-    write_text(out / INDEX, render_index(records))
+        with contextlib.suppress(ValueError):  # damaged: the page shows the others
+            records.append(read_outcome(out / name))
+    write_text(out / INDEX, render_index([record for record in records if record is not None]))
 
 
 def render_index(records: list[dict[str, Any]]) -> str:
