@@ -6,6 +6,7 @@ machine leaves either the old content or the new one.
 
 import json
 import lzma
+import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -45,6 +46,17 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write indented JSON atomically; NaN and infinities raise ValueError."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def finite(value: Any) -> Any:
+    """Replace NaN and infinities by None, at any depth, because JSON has none."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
 
 
 def append_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:

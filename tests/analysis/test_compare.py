@@ -9,7 +9,7 @@ import pytest
 from attnorm.analysis.compare import compare
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.verdicts.thresholds import VERDICTS, Thresholds
-from attnorm.report.selection import finite
+from attnorm.files import finite
 from tests.analysis.synthetic import synthetic_manifest, synthetic_tables
 
 CAST = (("selects", "flat", "parked"), ("lazy", "selects", "torn"))

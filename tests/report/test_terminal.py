@@ -15,7 +15,7 @@ from attnorm.analysis.result import Analysis
 from attnorm.analysis.verdicts.thresholds import Thresholds
 from attnorm.report.page import payload
 from attnorm.report.terminal import STYLE, analysis_summary, comparison_tables
-from attnorm.report.vocabulary import VERDICTS
+from attnorm.report.views import VERDICTS
 from tests.analysis.synthetic import CAST, EXPECTED, synthetic_manifest, synthetic_tables
 from tests.analysis.tiny_models import vit
 

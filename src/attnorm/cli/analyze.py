@@ -2,15 +2,18 @@
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from attnorm.cli import analysis_options as options
 from attnorm.cli.output import Json, failures, say, show, show_json, usage_errors
+from attnorm.files import finite
 
 if TYPE_CHECKING:
     from attnorm.analysis.result import Analysis
+
+COUNTS = ("kv_head", "rows", "broken_rows", "n_low", "n_high")
 
 REPORT = "report.html"
 
@@ -124,10 +127,8 @@ def analyze(
 def show_analysis(analysis: "Analysis", as_json: bool, folder: Path | None, report: Path | None) -> None:
     """Print the summary, or JSON, to stdout, and where the files are to stderr."""
     if as_json:
-        from attnorm.report.selection import analysis_as_dict
-
         files = {"folder": None if folder is None else str(folder), "report": None if report is None else str(report)}
-        show_json({**analysis_as_dict(analysis), **files})
+        show_json({**_as_dict(analysis), **files})
     else:
         from attnorm.report.terminal import analysis_summary
 
@@ -136,6 +137,19 @@ def show_analysis(analysis: "Analysis", as_json: bool, folder: Path | None, repo
         say(f"tables: {folder}")
     if report is not None:
         say(f"report: {report}")
+
+
+def _as_dict(analysis: "Analysis") -> dict[str, Any]:
+    """Return the verdict and one object per head; quantiles and curves are in the Parquet files only."""
+    from attnorm.analysis.tables import HEAD_KEY, VERDICT_COLUMNS
+    from attnorm.metrics.catalogue import PER_HEAD, PER_ROW
+
+    names = [*(name for name, _ in HEAD_KEY), *COUNTS, *PER_ROW, *PER_HEAD, *(name for name, _ in VERDICT_COLUMNS)]
+    heads = analysis.heads.select(names).to_pylist()
+    numbers: dict[str, Any] = finite(
+        {"verdict": analysis.verdict.as_dict(), "manifest": analysis.manifest, "heads": heads}
+    )
+    return numbers
 
 
 def _normalizers(value: str) -> list[str]:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from attnorm.cli import analysis_options as options
 from attnorm.cli.output import Json, ProgressBar, failures, say, show, show_json, usage_errors
+from attnorm.files import finite
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -98,8 +99,6 @@ def compare(
         comparison = side_by_side(analyses)
         scores = _scores(runs)
     if as_json:
-        from attnorm.report.selection import finite
-
         result = comparison.as_dict() | ({} if scores is None else {"evaluation": scores.as_dict()})
         show_json(finite(result))
     else:

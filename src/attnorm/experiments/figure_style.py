@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from attnorm.experiments.experiment import Floats
-from attnorm.report.vocabulary import INK, PALE
+from attnorm.report.views import INK, PALE
 
 __all__ = ["CORRECTED", "INK", "MEASURED", "NULL", "PALE", "PRINTED", "letter", "note", "save", "style", "tidy"]
 

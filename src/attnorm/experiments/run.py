@@ -27,9 +27,8 @@ from markupsafe import Markup
 from attnorm.experiments.catalogue import EXPERIMENTS, check_text_lengths, check_unused_options, named
 from attnorm.experiments.experiment import Experiment, ExperimentSubject, Outcome, ProgressCallback, paper_setting
 from attnorm.experiments.figure_style import save, style
-from attnorm.files import atomic_replace, remove_abandoned, write_text
+from attnorm.files import atomic_replace, finite, remove_abandoned, write_text
 from attnorm.provenance import now, settings_hash, versions
-from attnorm.report.selection import finite
 from attnorm.run_folder import make_writable, read_record, require_folder, require_same_run
 from attnorm.text import policy_hash
 

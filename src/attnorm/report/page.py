@@ -32,8 +32,20 @@ from attnorm.analysis.tables import HEAD_KEY
 from attnorm.metrics.catalogue import BY_NAME, PER_ROW
 from attnorm.report import page_text
 from attnorm.report.page_text import LINE, WIDTH, Evaluated, number, share
-from attnorm.report.selection import DISTANCES, column, default_choice, distinct, relative_distances
-from attnorm.report.vocabulary import KINDS, PANEL_METRICS, SHARES, TABLE_METRICS, VERDICTS, VerdictWord, verdict_word
+from attnorm.report.views import (
+    DISTANCES,
+    KINDS,
+    PANEL_METRICS,
+    SHARES,
+    TABLE_METRICS,
+    VERDICTS,
+    VerdictWord,
+    column,
+    default_choice,
+    distinct,
+    relative_distances,
+    verdict_word,
+)
 from attnorm.text import policy_hash, visible
 
 HERE = Path(__file__).parent / "html"

@@ -16,8 +16,17 @@ from attnorm.analysis.verdicts import Advice, WhatIf
 from attnorm.analysis.verdicts.model import threshold_sentences
 from attnorm.analysis.verdicts.thresholds import Thresholds, thresholds_of
 from attnorm.metrics.catalogue import BY_NAME, METRICS
-from attnorm.report.selection import chosen_rows, column, default_choice
-from attnorm.report.vocabulary import GROUPS, KINDS, SHARES, TABLE_METRICS, VERDICTS, verdict_word
+from attnorm.report.views import (
+    GROUPS,
+    KINDS,
+    SHARES,
+    TABLE_METRICS,
+    VERDICTS,
+    chosen_rows,
+    column,
+    default_choice,
+    verdict_word,
+)
 
 MISSING = "–"
 _RAISED = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")

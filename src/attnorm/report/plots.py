@@ -28,8 +28,7 @@ from numpy.typing import NDArray
 
 from attnorm.analysis.result import Analysis
 from attnorm.metrics.catalogue import BY_NAME, PER_ROW, Metric
-from attnorm.report.selection import chosen_rows, column, default_choice, measured_rows, relative_distances
-from attnorm.report.vocabulary import (
+from attnorm.report.views import (
     ACCENT,
     INK,
     LETTERING,
@@ -40,6 +39,11 @@ from attnorm.report.vocabulary import (
     VERDICT_COLOURS,
     VERDICTS,
     WARM,
+    chosen_rows,
+    column,
+    default_choice,
+    measured_rows,
+    relative_distances,
     verdict_word,
 )
 from attnorm.text import visible

@@ -24,8 +24,7 @@ from attnorm.analysis.verdicts.rows import Row, format_keys, head_rows, number
 from attnorm.analysis.verdicts.what_if import Advice, WhatIf
 from attnorm.metrics.catalogue import BY_NAME
 from attnorm.metrics.sampling import AUTO_ROWS
-from attnorm.report.selection import chosen_rows
-from attnorm.report.vocabulary import KINDS, VERDICTS, verdict_word
+from attnorm.report.views import KINDS, VERDICTS, chosen_rows, verdict_word
 
 STYLE: dict[str, str] = {
     "broken": "bold #ffffff on #b00020",

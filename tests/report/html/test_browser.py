@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from attnorm.report.page_text import number
-from attnorm.report.vocabulary import verdict_word
+from attnorm.report.views import verdict_word
 from tests.analysis.synthetic import synthetic_manifest, synthetic_tables
 from tests.report.html.conftest import Open
 from tests.report.html.sample import (

@@ -10,8 +10,7 @@ from matplotlib.figure import Figure
 
 from attnorm.report import plots
 from attnorm.report.plots import head_curves, heat_map, save_figures, verdict_map, worst_head
-from attnorm.report.selection import chosen_rows, default_choice
-from attnorm.report.vocabulary import LETTERING
+from attnorm.report.views import LETTERING, chosen_rows, default_choice
 from tests.report.html.sample import HOSTILE, core_only, empty, hostile, sample
 
 

@@ -20,7 +20,7 @@ from attnorm.metrics.catalogue import METRICS
 from attnorm.report import page as report
 from attnorm.report.page import payload
 from attnorm.report.page_text import plain, table_rows, what_if_table
-from attnorm.report.selection import default_choice
+from attnorm.report.views import default_choice
 from tests.report.html.sample import HOSTILE, core_only, empty, gpt2_size, hostile, sample
 
 

@@ -7,7 +7,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from attnorm.report import page as report
-from attnorm.report.vocabulary import SCALE, VERDICT_COLOURS, VERDICTS
+from attnorm.report.views import SCALE, VERDICT_COLOURS, VERDICTS
 from tests.report.html.conftest import Open
 from tests.report.html.sample import sample
 
