@@ -140,13 +140,15 @@ def test_a_mechanism_in_an_exported_graph_runs_without_our_kernels(monkeypatch: 
 
 
 def test_a_block_is_compiled_whole_where_a_kernel_takes_its_normalizer() -> None:
-    in_bfloat16 = ("sigmoid", "entmax15", "stick_breaking", "nearmax", "alibi", "adaptive_temperature")
+    in_bfloat16 = ("sigmoid", "entmax15", "stick_breaking", "nearmax", "alibi", "gaussian", "adaptive_temperature")
     in_float32 = in_bfloat16[:-1]
-    made = {name: attnorm.get(name) for name in (*in_bfloat16, "gaussian", "hard")}
+    made = {name: attnorm.get(name) for name in (*in_bfloat16, "linear", "hard")}
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     with FakeTensorMode():
         for dtype, names in (("bfloat16", in_bfloat16), ("float32", in_float32)):
             assert tuple(name for name, one in made.items() if _runs_on_kernels(one, 64, gpu, [dtype])) == names
+        assert not _runs_on_kernels(made["gaussian"], 64, gpu, ["float16"])  # its squares leave the range
+        assert not _runs_on_kernels(made["gaussian"], 128, gpu, ["float32"])  # with them it is too wide
         assert not _runs_on_kernels(made["sigmoid"], 64, cpu, ["bfloat16"])
         assert fastest_attention("nearmax", gpu) == "engine"
         assert fastest_attention("hard", gpu) == "dense"

@@ -144,3 +144,15 @@ def test_an_exported_graph_has_none_of_our_kernels_and_takes_other_lengths() -> 
     program = torch.export.export(Attention(), traced, dynamic_shapes=(length,) * 3)
     assert not [node for node in program.graph.nodes if "attnorm" in str(node.target)]
     torch.testing.assert_close(program.module()(*longer), Attention()(*longer), rtol=1e-4, atol=1e-4)
+
+
+def test_a_compiled_graph_is_whole_with_gradients() -> None:
+    tensors, gaussian = draw((1, 2, 2, 20, 20, 8, 8), spread=0.5), Gaussian()
+
+    def attend(*given: Tensor) -> Tensor:
+        return attnorm.attention(*given, gaussian, causal=True)
+
+    outputs = attend(*tensors), torch.compile(attend, fullgraph=True, backend="aot_eager")(*tensors)
+    gradients = (torch.autograd.grad(output.square().sum(), tensors) for output in outputs)
+    torch.testing.assert_close(*outputs)
+    torch.testing.assert_close(*gradients)

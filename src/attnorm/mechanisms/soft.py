@@ -78,14 +78,20 @@ class Gaussian(Mechanism):
         return self._attend(inputs).reshape(*q.shape[:-1], v.shape[-1])
 
     def _attend(self, inputs: Inputs) -> Tensor:
+        products = self.kernel_products(inputs)
+        if products is not None:
+            return one_pass.one_pass(products, self.normalizer)
+        return blocked(inputs, self.normalizer, scores=lambda q, k: gaussian_logits(q, k, inputs.scale))
+
+    def kernel_products(self, inputs: Inputs) -> Inputs | None:
+        """Return the call as scaled dot products for the one-pass kernels; None if they do not take it."""
         # Squares of queries and keys may exceed the range of float16. With a negative scale the kernel of exp, which
         # takes no positive logits, would be wrong.
         in_range = inputs.q_BHQD.dtype != torch.float16 and inputs.scale >= 0
-        if in_range and not is_exporting() and one_pass.applies(inputs, self.normalizer):
-            products = as_dot_products(inputs)
-            if one_pass.applies(products, self.normalizer):  # not if they are too wide
-                return one_pass.one_pass(products, self.normalizer)
-        return blocked(inputs, self.normalizer, scores=lambda q, k: gaussian_logits(q, k, inputs.scale))
+        if not in_range or is_exporting() or not one_pass.applies(inputs, self.normalizer):
+            return None
+        products = as_dot_products(inputs)
+        return products if one_pass.applies(products, self.normalizer) else None  # not if they are too wide
 
 
 def gaussian_logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
@@ -106,7 +112,7 @@ def _origin(k: Tensor) -> Tensor:
     Keys that are not finite count as 0: queries that do not see them must not notice.
     """
     finite = k.detach().nan_to_num(0.0, 0.0, 0.0)
-    first = finite.ne(0).any(-1).to(torch.uint8).argmax(-1)[..., None, None]
+    first = finite.ne(0).any(-1, keepdim=True).to(torch.uint8).argmax(-2, keepdim=True)
     return finite.gather(-2, first.expand(*finite.shape[:-2], 1, finite.shape[-1]))
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from attnorm.attention import choose_engine
 from attnorm.engines.execution import MIN_QUERIES
 from attnorm.engines.inputs import validate_inputs
+from attnorm.mechanisms.soft import Gaussian
 from attnorm.models.dispatch import NORMALIZER
 from attnorm.models.layer_normalizer import USUAL_LENGTH, build
 from attnorm.normalizers.block import Block
@@ -136,12 +137,16 @@ def _is_rescaled_softmax(normalizer: Any) -> bool:
 
 
 def _runs_on_kernels(normalizer: Any, width: int, device: torch.device, dtypes: Sequence[str]) -> bool:
-    if not isinstance(normalizer, Normalizer) or device.type != "cuda":
+    if not isinstance(normalizer, Normalizer | Gaussian) or device.type != "cuda":
         return False
     for dtype in dtypes:
         q = torch.empty((1, 1, MIN_QUERIES, width), dtype=getattr(torch, dtype), device=device)
         inputs = validate_inputs(q, q, q, mask=None, causal=True, scale=None, positions=None)
-        if choose_engine(inputs, normalizer) not in ("triton", "sparse"):
+        if isinstance(normalizer, Gaussian):
+            takes = normalizer.kernel_products(inputs) is not None
+        else:
+            takes = choose_engine(inputs, normalizer) in ("triton", "sparse")
+        if not takes:
             return False
     return True
 
