@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
+from attnorm.analysis.manifest import input_word
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.verdicts import Advice, WhatIf
 from attnorm.analysis.verdicts.model import threshold_sentences
@@ -51,6 +52,7 @@ def page_words(analysis: Analysis) -> dict[str, Any]:
         "metric_groups": [
             (title, [metric for metric in METRICS if metric.group == group]) for group, title in GROUPS.items()
         ],
+        "input_word": input_word(manifest),
         "settings": settings_of(manifest),
         "judged_by": threshold_sentences(thresholds_of(manifest.get("thresholds") or {}), manifest),
         "manifest": sections(manifest),

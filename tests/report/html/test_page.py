@@ -108,6 +108,20 @@ def test_headline_advice_sentences_and_manifest_are_in_words() -> None:
         assert plain(value) in page
 
 
+def test_methods_of_a_run_on_images_speak_of_patches_and_those_of_a_text_of_windows() -> None:
+    def methods(analysis: Any) -> set[str]:
+        section = report.render(analysis).partition('<section id="methods"')[2].partition("<h3>Manifest")[0]
+        return set(re.findall(r"[a-z]+", text_of(section)))
+
+    of_text = sample()
+    images = [{**text, "size": "pixel_values (1, 3, 16, 16)"} for text in of_text.manifest["texts"]]
+    of_images = replace(of_text, manifest={**of_text.manifest, "texts": images})
+    assert {"text", "windows"} <= methods(of_text)
+    assert not {"patch", "image"} & methods(of_text)
+    assert {"patch", "image", "class", "token"} <= methods(of_images)
+    assert not {"text", "windows", "window", "texts"} & methods(of_images)
+
+
 def test_a_sentence_cannot_end_its_element() -> None:
     page = report.render(hostile())
     assert "<img" not in page
