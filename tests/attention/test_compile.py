@@ -5,6 +5,7 @@ import platform
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.testing import assert_close
 
 import attnorm
@@ -93,6 +94,32 @@ def test_names_in_a_compiled_model_are_one_graph() -> None:
     x = torch.randn(1, 2, 9, 8)
     compiled = torch.compile(attend, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), attend(x))
+
+
+def test_get_in_a_compiled_function_builds_each_normalizer_once() -> None:
+    """Other options of one name are another normalizer; a second function does not compile the first one again."""
+    torch._dynamo.reset()
+
+    def attend(x: Tensor) -> Tensor:
+        narrow = attnorm.attention(x, x, x, attnorm.get("sigmoid", bias=-1.0), causal=True)
+        wide = attnorm.attention(x, x, x, attnorm.get("sigmoid", bias=1.0), causal=True)
+        scaled = attnorm.attention(x, x, x, attnorm.get("ssmax", heads=2, s=0.3), causal=True)
+        composed = attnorm.get("composed", map="softpick", scale="ssmax")
+        return narrow - wide + scaled + attnorm.attention(x, x, x, composed)
+
+    def attend_twice(x: Tensor) -> Tensor:
+        return 2 * attend(x)
+
+    x, counters = torch.randn(1, 2, 9, 8), [CompileCounter(), CompileCounter()]
+    functions = [attend, attend_twice]
+    compiled = [
+        torch.compile(function, backend=counter, fullgraph=True)
+        for function, counter in zip(functions, counters, strict=True)
+    ]
+    for _ in range(2):
+        for function, expected in zip(compiled, functions, strict=True):
+            torch.testing.assert_close(function(x), expected(x))
+    assert [counter.frame_count for counter in counters] == [1, 1]
 
 
 def test_an_unknown_name_in_a_compiled_model_is_an_error() -> None:

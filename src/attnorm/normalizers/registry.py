@@ -243,7 +243,17 @@ def get(name: MechanismName, **options: Any) -> Mechanism: ...
 @overload
 def get(name: str, **options: Any) -> Normalizer | Mechanism: ...
 def get(name: str, **options: Any) -> Normalizer | Mechanism:
-    """Build a normalizer by name: get("entmax", alpha=1.3), get("entmax:alpha=1.3") or get("ssmax", heads=12)."""
+    """Build a normalizer by name: get("entmax", alpha=1.3), get("entmax:alpha=1.3") or get("ssmax", heads=12).
+
+    Code under torch.compile builds it once, while it is traced.
+    """
+    if torch.compiler.is_compiling():
+        built: Normalizer | Mechanism = getattr(_compiled_normalizers, _build_for_compiled_code(name, **options))
+        return built
+    return _build(name, options)
+
+
+def _build(name: str, options: dict[str, Any]) -> Normalizer | Mechanism:
     if isinstance(name, str) and ":" in name:
         name, options = with_options(name, options)
     factory = entry_of(name).factory()
@@ -274,12 +284,7 @@ def as_normalizer(made: Any, name: str | None = None) -> Normalizer | Mechanism:
 
 def resolve(normalizer: str | Normalizer | Mechanism) -> Normalizer | Mechanism:
     """Build the normalizer if it is given by name; return an object unchanged."""
-    if not isinstance(normalizer, str):
-        return as_normalizer(normalizer)
-    if torch.compiler.is_compiling():
-        built: Normalizer | Mechanism = getattr(_compiled_normalizers, _build_for_compiled_code(normalizer))
-        return built
-    return get(normalizer)
+    return get(normalizer) if isinstance(normalizer, str) else as_normalizer(normalizer)
 
 
 def resolve_for_call(normalizer: str | Normalizer | Mechanism) -> Normalizer | Mechanism:
@@ -301,17 +306,17 @@ _stateless_normalizers: dict[str, Normalizer | Mechanism] = {}
 class _CompiledNormalizers:
     """Holds the normalizers of compiled code as attributes, which torch.compile can guard by name.
 
-    An attribute name is the specification in hexadecimal: a guard needs a Python identifier.
+    An attribute name is the specification with its options in hexadecimal: a guard needs a Python identifier.
     """
 
 
 _compiled_normalizers = _CompiledNormalizers()
 
 
-def _build_for_compiled_code(name: str) -> str:
+def _build_for_compiled_code(name: str, /, **options: Any) -> str:
     """Build the normalizer of that name, which may have options; return the attribute that holds it."""
-    attribute = f"normalizer_{name.encode().hex()}"
-    setattr(_compiled_normalizers, attribute, get(name))
+    attribute = f"normalizer_{repr((name, *sorted(options.items()))).encode().hex()}"
+    setattr(_compiled_normalizers, attribute, _build(name, options))
     return attribute
 
 
