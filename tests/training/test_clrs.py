@@ -268,17 +268,37 @@ def test_a_test_states_the_knee_of_kneemax_and_an_earlier_record_keeps_it(data: 
     assert other["result"]["test_loss"]["kneemax:knee=0.25"] != losses["kneemax:share=1"]
 
 
-@pytest.mark.nightly  # 6 s; test_pyramid.py trains compiled layers
-def test_compiled_blocks_train_and_test_the_same_with_one_graph_for_all_lengths(
-    data: ClrsData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    graphs = []
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The graphs that modules compile. They run as they are."""
+    compiled: list[Any] = []
 
-    def count(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
+    def keep(graph: Any, inputs: Any) -> Any:
+        compiled.append(graph)
         return graph.forward
 
-    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend=count))
+    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend=keep))
+    return compiled
+
+
+def test_a_third_length_compiles_nothing(data: ClrsData, tmp_path: Path, graphs: list[Any]) -> None:
+    torch.compiler.reset()
+    batches = [padded([example] * 2) for example in (*data.train, *data.test)]
+    by_length = {examples.inputs.shape[1]: examples for examples in batches}
+    counts = []
+    with accelerated(CPU, TINY.dtype) as accelerator:
+        run = ClrsRun(tmp_path, ClrsBase(), with_normalizer(TINY, "ssmax"), data, accelerator, compiled=True)
+        with run.in_training():
+            for _, examples in sorted(by_length.items()):
+                answer_logits(run.model, examples)
+                counts.append(len(graphs))
+    assert counts == [1, 2, 2]  # a graph of the first length, and one of all others
+
+
+@pytest.mark.nightly  # 6 s; test_pyramid.py trains compiled layers
+def test_compiled_blocks_train_and_test_the_same_with_one_graph_for_all_lengths(
+    data: ClrsData, tmp_path: Path, graphs: list[Any]
+) -> None:
     few = replace(data, test=data.test[::9], held_out=data.held_out[:4])
     recipe = replace(with_normalizer(TINY, "ssmax"), layers=2)
     lengths = {padded([one]).inputs.shape[1] for one in (*few.train, *few.test)}
