@@ -10,10 +10,10 @@ import torch
 from scipy import stats
 
 from attnorm.experiments.experiment import ExperimentSubject
-from attnorm.experiments.fig2.experiment import PAIRS, _compare, _fewer_heads
-from attnorm.experiments.fig2.experiment import QUICK as SIZES
+from attnorm.experiments.fig2.experiment import QUICK
 from attnorm.experiments.fig2.findings import explained, findings
 from attnorm.experiments.fig2.measure import (
+    PAIRS,
     PRINTED,
     Distances,
     Point,
@@ -21,18 +21,20 @@ from attnorm.experiments.fig2.measure import (
     accepted,
     at_point,
     bootstrap_heads,
+    compare,
     critical_n,
+    fewer_heads,
     interval,
     ks_p_value,
     ks_statistic,
     ks_threshold,
+    layers_with_all_keys,
     n_grid,
     over_grid,
     power_law_over_heads,
     rejection_rates,
     resampled_critical_n,
     subsampled_heads,
-    whole,
 )
 from attnorm.experiments.model_runs import LastRows, joined, last_rows
 from attnorm.theory.distance import PowerLaw
@@ -149,7 +151,7 @@ def test_random_sets_differ_from_the_printed_expectation_and_lie_close_to_the_co
 
 
 def test_fewer_heads_give_a_smaller_critical_n(at_200: Distances) -> None:
-    rows = [row for row in _fewer_heads(at_200, SIZES, 0) if row["compared"] == "corrected, upper end"]
+    rows = [row for row in fewer_heads(at_200, QUICK.resamples, 0) if row["compared"] == "corrected, upper end"]
     assert [row["heads"] for row in rows] == [18, 36, 60]
     critical = [float(row["critical_n"]) for row in rows]
     assert critical == sorted(critical)
@@ -158,7 +160,7 @@ def test_fewer_heads_give_a_smaller_critical_n(at_200: Distances) -> None:
 
 def test_lengths_without_any_critical_n_have_none(at_200: Distances) -> None:
     apart = Distances(**{**vars(at_200), "printed": at_200.measured * 1000})
-    (one,) = _compare("printed", [apart], SIZES, 0).critical
+    (one,) = compare("printed", [apart], QUICK.resamples, 0).critical
     assert math.isnan(one.top_n)
     assert one.last_accepted == 0
 
@@ -186,11 +188,11 @@ def test_layers_put_together_give_the_same_numbers() -> None:
 
 def test_rows_that_do_not_see_everything_are_left_out_or_refused() -> None:
     layers = [*synthetic(1, 40), *synthetic(1, 40, seed=1)]
-    assert whole(layers, 40) == layers
+    assert layers_with_all_keys(layers, 40) == layers
     broken = LastRows(0, layers[0].weights * math.nan, layers[0].vectors, layers[0].visible)
-    assert whole([broken, layers[1]], 40) == [layers[1]]
+    assert layers_with_all_keys([broken, layers[1]], 40) == [layers[1]]
     with pytest.raises(ValueError, match="64 tokens"):
-        whole(layers, 64)
+        layers_with_all_keys(layers, 64)
 
 
 def test_the_last_row_is_the_models_own() -> None:
@@ -245,8 +247,8 @@ def result_of(distances: Distances) -> Result:
     by_length, by_n = points()
     return Result(
         distances=(distances,), at_panel=distances, permuted=distances, by_length=by_length, by_n=by_n,
-        comparisons={name: _compare(name, [distances], SIZES, 0) for name in PAIRS},
-        permuted_critical=dict.fromkeys(PAIRS, 5.0), fewer_heads=_fewer_heads(distances, SIZES, 0), choices=(),
+        comparisons={name: compare(name, [distances], QUICK.resamples, 0) for name in PAIRS},
+        permuted_critical=dict.fromkeys(PAIRS, 5.0), fewer_heads=fewer_heads(distances, QUICK.resamples, 0), choices=(),
     )  # fmt: skip
 
 

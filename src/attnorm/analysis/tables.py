@@ -120,7 +120,7 @@ TOP_N_NUMBERS = (
     "random_lower",
     "random_upper",
     "separability",  # Ns / N
-    "separability_null",  # mean over permuted values
+    "separability_null",  # mean over permuted weights
     "separability_null_low",  # 5 % and 95 % of the permutations' means
     "separability_null_high",
     "separability_sphere",  # vectors scaled to norm 1

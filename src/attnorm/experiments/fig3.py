@@ -221,7 +221,7 @@ def summary(sphere: Separabilities, raw: Separabilities) -> str:
     return (
         f"On the sphere the median share of distinguishable keys goes from {medians[0]:.2f} at N = {sphere.top_n[0]} "
         f"to {_median_at(sphere, TURN):.2f} at N = {TURN} and {medians[-1]:.2f} at N = {last}; with the values as "
-        f"they are it ends at {_medians(raw)[-1]:.2f}. The same weights on permuted keys give {null:.2f} at "
+        f"they are it ends at {_medians(raw)[-1]:.2f}. Permuted weights give {null:.2f} at "
         f"N = {last}, uniform directions {np.median(sphere.isotropic[:, -1]):.2f}; at N = {TURN} {above:.0%} of the "
         f"heads separate clearly more keys than their own permutation. The level is no limit of attention: theory "
         "allows every value from 0 to 1. Compare each head with its own null."
@@ -333,7 +333,7 @@ def _judge_chance(sphere: Separabilities, raw: Separabilities) -> ExperimentFind
     medians = abs(float(np.median(sphere.measured[:, turn] - sphere.permuted[:, turn])))
     return ExperimentFinding(
         "A drop of N_s / N to 70-80 % means that the head has saturated its geometric capacity (Conclusions)",
-        f"against the same weights on permuted keys, N = {TURN}: " + "; ".join(phrases),
+        f"against permuted weights, N = {TURN}: " + "; ".join(phrases),
         "does not" if medians < 0.1 else "partly",
         f"Weights that are independent of the vectors fall as well, and {'as far' if medians < 0.1 else 'further'}: "
         "compare a head with its own null.",
@@ -387,7 +387,7 @@ def _draw_panel(axes: Axes, separabilities: Separabilities) -> None:
     )  # fmt: skip
     axes.plot([], [], marker="s", markersize=9, linestyle="none", markerfacecolor="#b9c4cf", markeredgecolor=INK,
               label="measured, over heads")  # fmt: skip
-    axes.plot(positions, np.median(separabilities.permuted, 0), label="null: values permuted", **NULL)
+    axes.plot(positions, np.median(separabilities.permuted, 0), label="null: weights permuted", **NULL)
     axes.plot(
         positions, np.median(separabilities.isotropic, 0), label="null: uniform directions (Assumption 1)", **IDEAL
     )

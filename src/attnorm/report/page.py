@@ -220,7 +220,7 @@ def _confidence_and_saturation(row: dict[str, Any]) -> str:
         if excess is not None and np.isfinite(excess):
             low, high = row["saturation_low"], row["saturation_high"]
             interval = f", {number(low)} to {number(high)}" if np.isfinite(low) else ""
-            numbers = f" (excess over permuted values at N = {row['saturation_top_n']}: {number(excess)}{interval})"
+            numbers = f" (excess over permuted weights at N = {row['saturation_top_n']}: {number(excess)}{interval})"
         parts.append(f"Saturation: {row['saturation']}{numbers}.")
     return " ".join(parts)
 

@@ -131,7 +131,7 @@ class Saturation:
 def saturation(row: Row, top_n: Sequence[Row], thresholds: Thresholds) -> Saturation:
     """Test whether a head is saturated. The answer is independent of its verdict.
 
-    The excess is separability minus its null (the same weights on permuted keys) over the sampled rows of all windows.
+    The excess is separability minus its null (permuted weights) over the sampled rows of all windows.
     Two one-sided tests of 5 % each give its 90 % interval:
 
         saturated       the whole interval lies below the margin: shown to be no better than the null
@@ -155,7 +155,7 @@ def saturation(row: Row, top_n: Sequence[Row], thresholds: Thresholds) -> Satura
     error, rows = number(top_n_row, "separability_excess_error"), int(top_n_row.get("rows") or 0)
     if measured is None or null is None:
         return Saturation("not judged", "separability has no null", N)
-    shares = f"{measured:.0%} of its top {N} keys are distinguishable, {null:.0%} with permuted values"
+    shares = f"{measured:.0%} of its top {N} keys are distinguishable, {null:.0%} with permuted weights"
     excess = measured - null
     if error is None:
         if measured >= thresholds.separable:

@@ -264,7 +264,7 @@ def saturation_sentences(heads: Sequence[Row], manifest: Mapping[str, Any], thre
     return [
         (
             f"Saturation: {answers['saturated']} of {len(heads)} heads are shown to distinguish their keys hardly "
-            "better than with permuted values (90% interval of the excess below "
+            "better than with permuted weights (90% interval of the excess below "
             f"{thresholds.saturation_margin:g}{typical}), "
             f"{answers['distinguishes']} distinguish them, {answers['not judged']} are not judged."
         )

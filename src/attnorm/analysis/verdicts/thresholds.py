@@ -29,8 +29,8 @@ SELECTING = ("healthy", "sensitive", "frozen")
 
 # Saturation is judged separately, because it needs the optional metric group "vectors".
 SATURATION: dict[str, str] = {
-    "saturated": "its keys are shown to be distinguishable hardly better than with permuted values",
-    "distinguishes": "its keys are shown to be distinguishable, most of them or more than with permuted values",
+    "saturated": "its keys are shown to be distinguishable hardly better than with permuted weights",
+    "distinguishes": "its keys are shown to be distinguishable, most of them or more than with permuted weights",
     "not judged": "not measured, or too few rows to show either",
 }
 

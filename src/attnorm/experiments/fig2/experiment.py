@@ -20,38 +20,29 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from attnorm.experiments.experiment import Experiment, ExperimentSubject, Floats, Outcome, ProgressCallback
-from attnorm.experiments.fig2 import measure as pairs
+from attnorm.experiments.fig2 import measure
 from attnorm.experiments.fig2.findings import findings, summary
 from attnorm.experiments.fig2.measure import (
     LEVEL,
-    NORMS,
-    Critical,
+    PAIRS,
+    PANEL_N,
     Distances,
-    ExpectationComparison,
     Point,
     Result,
-    accepted,
     at_point,
-    bootstrap_heads,
-    critical_n,
-    interval,
+    compare,
+    critical_of_pair,
+    fewer_heads,
     ks_statistic,
     ks_threshold,
-    middle,
+    layers_with_all_keys,
     n_grid,
     over_grid,
-    power_law_over_heads,
-    rejection_rates,
-    resampled_critical_n,
-    subsampled_heads,
-    whole,
 )
 from attnorm.experiments.figure_style import CORRECTED, INK, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
 from attnorm.experiments.model_runs import LastRows, joined, last_rows
 from attnorm.metrics.vectors import Vectors
 
-PAPER_HEADS = 144  # of GPT-2 124M
-PANEL_N = 5
 PANEL_NS = (1, 5, 10, 20, 100)
 PANEL_LENGTH = 1024
 
@@ -87,8 +78,8 @@ def _run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) ->
         if length == panel_length:
             top_n = [N for N in PANEL_NS if length > N]
             by_n = [at_point(layers, N, sizes.draws, generator, sizes.heaviest) for N in top_n]
-            shuffled = [layer.permuted(generator) for layer in layers]
-            permuted = _measure_grid(shuffled, sizes, progress, "the same with permuted values")
+            with_permuted_weights = [layer.permuted(generator) for layer in layers]
+            permuted = _measure_grid(with_permuted_weights, sizes, progress, "the same with permuted weights")
     assert permuted is not None
     at_panel = next(candidate for candidate in distances if candidate.length == panel_length)
     result = Result(
@@ -97,9 +88,9 @@ def _run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) ->
         permuted=permuted,
         by_length=tuple(by_length),
         by_n=tuple(by_n),
-        comparisons={name: _compare(name, distances, sizes, subject.seed) for name in PAIRS},
-        permuted_critical={name: _critical(permuted, name) for name in PAIRS},
-        fewer_heads=_fewer_heads(at_panel, sizes, subject.seed),
+        comparisons={name: compare(name, distances, sizes.resamples, subject.seed) for name in PAIRS},
+        permuted_critical={name: critical_of_pair(permuted, name) for name in PAIRS},
+        fewer_heads=fewer_heads(at_panel, sizes.resamples, subject.seed),
         choices=_choices(subject, panel_length, sizes, progress),
     )
     return Outcome(
@@ -123,65 +114,16 @@ def _run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) ->
     )
 
 
-# The two numbers per head that the Kolmogorov-Smirnov test compares.
-PAIRS: dict[str, Callable[[Distances], tuple[Floats, Floats]]] = {
-    pairs.PRINTED: lambda d: (d.measured, d.printed),
-    pairs.UPPER: lambda d: (d.measured, d.upper),
-    pairs.LOWER: lambda d: (d.measured, d.lower),
-    NORMS: lambda d: (d.context, d.output),
-}
-
-
 def _layers(
     subject: ExperimentSubject, length: int, progress: ProgressCallback, start: int = 0, vectors: Vectors = "values"
 ) -> list[LastRows]:
-    return joined(whole(last_rows(subject, length, progress=progress, start=start, vectors=vectors), length))
+    layers = last_rows(subject, length, progress=progress, start=start, vectors=vectors)
+    return joined(layers_with_all_keys(layers, length))
 
 
 def _measure_grid(layers: list[LastRows], sizes: Fig2Sizes, progress: ProgressCallback, what: str) -> Distances:
     grid = n_grid(layers[0].keys, sizes.ratio)
     return over_grid(layers, grid, lambda done: progress(what, done, len(grid)))
-
-
-def _critical(distances: Distances, pair: str) -> float:
-    first, second = PAIRS[pair](distances)
-    return critical_n(first, second, distances.grid)
-
-
-def _compare(pair: str, distances: list[Distances], sizes: Fig2Sizes, seed: int) -> ExpectationComparison:
-    """Compute the critical N at every length, with intervals from resampled heads, and the power law through it."""
-    heads = min(measured.heads for measured in distances)
-    resamples = bootstrap_heads(heads, heads, sizes.resamples, seed)
-    points, resampled = [], []
-    for measured in distances:
-        first, second = PAIRS[pair](measured)
-        drawn = resampled_critical_n(first, second, measured.grid, resamples)
-        resampled.append(drawn)
-        accepts = [N for N, yes in zip(measured.grid, accepted(first, second), strict=True) if yes]
-        critical = critical_n(first, second, measured.grid)
-        points.append(Critical(measured.length, critical, interval(drawn), max(accepts, default=0)))
-    lengths = tuple(measured.length for measured in distances)
-    law = power_law_over_heads(lengths, np.array([point.top_n for point in points]), np.stack(resampled, 1))
-    return ExpectationComparison(pair, tuple(points), law)
-
-
-def _fewer_heads(distances: Distances, sizes: Fig2Sizes, seed: int) -> list[dict[str, float | int | str]]:
-    """Repeat the test with fewer heads: critical N, and the power at N = 5."""
-    rows: list[dict[str, float | int | str]] = []
-    for pair in (pairs.PRINTED, pairs.UPPER):
-        first, second = PAIRS[pair](distances)
-        for size in sorted({size for size in (18, 36, 72, PAPER_HEADS, distances.heads) if size <= distances.heads}):
-            subsamples = subsampled_heads(distances.heads, size, sizes.resamples if size < distances.heads else 1, seed)
-            drawn = resampled_critical_n(first, second, distances.grid, subsamples)
-            low, high = interval(drawn)
-            power = rejection_rates(first, second, bootstrap_heads(distances.heads, size, sizes.resamples, seed + 1))
-            rows.append(
-                {
-                    "compared": pair, "heads": size, "critical_n": middle(drawn), "low": low, "high": high,
-                    "power_at_5": float(power[distances.column(PANEL_N)]), "resolution": ks_threshold(size),
-                }
-            )  # fmt: skip
-    return rows
 
 
 def _choices(
@@ -206,7 +148,7 @@ def _choice(
 ) -> dict[str, float | int | str]:
     grid = n_grid(layers[0].keys, max(sizes.ratio, 1.1))
     distances = over_grid(layers, grid, lambda done: progress(what, done, len(grid)))
-    return {"what": what, **{name: _critical(distances, name) for name in PAIRS}}
+    return {"what": what, **{name: critical_of_pair(distances, name) for name in PAIRS}}
 
 
 def _tables(result: Result) -> dict[str, pa.Table]:
@@ -298,9 +240,9 @@ def _draw_critical(axes: Axes, result: Result) -> None:
     lengths = np.array([point.length for point in result.by_length], dtype=float)
     axes.plot(lengths, 0.06 * lengths, color=PALE, linewidth=1, linestyle=(0, (1, 2)), label="0.06 $L$ (the paper)")
     for name, look, label in (
-        (pairs.PRINTED, PRINTED, "printed expectation"),
-        (pairs.UPPER, CORRECTED, "corrected (bounds: filled, hollow)"),
-        (pairs.LOWER, {**CORRECTED, "markerfacecolor": "white", "linewidth": 0.9}, None),
+        (measure.PRINTED, PRINTED, "printed expectation"),
+        (measure.UPPER, CORRECTED, "corrected (bounds: filled, hollow)"),
+        (measure.LOWER, {**CORRECTED, "markerfacecolor": "white", "linewidth": 0.9}, None),
     ):
         comparison = result.comparisons[name]
         values = np.array([point.top_n for point in comparison.critical])
@@ -328,7 +270,7 @@ def why_figure(result: Result, setting: str) -> Figure:
         1, 3, gridspec_kw={"wspace": 0.3, "left": 0.06, "right": 0.99, "top": 0.9, "bottom": 0.17}
     )
     distances = result.at_panel
-    _draw_ratios(a, distances, result.critical(pairs.PRINTED).top_n)
+    _draw_ratios(a, distances, result.critical(measure.PRINTED).top_n)
     _draw_statistics(b, result)
     _draw_fewer_heads(c, result)
     note(figure, f"{setting}; L = {distances.length}, {distances.heads} heads")
@@ -367,7 +309,7 @@ def _draw_statistics(axes: Axes, result: Result) -> None:
             {**MEASURED, "marker": "x", "linewidth": 0.8},
             r"$\|s\|$ against $\|\bar{x}\|$",
         ),
-        (permuted.measured, permuted.printed, NULL, "printed, values permuted"),
+        (permuted.measured, permuted.printed, NULL, "printed, weights permuted"),
         (distances.measured, distances.upper, CORRECTED, r"$\tilde{d}$ against corrected, upper end"),
     ]
     for first, second, look, label in compared:
@@ -389,8 +331,8 @@ def _draw_fewer_heads(axes: Axes, result: Result) -> None:
     axes.set_yscale("log")
     sizes: list[int] = []
     for name, look, label in (
-        (pairs.PRINTED, PRINTED, "printed expectation"),
-        (pairs.UPPER, CORRECTED, "corrected, upper end"),
+        (measure.PRINTED, PRINTED, "printed expectation"),
+        (measure.UPPER, CORRECTED, "corrected, upper end"),
     ):
         rows = [row for row in result.fewer_heads if row["compared"] == name]
         sizes = [row["heads"] for row in rows]

@@ -52,7 +52,7 @@ def summary(result: Result) -> str:
         f"({upper.share:.2f} to {lower.share:.2f} L). What the printed one measures is how much of the output the "
         f"top N make up: testing ||s|| against ||x_bar||, in which no random set occurs, gives the critical N = "
         f"{result.critical(NORMS).top_n:g}, and the ratio ||x_bar|| / ||s|| explains {_format_share(reason)} of the "
-        "variance of log(printed / measured) over heads. Heads whose values are permuted have the critical N = "
+        "variance of log(printed / measured) over heads. Heads whose weights are permuted have the critical N = "
         f"{result.permuted_critical[PRINTED]:g}."
     )
 
@@ -220,7 +220,7 @@ def _judge_meaning(result: Result) -> ExperimentFinding:
         "threshold "
         f"{ks_threshold(distances.heads):.2f}); ||s|| against ||x_bar|| alone gives N = {norms.top_n:g} and explains "
         f"{_format_share(explained(distances, printed.top_n))} of the variance of log(printed / measured); permuted "
-        "values give "
+        "weights give "
         f"N = {result.permuted_critical[PRINTED]:g}; random sets are distinguished from the printed expectation at "
         f"{sum(rejected)} of {len(rejected)} N",
         "does not" if expected < 0.8 else "partly",

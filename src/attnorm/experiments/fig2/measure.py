@@ -4,6 +4,8 @@ The formulas are those of attnorm.theory, applied to the last row of every head.
 measured distance and its expectation. The critical N is the smallest N at which a two-sample Kolmogorov-Smirnov test
 over the heads of a model cannot tell the two samples apart, as in Mudarisov et al. 2025, section 3.1,
 https://arxiv.org/abs/2508.17821. Arrays are (heads, len(grid)): a column for each N of a grid.
+
+The order of this file: the distances, the test, then what the test says of the distances.
 """
 
 import math
@@ -37,6 +39,66 @@ from attnorm.theory.distance import (
 from attnorm.theory.selection import SelectedRows
 
 LEVEL = 0.01
+PAPER_HEADS = 144  # of GPT-2 124M
+PANEL_N = 5  # of panel (a)
+
+
+@dataclass(frozen=True)
+class Distances:
+    """Every head of a model at one length, for every N of the grid."""
+
+    length: int
+    grid: tuple[int, ...]
+    measured: Floats  # d_tilde of the true top-N set
+    printed: Floats  # the expectation as printed
+    lower: Floats  # the corrected expectation lies between lower and upper
+    upper: Floats
+    mass: Floats  # A, the weight of the top N
+    context: Floats  # ||s||, what the top N add up to
+    output: Floats  # ||x_bar||, what all keys add up to
+
+    @property
+    def heads(self) -> int:
+        return len(self.measured)
+
+    def column(self, top_n: int) -> int:
+        return self.grid.index(top_n)
+
+
+@dataclass(frozen=True)
+class Point:
+    """Every head at one length and N, with the quantities that are too slow for every N."""
+
+    length: int
+    top_n: int
+    measured: Floats
+    relative: Floats  # d_tilde / ((L - N) ||s||)
+    fixed_printed: Floats  # the upper bound for the true set
+    fixed_tight: Floats
+    printed: Floats
+    expected: Floats  # the expectation itself, by drawing random sets
+    expected_error: Floats  # its standard error
+    lower: Floats
+    upper: Floats
+    corollary: Floats  # sum_i ||a_i x_i||, which Corollary 2 prints for N << L
+
+    def table(self) -> pa.Table:
+        """One row per head."""
+        numbers = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        heads = len(self.measured)
+        return pa.table(
+            {"length": [self.length] * heads, "top_n": [self.top_n] * heads, "head": list(range(heads)), **numbers}
+        )
+
+
+def layers_with_all_keys(layers: Sequence[LastRows], length: int) -> list[LastRows]:
+    """Return the layers whose last row sees all keys, which a sliding window does not."""
+    kept = [layer for layer in layers if layer.keys == length and bool(layer.weights.isfinite().all())]
+    if not kept:
+        raise ValueError(
+            f"no layer of this model attends to all {length} tokens with finite weights, which Figure 2 needs"
+        )
+    return kept
 
 
 def n_grid(length: int, ratio: float, dense_up_to: int = 16) -> tuple[int, ...]:
@@ -45,6 +107,70 @@ def n_grid(length: int, ratio: float, dense_up_to: int = 16) -> tuple[int, ...]:
     while grid[-1] < length - 1:
         grid.append(min(max(grid[-1] + 1, round(grid[-1] * ratio)), length - 1))
     return tuple(grid)
+
+
+@one_thread()
+def over_grid(layers: Sequence[LastRows], grid: tuple[int, ...], progress: Callable[[int], None]) -> Distances:
+    """Measure every N of the grid. progress: called with the number of finished N."""
+    length = layers[0].keys
+    selections = [layer.selected(max(grid)) for layer in layers]
+    for rows in selections:
+        _ = rows.norms, rows.output, rows.squares  # the same for all N
+    columns: dict[str, list[Floats]] = {name: [] for name in _NUMBERS}
+    for index, N in enumerate(grid):
+        top_rows = [rows.with_indices(rows.indices[..., :N]) for rows in selections]
+        for name, number in _NUMBERS.items():
+            columns[name].append(_concatenate_heads(top_rows, number))
+        progress(index + 1)
+    return Distances(length, grid, **{name: np.stack(values, 1) for name, values in columns.items()})
+
+
+@one_thread()
+def at_point(
+    layers: Sequence[LastRows], top_n: int, draws: int, generator: torch.Generator, heaviest: int = 4
+) -> Point:
+    """Measure one N. draws: random sets. heaviest: keys that the corrected bounds treat separately; more is tighter."""
+    selections = [layer.selected(top_n) for layer in layers]
+    drawn = [random_set_monte_carlo(rows, draws, generator) for rows in selections]
+    bounds = [theorem1_random_bounds(rows, heaviest) for rows in selections]
+    return Point(
+        length=layers[0].keys,
+        top_n=top_n,
+        measured=_concatenate_heads(selections, d_tilde),
+        relative=_concatenate_heads(selections, relative_distance),
+        fixed_printed=_concatenate_heads(selections, theorem1_fixed_printed),
+        fixed_tight=_concatenate_heads(selections, theorem1_fixed_tight),
+        printed=_concatenate_heads(selections, theorem1_random_printed),
+        expected=_flat([estimate.mean for estimate in drawn]),
+        expected_error=_flat([estimate.standard_error for estimate in drawn]),
+        lower=_flat([bound[0] for bound in bounds]),
+        upper=_flat([bound[1] for bound in bounds]),
+        corollary=_concatenate_heads(selections, corollary2_printed),
+    )
+
+
+def _norm(vectors: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(vectors, dim=-1)
+    return norms
+
+
+_NUMBERS: dict[str, Callable[[SelectedRows], Tensor]] = {
+    "measured": d_tilde,
+    "printed": theorem1_random_printed,
+    "lower": lambda rows: theorem1_random_bounds(rows)[0],
+    "upper": lambda rows: theorem1_random_bounds(rows)[1],
+    "mass": lambda rows: rows.mass,
+    "context": lambda rows: _norm(rows.context),
+    "output": lambda rows: _norm(rows.output),
+}
+
+
+def _concatenate_heads(layers: Sequence[SelectedRows], number: Callable[[SelectedRows], Tensor]) -> Floats:
+    return _flat([number(rows) for rows in layers])
+
+
+def _flat(values: Sequence[Tensor]) -> Floats:
+    return np.asarray(torch.cat([value.flatten() for value in values]).numpy(), dtype=np.float64)
 
 
 def ks_statistic(first: Floats, second: Floats) -> Floats:
@@ -76,6 +202,10 @@ def ks_p_value(steps: int, heads: int) -> float:
         total += sign * math.exp(_log_choose(2 * heads, heads - shift) - _log_choose(2 * heads, heads))
         sign = -sign
     return min(1.0, 2 * total)
+
+
+def _log_choose(n: int, k: int) -> float:
+    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
 
 
 def accepted(first: Floats, second: Floats, level: float = LEVEL) -> npt.NDArray[np.bool_]:
@@ -143,135 +273,15 @@ def power_law_over_heads(lengths: tuple[int, ...], critical: Floats, resampled: 
     return replace(fit, exponent_interval=interval(lines.slope.numpy()))
 
 
-def _log_choose(n: int, k: int) -> float:
-    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
-
-
-# What the test compares with the measured distance or, for NORMS, with ||s||.
+# The pairs of numbers per head that the test compares, named by what the measured distance is compared with.
 PRINTED, UPPER, LOWER = "printed", "corrected, upper end", "corrected, lower end"
 NORMS = "||s|| against ||x_bar||"
-
-
-@dataclass(frozen=True)
-class Distances:
-    """Every head of a model at one length, for every N of the grid."""
-
-    length: int
-    grid: tuple[int, ...]
-    measured: Floats  # d_tilde of the true top-N set
-    printed: Floats  # the expectation as printed
-    lower: Floats  # the corrected expectation lies between lower and upper
-    upper: Floats
-    mass: Floats  # A, the weight of the top N
-    context: Floats  # ||s||, what the top N add up to
-    output: Floats  # ||x_bar||, what all keys add up to
-
-    @property
-    def heads(self) -> int:
-        return len(self.measured)
-
-    def column(self, top_n: int) -> int:
-        return self.grid.index(top_n)
-
-
-@dataclass(frozen=True)
-class Point:
-    """Every head at one length and N, with the quantities that are too slow for every N."""
-
-    length: int
-    top_n: int
-    measured: Floats
-    relative: Floats  # d_tilde / ((L - N) ||s||)
-    fixed_printed: Floats  # the upper bound for the true set
-    fixed_tight: Floats
-    printed: Floats
-    expected: Floats  # the expectation itself, by drawing random sets
-    expected_error: Floats  # its standard error
-    lower: Floats
-    upper: Floats
-    corollary: Floats  # sum_i ||a_i x_i||, which Corollary 2 prints for N << L
-
-    def table(self) -> pa.Table:
-        """One row per head."""
-        numbers = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
-        heads = len(self.measured)
-        return pa.table(
-            {"length": [self.length] * heads, "top_n": [self.top_n] * heads, "head": list(range(heads)), **numbers}
-        )
-
-
-def whole(layers: Sequence[LastRows], length: int) -> list[LastRows]:
-    """Return the layers whose last row sees all keys, which a sliding window does not."""
-    kept = [layer for layer in layers if layer.keys == length and bool(layer.weights.isfinite().all())]
-    if not kept:
-        raise ValueError(
-            f"no layer of this model attends to all {length} tokens with finite weights, which Figure 2 needs"
-        )
-    return kept
-
-
-@one_thread()
-def over_grid(layers: Sequence[LastRows], grid: tuple[int, ...], progress: Callable[[int], None]) -> Distances:
-    """Measure every N of the grid. progress: called with the number of finished N."""
-    length = layers[0].keys
-    selections = [layer.selected(max(grid)) for layer in layers]
-    for rows in selections:
-        _ = rows.norms, rows.output, rows.squares  # the same for all N
-    columns: dict[str, list[Floats]] = {name: [] for name in _NUMBERS}
-    for index, N in enumerate(grid):
-        top_rows = [rows.with_indices(rows.indices[..., :N]) for rows in selections]
-        for name, number in _NUMBERS.items():
-            columns[name].append(_concatenate_heads(top_rows, number))
-        progress(index + 1)
-    return Distances(length, grid, **{name: np.stack(values, 1) for name, values in columns.items()})
-
-
-@one_thread()
-def at_point(
-    layers: Sequence[LastRows], top_n: int, draws: int, generator: torch.Generator, heaviest: int = 4
-) -> Point:
-    """Measure one N. draws: random sets. heaviest: keys that the corrected bounds treat separately; more is tighter."""
-    selections = [layer.selected(top_n) for layer in layers]
-    drawn = [random_set_monte_carlo(rows, draws, generator) for rows in selections]
-    bounds = [theorem1_random_bounds(rows, heaviest) for rows in selections]
-    return Point(
-        length=layers[0].keys,
-        top_n=top_n,
-        measured=_concatenate_heads(selections, d_tilde),
-        relative=_concatenate_heads(selections, relative_distance),
-        fixed_printed=_concatenate_heads(selections, theorem1_fixed_printed),
-        fixed_tight=_concatenate_heads(selections, theorem1_fixed_tight),
-        printed=_concatenate_heads(selections, theorem1_random_printed),
-        expected=_flat([estimate.mean for estimate in drawn]),
-        expected_error=_flat([estimate.standard_error for estimate in drawn]),
-        lower=_flat([bound[0] for bound in bounds]),
-        upper=_flat([bound[1] for bound in bounds]),
-        corollary=_concatenate_heads(selections, corollary2_printed),
-    )
-
-
-def _norm(vectors: Tensor) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(vectors, dim=-1)
-    return norms
-
-
-_NUMBERS: dict[str, Callable[[SelectedRows], Tensor]] = {
-    "measured": d_tilde,
-    "printed": theorem1_random_printed,
-    "lower": lambda rows: theorem1_random_bounds(rows)[0],
-    "upper": lambda rows: theorem1_random_bounds(rows)[1],
-    "mass": lambda rows: rows.mass,
-    "context": lambda rows: _norm(rows.context),
-    "output": lambda rows: _norm(rows.output),
+PAIRS: dict[str, Callable[[Distances], tuple[Floats, Floats]]] = {
+    PRINTED: lambda d: (d.measured, d.printed),
+    UPPER: lambda d: (d.measured, d.upper),
+    LOWER: lambda d: (d.measured, d.lower),
+    NORMS: lambda d: (d.context, d.output),
 }
-
-
-def _concatenate_heads(layers: Sequence[SelectedRows], number: Callable[[SelectedRows], Tensor]) -> Floats:
-    return _flat([number(rows) for rows in layers])
-
-
-def _flat(values: Sequence[Tensor]) -> Floats:
-    return np.asarray(torch.cat([value.flatten() for value in values]).numpy(), dtype=np.float64)
 
 
 @dataclass(frozen=True)
@@ -310,6 +320,48 @@ class ExpectationComparison:
             }
             for point in self.critical
         ]  # fmt: skip
+
+
+def critical_of_pair(distances: Distances, pair: str) -> float:
+    """Return the critical N of one of PAIRS."""
+    first, second = PAIRS[pair](distances)
+    return critical_n(first, second, distances.grid)
+
+
+def compare(pair: str, distances: Sequence[Distances], draws: int, seed: int) -> ExpectationComparison:
+    """Compute the critical N at every length, with intervals from resampled heads, and the power law through it."""
+    heads = min(measured.heads for measured in distances)
+    resamples = bootstrap_heads(heads, heads, draws, seed)
+    points, resampled = [], []
+    for measured in distances:
+        first, second = PAIRS[pair](measured)
+        drawn = resampled_critical_n(first, second, measured.grid, resamples)
+        resampled.append(drawn)
+        accepts = [N for N, yes in zip(measured.grid, accepted(first, second), strict=True) if yes]
+        critical = critical_n(first, second, measured.grid)
+        points.append(Critical(measured.length, critical, interval(drawn), max(accepts, default=0)))
+    lengths = tuple(measured.length for measured in distances)
+    law = power_law_over_heads(lengths, np.array([point.top_n for point in points]), np.stack(resampled, 1))
+    return ExpectationComparison(pair, tuple(points), law)
+
+
+def fewer_heads(distances: Distances, draws: int, seed: int) -> list[dict[str, float | int | str]]:
+    """Repeat the test with fewer heads: critical N, and the power at N = 5."""
+    rows: list[dict[str, float | int | str]] = []
+    for pair in (PRINTED, UPPER):
+        first, second = PAIRS[pair](distances)
+        for size in sorted({size for size in (18, 36, 72, PAPER_HEADS, distances.heads) if size <= distances.heads}):
+            subsamples = subsampled_heads(distances.heads, size, draws if size < distances.heads else 1, seed)
+            drawn = resampled_critical_n(first, second, distances.grid, subsamples)
+            low, high = interval(drawn)
+            power = rejection_rates(first, second, bootstrap_heads(distances.heads, size, draws, seed + 1))
+            rows.append(
+                {
+                    "compared": pair, "heads": size, "critical_n": middle(drawn), "low": low, "high": high,
+                    "power_at_5": float(power[distances.column(PANEL_N)]), "resolution": ks_threshold(size),
+                }
+            )  # fmt: skip
+    return rows
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ def _judge_active_set(selected: Selected) -> ExperimentFinding:
         f"{AS_ANSWER[verdict]}: with only the heaviest 6 % of the keys of each row ({MIN_KEYS} at least) the loss "
         f"changes by {lost} nats per token ({phrase}; with {SHARES[-1]:.0%} of the keys {most}); they hold "
         f"{selected.mass[index]:.0%} of the weight in the median "
-        f"head, and their separability is {fading[1]:+.2f} above that of permuted values (N = 1 % of L: "
+        f"head, and their separability is {fading[1]:+.2f} above that of permuted weights (N = 1 % of L: "
         f"{fading[0]:+.2f}, 50 %: {fading[2]:+.2f})",
         verdict,
         "the median head has its weight on few keys, but heads that average over many need them all, in a model that "
@@ -118,7 +118,7 @@ def _judge_active_set(selected: Selected) -> ExperimentFinding:
 
 def _judge_entropy(early: EarlySign) -> ExperimentFinding:
     claim = "Monitor entropy: its rise is an early sign of saturation (guideline 2)"
-    readings = {"at most 80 % distinguishable": early.by_level, "no better than with permuted values": early.by_null}
+    readings = {"at most 80 % distinguishable": early.by_level, "no better than with permuted weights": early.by_null}
     areas = {name: early.area_under_curve(saturated) for name, saturated in readings.items()}
     known = [area for area in areas.values() if not np.isnan(area)]
     phrase = "; ".join(
@@ -136,7 +136,7 @@ def _judge_entropy(early: EarlySign) -> ExperimentFinding:
         f"(chance: 50 %): {phrase}; a rise of entropy and a drop of separability have rank correlation "
         f"{-early.correlation():+.2f}",
         "entropy depends on the weights only; how many keys are distinguishable depends on the vectors too, and with "
-        "permuted values it is often as many",
+        "permuted weights it is often as many",
     )
 
 
@@ -269,7 +269,7 @@ def _draw_loss(axes: Axes, selected: Selected) -> None:
 def _draw_heaviest_keys(axes: Axes, selected: Selected) -> None:
     axes.plot(SHARES, selected.mass, **CORRECTED, label="share of the weight on them")
     axes.plot(SHARES, selected.separability, **MEASURED, label="distinguishable, $N_s/N$")
-    axes.plot(SHARES, selected.null, **NULL, label="distinguishable, values permuted")
+    axes.plot(SHARES, selected.null, **NULL, label="distinguishable, weights permuted")
     axes.set_ylim(0, 1.4)
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
     axes.set_ylabel("share, median over heads")

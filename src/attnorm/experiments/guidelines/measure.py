@@ -72,7 +72,7 @@ class EarlySign:
 
     @property
     def by_null(self) -> NDArray[np.bool_]:
-        """Saturated by attnorm's definition: no more distinguishable than with permuted values."""
+        """Saturated by attnorm's definition: no more distinguishable than with permuted weights."""
         return self.apart_after <= self.chance_after
 
     def area_under_curve(self, saturated: NDArray[np.bool_]) -> float:
