@@ -8,10 +8,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnorm
+from attnorm import mechanisms
 from attnorm.attention import choose_engine
 from attnorm.engines import execution, one_pass
 from attnorm.engines.inputs import Inputs, validate_inputs
-from attnorm.mechanisms import attend as mechanisms
 from attnorm.normalizers.contract import Normalizer
 from attnorm.training.lm.attention import _runs_on_kernels, fastest_attention
 

@@ -27,7 +27,7 @@ from torch.nn.functional import linear, normalize, rms_norm
 
 from attnorm.engines.fused import fused
 from attnorm.engines.inputs import validate_inputs
-from attnorm.mechanisms.attend import attend
+from attnorm.mechanisms import attend
 from attnorm.normalizers.block import Positions, check_mask
 from attnorm.normalizers.contract import Mechanism, Normalizer, Properties, per_head_parameter
 from attnorm.normalizers.softmax import Softmax
@@ -68,28 +68,13 @@ class Differential(Mechanism):
         scale: float | None = None,
         positions: Tensor | Positions | None = None,
     ) -> Tensor:
-        if q.dim() < 3 or q.shape[-3] % 2 or k.shape[-3] != 2 * v.shape[-3]:
-            raise ValueError(
-                "differential attention takes query and key heads in pairs and one value head per pair: "
-                "q (B, 2H, Q, D), k (B, 2G, K, D), v (B, G, K, E); "
-                f"got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
-            )
-        if mask is not None:
-            check_mask(mask, torch.Size((*q.shape[:-1], k.shape[-2])))
-
-        masks = [mask, mask]
-        if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
-            masks = [mask[..., of_pair::2, :, :] for of_pair in (0, 1)]
         first, second = (
             fused(
-                validate_inputs(
-                    q[..., of_pair::2, :, :], k[..., of_pair::2, :, :], v,
-                    mask=masks[of_pair], causal=causal, scale=scale, positions=positions,
-                ),
+                validate_inputs(query, key, v, mask=pair_mask, causal=causal, scale=scale, positions=positions),
                 self._softmax,
             )
-            for of_pair in (0, 1)
-        )  # fmt: skip
+            for query, key, pair_mask in _paired_heads(q, k, v, mask)
+        )
         working = torch.promote_types(q.dtype, torch.float32)  # a difference of rounded maps would keep few digits
         difference = first.to(working) - self.share.to(working) * second.to(working)
         if self.head_norm:
@@ -202,25 +187,18 @@ class ThresholdDifferential(Mechanism):
         scale: float | None = None,
         positions: Tensor | Positions | None = None,
     ) -> Tensor:
-        if q.dim() < 3 or q.shape[-3] % 2 or k.shape[-3] != 2 * v.shape[-3]:
-            raise ValueError(
-                "expected query and key heads in pairs and one value head per pair: q (B, 2H, Q, D), k (B, 2G, K, D), "
-                f"v (B, G, K, E); got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}."
-            )
+        pairs = _paired_heads(q, k, v, mask)
         if scale is not None:
             raise ValueError(f"expected no scale, since cosines do not depend on one, got {scale}.")
-        if mask is not None:
-            check_mask(mask, torch.Size((*q.shape[:-1], k.shape[-2])))
         working, width = torch.promote_types(q.dtype, torch.float32), q.shape[-1]
         map_ = self._view.map
         assert isinstance(map_, ThresholdRelu)
         views: list[Tensor] = []
-        for view in (0, 1):
-            view_mask = mask[..., view::2, :, :] if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1 else mask
-            query, key = (t[..., view::2, :, :].to(working) for t in (q, k))
+        for query, key, view_mask in pairs:
             inputs = validate_inputs(
-                query, key, v.to(working), mask=view_mask, causal=causal, scale=width**0.5, positions=positions
-            )
+                query.to(working), key.to(working), v.to(working), mask=view_mask, causal=causal, scale=width**0.5,
+                positions=positions,
+            )  # fmt: skip
             unit = [normalize(t, dim=-1) for t in (inputs.q_BHQD, inputs.k_BGKD)]
             # In logits sqrt(d) cos the threshold is beta sqrt(2 log n), and weights are d^(p/2) times as large.
             weighed = attend(replace(inputs, q_BHQD=unit[0], k_BGKD=unit[1]), self._view)
@@ -230,3 +208,18 @@ class ThresholdDifferential(Mechanism):
         if self.head_norm:
             output = rms_norm(output, (output.shape[-1],), eps=1e-5)
         return output.to(q.dtype).reshape(*q.shape[:-3], q.shape[-3] // 2, q.shape[-2], v.shape[-1])
+
+
+def _paired_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+    """Return queries, keys and mask of the first heads of all pairs, and of the second ones."""
+    if q.dim() < 3 or q.shape[-3] % 2 or k.shape[-3] != 2 * v.shape[-3]:
+        raise ValueError(
+            "expected query and key heads in pairs and one value head per pair: q (B, 2H, Q, D), k (B, 2G, K, D), "
+            f"v (B, G, K, E); got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}."
+        )
+    if mask is not None:
+        check_mask(mask, torch.Size((*q.shape[:-1], k.shape[-2])))
+    masks = [mask, mask]
+    if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
+        masks = [mask[..., of_pair::2, :, :] for of_pair in (0, 1)]
+    return [(q[..., of_pair::2, :, :], k[..., of_pair::2, :, :], masks[of_pair]) for of_pair in (0, 1)]

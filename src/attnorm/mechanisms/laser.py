@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnorm.engines.inputs import Inputs, validate_inputs
-from attnorm.mechanisms.attend import attend
+from attnorm.mechanisms import attend
 from attnorm.normalizers.block import Positions
 from attnorm.normalizers.composition import resolve_part
 from attnorm.normalizers.contract import Mechanism, Normalizer
