@@ -10,7 +10,7 @@ built from its declarations, so new ones are searched like the papers':
   w <= 1/n + K g (n-1)/n: the weight w of a key whose logit is g above otherwise equal ones.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -49,6 +49,19 @@ kneemax_claim = partial(
 ROUNDING = 1e-9  # of weights
 
 
+def _for_each(values: Tensor, formula: Callable[..., float], *arguments: int) -> Tensor:
+    return torch.tensor([formula(value, *arguments) for value in values.tolist()], dtype=torch.float64)
+
+
+def _spread(logits: Tensor) -> Tensor:
+    return logits.amax(-1) - logits.amin(-1)
+
+
+def _rows_with_a_leader(keys: int, gaps: Tensor) -> Tensor:
+    """Rows whose first key leads equal ones by the gap."""
+    return torch.where(torch.arange(keys) == 0, gaps[:, None], 0.0)
+
+
 def _weights(case: ClaimCase, logits: Tensor) -> Tensor:
     # The temperature is divided out in float64: a parameter would hold it in float32.
     weights: Tensor = kneemax(share=1.0)(logits / case.temperature)
@@ -58,12 +71,11 @@ def _weights(case: ClaimCase, logits: Tensor) -> Tensor:
 def _leader(case: ClaimCase) -> tuple[Tensor, Tensor]:
     """Gap in units of T, and the weight kept by a key that leads n-1 equal ones by it."""
     gap = case.dial * 2
-    logits = torch.where(torch.arange(case.keys) == 0, (gap * case.temperature)[:, None], 0.0)
-    return gap, _weights(case, logits)[:, 0]
+    return gap, _weights(case, _rows_with_a_leader(case.keys, gap * case.temperature))[:, 0]
 
 
 def _formula(gaps: Tensor, keys: int) -> Tensor:
-    return torch.tensor([frontier.kneemax_weight(gap, keys) for gap in gaps.tolist()], dtype=torch.float64)
+    return _for_each(gaps, frontier.kneemax_weight, keys)
 
 
 def _kept(case: ClaimCase) -> Tensor:
@@ -84,7 +96,7 @@ def _kept_among_any(case: ClaimCase) -> Tensor:
 
 def _near_the_law(case: ClaimCase) -> Tensor:
     gap, weight = _leader(case)
-    allowed = torch.tensor([frontier.frontier_weight(case.keys, g / 2) for g in gap.tolist()], dtype=torch.float64)
+    allowed = _for_each(gap, lambda gap: frontier.frontier_weight(case.keys, gap / 2))
     return at_most(allowed - weight, (2 - (gap / 2).clamp(max=1)) / case.keys)
 
 
@@ -110,7 +122,7 @@ def _no_zero(case: ClaimCase) -> Tensor:
     last = torch.where(torch.arange(n) < n - 1, depth[:, None], 0.0)
     logits = torch.where((case.pick % 4 == 0)[:, None], last, case.logits)
     has_zero = (_weights(case, logits) == 0).any(-1)
-    return torch.where(has_zero, at_least(logits.amax(-1) - logits.amin(-1), least), torch.nan)
+    return torch.where(has_zero, at_least(_spread(logits), least), torch.nan)
 
 
 KNEE = 0.25  # of nearmax
@@ -140,7 +152,7 @@ def _farthest(case: ClaimCase) -> Tensor:
     """The largest distance with weight, against the reach."""
     logits, penalised, slope = _penalised(case)
     weights: Tensor = kneemax(knee=KNEE)(penalised / case.temperature)
-    reach = (logits.amax(-1) - logits.amin(-1) + 2 * case.temperature * (1 + KNEE)) / slope[:, 0]
+    reach = (_spread(logits) + 2 * case.temperature * (1 + KNEE)) / slope[:, 0]
     return at_most(torch.where(weights > 0, _distances(case), 0.0).amax(-1), reach)
 
 
@@ -149,8 +161,7 @@ def _beyond(case: ClaimCase) -> Tensor:
     logits, penalised, slope = _penalised(case)
     weights = torch.softmax(penalised / case.temperature, -1)
     ratio = torch.exp(-slope[:, 0] / case.temperature)
-    spread = (logits.amax(-1) - logits.amin(-1)) / case.temperature
-    bound = torch.exp(spread - case.top_n * slope[:, 0] / case.temperature) / (1 - ratio)
+    bound = torch.exp(_spread(logits) / case.temperature - case.top_n * slope[:, 0] / case.temperature) / (1 - ratio)
     return at_most(weights[:, : max(0, case.keys - case.top_n)].sum(-1), bound)
 
 
@@ -236,16 +247,12 @@ MAX_GAP = 30.0  # beyond it 1 - w has too few digits for the gap to be recovered
 MIN_SMALL = 1e-6  # of 1 - w, for the same reason
 
 
-def _rows_with_a_leader(keys: int, gaps: Tensor) -> Tensor:
-    return torch.where(torch.arange(keys) == 0, gaps[:, None], 0.0)
-
-
 def _attained(case: ClaimCase) -> Tensor:
     """Sparsemax has K = 1: its weight against the law, and the effort of that weight against the gap."""
     gaps, n = case.dial, case.keys
     kept = entmax_rows(_rows_with_a_leader(n, gaps), 2.0)[:, 0]
-    weight = torch.tensor([frontier.frontier_weight(n, gap) for gap in gaps.tolist()], dtype=torch.float64)
-    effort = torch.tensor([frontier.frontier_effort(n, min(w, 1.0)) for w in kept.tolist()], dtype=torch.float64)
+    weight = _for_each(gaps, lambda gap: frontier.frontier_weight(n, gap))
+    effort = _for_each(kept, lambda weight: frontier.frontier_effort(n, min(weight, 1.0)))
     return torch.stack([equals(kept, weight, ROUNDING), equals(effort, gaps.clamp(max=1.0), ROUNDING)], -1)
 
 
@@ -261,7 +268,7 @@ def _gaps(case: ClaimCase) -> Tensor:
     ratios = []
     for weights, gap_for in maps:
         kept = weights[:, 0]
-        stated = torch.tensor([gap_for(min(max(w, 1 / n), 1.0), n) for w in kept.tolist()], dtype=torch.float64)
+        stated = _for_each(kept.clamp(1 / n, 1.0), gap_for, n)
         applies = (1 - kept > MIN_SMALL) & (weights[:, 1:].amin(-1) > MIN_SMALL / n)
         ratios.append(torch.where(applies, equals(stated, gaps, 1e-6), torch.nan))
     return case.picked(ratios)
@@ -289,19 +296,7 @@ FAR = 20.0
 MAX_LOGIT = 50.0  # e^50 is still an ordinary number
 
 
-def with_lipschitz() -> Iterator[Normalizer]:
-    """The row normalizers, at their defaults and in float64, that declare a Lipschitz constant."""
-    for name in available():
-        normalizer = get(name)
-        if isinstance(normalizer, Normalizer) and normalizer.lipschitz(8) is not None:
-            yield normalizer.double()
-
-
-def covered_by_lemma1() -> Iterator[Normalizer]:
-    for name in available():
-        normalizer = get(name)
-        if isinstance(normalizer, Normalizer) and not_covered(normalizer) is None:
-            yield normalizer.double()
+declared_claim = partial(Claim, family="normalizers", form="added", status="holds", differentiable=False)
 
 
 def normalizer_claims() -> Iterator[Claim]:
@@ -309,6 +304,22 @@ def normalizer_claims() -> Iterator[Claim]:
     declared = list(with_lipschitz())
     yield from map(_lipschitz_claim, declared)
     yield from (_frontier_claim(normalizer) for normalizer in declared if outside_the_law(normalizer) is None)
+
+
+def covered_by_lemma1() -> Iterator[Normalizer]:
+    return (normalizer for normalizer in _row_normalizers() if not_covered(normalizer) is None)
+
+
+def with_lipschitz() -> Iterator[Normalizer]:
+    """Return the row normalizers that declare a Lipschitz constant."""
+    return (normalizer for normalizer in _row_normalizers() if normalizer.lipschitz(8) is not None)
+
+
+def _row_normalizers() -> Iterator[Normalizer]:
+    """Yield the registered row normalizers, at their defaults and in float64."""
+    for normalizer in map(get, available()):
+        if isinstance(normalizer, Normalizer):
+            yield normalizer.double()
 
 
 def _constant(normalizer: Normalizer, keys: int) -> Tensor:
@@ -327,18 +338,14 @@ def _lemma1_claim(normalizer: Normalizer) -> Claim:
         return case.padded(weights_between(normalizer(logits), bounds))
 
     name = normalizer.name
-    return Claim(
+    return declared_claim(
         id=f"lemma-1-{name}",
-        family="normalizers",
         source=f"declared by {name}",
-        form="added",
         statement=f"C1/n <= a_i <= C2/n with the C1 and C2 of {name}'s own F on the interval of the logits",
         domain=f"{name}, bounded logits",
-        status="holds",
         proof="docs/theory/dispersion.md#lemma-1",
         ratio=ratio,
         attained=(EXACTLY, EXACTLY),
-        differentiable=False,
         sizes=CaseSizes(most_keys=16),
     )
 
@@ -353,26 +360,22 @@ def _lipschitz_claim(normalizer: Normalizer) -> Claim:
     name = normalizer.name
     entry = entries()[name]
     built_in = entry.address.startswith("attnorm.")
-    return Claim(
+    return declared_claim(
         id=f"lipschitz-{name}",
-        family="normalizers",
         source=f"declared by {name}",
-        form="added",
         statement=f"||J|| <= {name}.lipschitz(n)",
         domain=name,
-        status="holds",
         proof="" if not built_in else entry.url if entry.url.startswith("docs/") else f"docs/normalizers.md#{name}",
         ratio=ratio,
         attained=(NEARLY,) if built_in else (),  # others may declare a constant that they only know to be enough
-        differentiable=False,
     )
 
 
 def _frontier_claim(normalizer: Normalizer) -> Claim:
     def ratio(case: ClaimCase) -> Tensor:
         n, gap = case.keys, case.dial
-        logits = torch.where(torch.arange(n) == 0, gap[:, None], 0.0)
-        return at_most(normalizer(logits)[:, 0], 1 / n + _constant(normalizer, n) * gap * (n - 1) / n)
+        weight = normalizer(_rows_with_a_leader(n, gap))[:, 0]
+        return at_most(weight, 1 / n + _constant(normalizer, n) * gap * (n - 1) / n)
 
     return Claim(
         id=f"frontier-{normalizer.name}",
