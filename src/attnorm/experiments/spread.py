@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -41,8 +41,18 @@ from attnorm.models.dispatch import attention_sites
 from attnorm.models.query_key_origin import projections
 from attnorm.theory.dispersion import horizon, proposition31_bound
 
-# Velickovic et al. 2024: range, mean and standard deviation over heads.
-PRINTED = {"Gemma 2B": (2.28, 14.78, 5.69, 2.05), "Gemma 7B": (0.09, 32.74, 5.82, 2.61)}
+
+class PrintedRow(NamedTuple):
+    """Over the heads of a model, in nats."""
+
+    smallest: float
+    largest: float
+    mean: float
+    deviation: float
+
+
+# Velickovic et al. 2024.
+PRINTED = {"Gemma 2B": PrintedRow(2.28, 14.78, 5.69, 2.05), "Gemma 7B": PrintedRow(0.09, 32.74, 5.82, 2.61)}
 READINGS = {
     "last": "last row",
     "mean": "mean of the longest rows",
@@ -53,12 +63,14 @@ FIRST = 16  # keys: the shortest context
 LENGTHS, QUICK_LENGTH = (256, 512, 1024, 2048), 512  # the longest that there is text for
 NEAR = 12.0  # nats: a horizon of 160,000 keys, contexts of today
 
-LOWEST_PRINTED = min(mean - deviation for _, _, mean, deviation in PRINTED.values())
-HIGHEST_PRINTED = max(mean + deviation for _, _, mean, deviation in PRINTED.values())
-FAR_MORE = max(mean + 3 * deviation for _, _, mean, deviation in PRINTED.values())
-AS_PRINTED = " and ".join(
-    f"{mean:.2f} ± {deviation:.2f} for {name}" for name, (_, _, mean, deviation) in PRINTED.items()
-)
+SPREAD_TICKS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
+LENGTH_TICKS = (16, 64, 256, 1024, 4096, 16384)
+BANDS = 3  # models: more would hide each other
+
+LOWEST_PRINTED = min(row.mean - row.deviation for row in PRINTED.values())
+HIGHEST_PRINTED = max(row.mean + row.deviation for row in PRINTED.values())
+FAR_MORE = max(row.mean + 3 * row.deviation for row in PRINTED.values())
+AS_PRINTED = " and ".join(f"{row.mean:.2f} ± {row.deviation:.2f} for {name}" for name, row in PRINTED.items())
 
 
 @dataclass(frozen=True)
@@ -237,11 +249,9 @@ def _compare_at_common_keys(all_spreads: Sequence[Spreads]) -> str:
 
 def _join_by_model(all_spreads: Sequence[Spreads], phrases: Sequence[str]) -> str:
     """Join the phrases of all models, with their names if there are several."""
-    return (
-        phrases[0]
-        if len(all_spreads) == 1
-        else "; ".join(f"{spreads.model}: {text}" for spreads, text in zip(all_spreads, phrases, strict=True))
-    )
+    if len(all_spreads) == 1:
+        return phrases[0]
+    return "; ".join(f"{spreads.model}: {text}" for spreads, text in zip(all_spreads, phrases, strict=True))
 
 
 def _format_spread(values: np.ndarray) -> str:
@@ -288,17 +298,59 @@ def _judge_proposition(all_spreads: Sequence[Spreads]) -> ExperimentFinding:
     # One violation refutes a bound.
     verdict = "does not" if "does not" in verdicts else combine_verdicts(verdicts)
     why = "norms multiply what never points the same way; RoPE changes no norm, so the bound stays"
+    claim = "Spread <= 2 smax(Q) smax(K) ||y|| max ||x|| (Proposition 3.1 [V])"
     return ExperimentFinding(
-        "Spread <= 2 smax(Q) smax(K) ||y|| max ||x|| (Proposition 3.1 [V])",
-        _join_by_model(all_spreads, phrases),
-        verdict,
-        why if verdict != "not tested" else "",
+        claim, _join_by_model(all_spreads, phrases), verdict, why if verdict != "not tested" else ""
     )
 
 
-SPREAD_TICKS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
-LENGTH_TICKS = (16, 64, 256, 1024, 4096, 16384)
-BANDS = 3  # models: more would hide each other
+def common_keys(all_spreads: Sequence[Spreads]) -> int:
+    """Return the longest context at which all models were measured."""
+    return int(max(set.intersection(*(set(spreads.n.tolist()) for spreads in all_spreads))))
+
+
+def spread_table(all_spreads: Sequence[Spreads]) -> pa.Table:
+    """Return the paper's rows as printed, then one per model; cells that the paper does not have are empty."""
+    rows: list[dict[str, Any]] = [
+        {"model": model, **row._asdict(), "horizon_of_mean": float(horizon(row.mean))} for model, row in PRINTED.items()
+    ]
+    rows += [_row(spreads, common_keys(all_spreads)) for spreads in all_spreads]
+    return pa.Table.from_pylist([{name: row.get(name) for name in rows[-1]} for row in rows])
+
+
+def _row(spreads: Spreads, common: int) -> dict[str, Any]:
+    ratio = spreads.bound_ratio
+    return {
+        "model": spreads.model, "text": spreads.text, "keys": spreads.keys, "heads": len(spreads.head),
+        "smallest": float(spreads.last.min()), "largest": float(spreads.last.max()),
+        **_moments("", spreads.last), "horizon_of_mean": float(horizon(float(spreads.last.mean()))),
+        **_moments("_longest_rows", spreads.readings["mean"]),
+        **_moments("_without_first_key", spreads.readings["last_without_sink"]),
+        "common_keys": common, **_moments("_at_common_keys", spreads.at(common)),
+        "proposition31_heads": len(ratio), "proposition31_holds": int((ratio >= 1).sum()),
+        "proposition31_median_ratio": float(np.median(ratio)) if len(ratio) else None,
+    }  # fmt: skip
+
+
+def _moments(reading: str, values: Floats) -> dict[str, float]:
+    return {f"mean{reading}": float(np.nanmean(values)), f"deviation{reading}": float(np.nanstd(values))}
+
+
+def heads_table(all_spreads: Sequence[Spreads]) -> pa.Table:
+    """Return one row per head; lengths beyond a model's context are empty."""
+    return pa.concat_tables([_heads(spreads) for spreads in all_spreads], promote_options="default")
+
+
+def _heads(spreads: Spreads) -> pa.Table:
+    return pa.table(
+        {
+            "model": [spreads.model] * len(spreads.head),
+            "layer": spreads.layer.astype(np.int64), "head": spreads.head.astype(np.int64),
+            **{f"spread_{name}": values for name, values in spreads.readings.items()},
+            "proposition31_bound": spreads.bound,
+            **{f"spread_at_{n:.0f}": spreads.against_n[:, index] for index, n in enumerate(spreads.n)},
+        }
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -355,11 +407,8 @@ def _draw_table(axes: Axes, all_spreads: Sequence[Spreads], looks: Sequence[dict
     ]
     for spreads, look in zip(all_spreads, looks, strict=True):
         # One model has a row per reading; several models have one row each.
-        for reading, meaning in (
-            READINGS.items()
-            if len(all_spreads) == 1
-            else [("last", f"{spreads.keys:,} keys, {len(spreads.head)} heads")]
-        ):
+        one_reading = {"last": f"{spreads.keys:,} keys, {len(spreads.head)} heads"}
+        for reading, meaning in (READINGS if len(all_spreads) == 1 else one_reading).items():
             values = spreads.readings[reading]
             label = f"{_short_name(spreads.model)}:\n{meaning}"
             low, quarter, half, most, high = (float(value) for value in np.quantile(values, (0, 0.25, 0.5, 0.75, 1)))
@@ -371,9 +420,7 @@ def _draw_table(axes: Axes, all_spreads: Sequence[Spreads], looks: Sequence[dict
         axes.plot(row.middle, [index, index], color=colour, linewidth=6, alpha=0.45, solid_capstyle="butt")
         if row.median is not None:
             axes.plot([row.median] * 2, [index - 0.13, index + 0.13], color=colour, linewidth=1.6)
-        axes.plot(
-            [row.mean], [index], color=colour, marker=row.look["marker"], markersize=5, markerfacecolor="white",
-        )  # fmt: skip
+        axes.plot([row.mean], [index], color=colour, marker=row.look["marker"], markersize=5, markerfacecolor="white")
         axes.text(row.mean, index + 0.2, f"{row.mean:.2f} ± {row.std:.2f}", ha="center", fontsize=7.5)
     axes.set_yticks(range(len(rows)), [row.label for row in reversed(rows)], fontsize=7.5, parse_math=False)
     axes.set_ylim(-0.5, len(rows) - 0.3)
@@ -395,7 +442,7 @@ def _draw_growth(axes: Axes, all_spreads: Sequence[Spreads], looks: Sequence[dic
         least, most = min(least, float(low.min())), max(most, float(high.max()))
     n = max((spreads.n for spreads in all_spreads), key=len)
     axes.plot(n, np.log(n), **{**CORRECTED, "marker": None}, label="log n: below it the ceiling binds")
-    axes.axhline(PRINTED["Gemma 2B"][2], color=PALE, linestyle=(0, (4, 3)), linewidth=1, label="Gemma 2B as printed")
+    axes.axhline(PRINTED["Gemma 2B"].mean, color=PALE, linestyle=(0, (4, 3)), linewidth=1, label="Gemma 2B as printed")
     axes.set_xscale("log", base=2)
     ticks = [tick for tick in LENGTH_TICKS if n[0] <= tick <= n[-1]]
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
@@ -450,56 +497,3 @@ def _draw_bound(axes: Axes, all_spreads: Sequence[Spreads], looks: Sequence[dict
 def _short_name(name: str) -> str:
     """Return a hub name without its owner, in lines that fit beside an axis."""
     return "\n".join(textwrap.wrap(name.rsplit("/", 1)[-1], 26)[:2]) or name
-
-
-def common_keys(all_spreads: Sequence[Spreads]) -> int:
-    """Return the longest context at which all models were measured."""
-    return int(max(set.intersection(*(set(spreads.n.tolist()) for spreads in all_spreads))))
-
-
-def spread_table(all_spreads: Sequence[Spreads]) -> pa.Table:
-    """Return the paper's rows as printed, then one per model; cells that the paper does not have are empty."""
-    rows: list[dict[str, Any]] = [
-        {
-            "model": model, "smallest": low, "largest": high, "mean": mean, "deviation": deviation,
-            "horizon_of_mean": float(horizon(mean)),
-        }
-        for model, (low, high, mean, deviation) in PRINTED.items()
-    ]  # fmt: skip
-    rows += [_row(spreads, common_keys(all_spreads)) for spreads in all_spreads]
-    return pa.Table.from_pylist([{name: row.get(name) for name in rows[-1]} for row in rows])
-
-
-def _row(spreads: Spreads, common: int) -> dict[str, Any]:
-    ratio = spreads.bound_ratio
-    return {
-        "model": spreads.model, "text": spreads.text, "keys": spreads.keys, "heads": len(spreads.head),
-        "smallest": float(spreads.last.min()), "largest": float(spreads.last.max()),
-        **_moments("", spreads.last), "horizon_of_mean": float(horizon(float(spreads.last.mean()))),
-        **_moments("_longest_rows", spreads.readings["mean"]),
-        **_moments("_without_first_key", spreads.readings["last_without_sink"]),
-        "common_keys": common, **_moments("_at_common_keys", spreads.at(common)),
-        "proposition31_heads": len(ratio), "proposition31_holds": int((ratio >= 1).sum()),
-        "proposition31_median_ratio": float(np.median(ratio)) if len(ratio) else None,
-    }  # fmt: skip
-
-
-def _moments(reading: str, values: Floats) -> dict[str, float]:
-    return {f"mean{reading}": float(np.nanmean(values)), f"deviation{reading}": float(np.nanstd(values))}
-
-
-def heads_table(all_spreads: Sequence[Spreads]) -> pa.Table:
-    """Return one row per head; lengths beyond a model's context are empty."""
-    return pa.concat_tables([_heads(spreads) for spreads in all_spreads], promote_options="default")
-
-
-def _heads(spreads: Spreads) -> pa.Table:
-    return pa.table(
-        {
-            "model": [spreads.model] * len(spreads.head),
-            "layer": spreads.layer.astype(np.int64), "head": spreads.head.astype(np.int64),
-            **{f"spread_{name}": values for name, values in spreads.readings.items()},
-            "proposition31_bound": spreads.bound,
-            **{f"spread_at_{n:.0f}": spreads.against_n[:, index] for index, n in enumerate(spreads.n)},
-        }
-    )  # fmt: skip

@@ -33,14 +33,9 @@ from attnorm.normalizers.checked_normalizer import (
 )
 
 ROUNDING = 1e-10
+HALF = (torch.float16, torch.bfloat16)
 LARGEST_CLIMB = 5  # keys; a search by random steps finds little in more dimensions
 CLIMBERS, TRIALS, CLIMB_ROUNDS = 4, 6, 16
-
-
-def _rows(subject: CheckedNormalizer) -> list[Tensor]:
-    """Rows of several spreads, of either sign and of both."""
-    spreads = [subject.logits(spread=spread, seed=seed) for seed, spread in enumerate((1e-3, 0.5, 3.0, 30.0))]
-    return [*spreads, subject.logits().abs(), -subject.logits().abs()]
 
 
 def row_sums(subject: CheckedNormalizer) -> Complaints:
@@ -75,6 +70,16 @@ def exact_zeros(subject: CheckedNormalizer) -> Complaints:
         yield "exact zeros are declared, but 521 keys with logits from -10400 to 10400 all have weight"
     if not declared and (subject(even) == 0).any():
         yield f"no exact zeros are declared, but a key gets 0 among logits up to {largest(even):.3g}"
+
+
+def _rows(subject: CheckedNormalizer) -> list[Tensor]:
+    """Rows of several spreads, of either sign and of both."""
+    spreads = [subject.logits(spread=spread, seed=seed) for seed, spread in enumerate((1e-3, 0.5, 3.0, 30.0))]
+    return [*spreads, subject.logits().abs(), -subject.logits().abs()]
+
+
+def _farthest(x: Tensor, target: float) -> float:
+    return x.flatten()[(x - target).abs().argmax()].item()
 
 
 def permutation(subject: CheckedNormalizer) -> Complaints:
@@ -171,10 +176,6 @@ def _jacobian_norms(subject: CheckedNormalizer, rows: Tensor, apart: int) -> Ten
     lines = [torch.autograd.grad(weights[..., key].sum(), logits, retain_graph=True)[0] for key in visible]
     norms: Tensor = torch.linalg.matrix_norm(torch.stack(lines, dim=-2)[..., visible], ord=2)
     return norms.flatten(1).amax(1)
-
-
-def _farthest(x: Tensor, target: float) -> float:
-    return x.flatten()[(x - target).abs().argmax()].item()
 
 
 def hidden_keys(subject: CheckedNormalizer) -> Complaints:
@@ -362,9 +363,6 @@ def empty_batch(subject: CheckedNormalizer) -> Complaints:
                 yield f"logits of shape {tuple(logits.shape)} give weights of shape {tuple(weights.shape)}"
 
 
-HALF = (torch.float16, torch.bfloat16)
-
-
 def reference(subject: CheckedNormalizer) -> Complaints:
     """float64 weights equal the declared reference."""
     if subject.reference is None:
@@ -442,20 +440,6 @@ def second_derivative(subject: CheckedNormalizer) -> Complaints:
     yield from _against_differences(subject, partial(torch.autograd.gradgradcheck, fast_mode=True))
 
 
-def compiled(subject: CheckedNormalizer) -> Complaints:
-    """torch.compile gives the same weights and gradients in float32, up to rounding."""
-    eager, fast = subject.to(torch.float32), subject.to(torch.float32)
-    torch.compiler.reset()
-    fast.normalizer.compile(fullgraph=True)  # or what cannot be compiled would be compared with itself
-    logits = subject.logits(5, 131).float()
-    mask = some_mask(logits)
-    expected, actual = eager.gradients(logits, mask), fast.gradients(logits, mask)
-    for kind, a, b in (("weight", actual[0], expected[0]), ("gradient", actual[1], expected[1])):
-        allowed = 1e-5 * max(1.0, largest(b))
-        if exceeds(largest(a - b), allowed):
-            yield f"compiled, a {kind} differs by {largest(a - b):.3g} > {allowed:.3g}"
-
-
 def _against_differences(subject: CheckedNormalizer, check: Callable[..., bool]) -> Complaints:
     learned = subject.parameters()
     for spread in (0.3, 3.0):
@@ -477,33 +461,25 @@ def _against_differences(subject: CheckedNormalizer, check: Callable[..., bool])
             yield f"for logits up to {largest(logits):.3g}: " + " ".join(str(error).split())[:500]
 
 
+def compiled(subject: CheckedNormalizer) -> Complaints:
+    """torch.compile gives the same weights and gradients in float32, up to rounding."""
+    eager, fast = subject.to(torch.float32), subject.to(torch.float32)
+    torch.compiler.reset()
+    fast.normalizer.compile(fullgraph=True)  # or what cannot be compiled would be compared with itself
+    logits = subject.logits(5, 131).float()
+    mask = some_mask(logits)
+    expected, actual = eager.gradients(logits, mask), fast.gradients(logits, mask)
+    for kind, a, b in (("weight", actual[0], expected[0]), ("gradient", actual[1], expected[1])):
+        allowed = 1e-5 * max(1.0, largest(b))
+        if exceeds(largest(a - b), allowed):
+            yield f"compiled, a {kind} differs by {largest(a - b):.3g} > {allowed:.3g}"
+
+
 CHECKS: dict[str, CheckFunction] = {
     check.__name__: check
     for check in (
-        runs,
-        reference,
-        row_sums,
-        sign,
-        exact_zeros,
-        permutation,
-        shift,
-        lipschitz,
-        hidden_keys,
-        hidden_values,
-        visible_nan,
-        empty_rows,
-        padding,
-        mask_shapes,
-        single_key,
-        rows_alone,
-        strided,
-        empty_batch,
-        half_precision,
-        single_precision,
-        large_logits,
-        large_precision,
-        first_derivative,
-        second_derivative,
-        compiled,
+        runs, reference, row_sums, sign, exact_zeros, permutation, shift, lipschitz, hidden_keys, hidden_values,
+        visible_nan, empty_rows, padding, mask_shapes, single_key, rows_alone, strided, empty_batch, half_precision,
+        single_precision, large_logits, large_precision, first_derivative, second_derivative, compiled,
     )
-}
+}  # fmt: skip
