@@ -7,7 +7,6 @@ It checks everything that the contract requires and that the normalizer's `prope
 functions of `attnorm.normalizers.contract_checks`. A check that cannot hold is excepted by name, with a reason.
 """
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.contract_checks import CHECKS
 from attnorm.normalizers.declaration import Declaration
 from attnorm.normalizers.registry import entries, resolve
+from attnorm.text import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,5 @@ def _row_normalizer(normalizer: str | Normalizer) -> Normalizer:
 def _check_names(exceptions: Mapping[str, str]) -> Mapping[str, str]:
     for name in exceptions:
         if name not in CHECKS:
-            close = difflib.get_close_matches(name, CHECKS, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"the checks are {', '.join(CHECKS)}"
-            raise ValueError(f"exceptions name an unknown check {name!r}; {hint}")
+            raise ValueError(f"exceptions name an unknown check {name!r}; {did_you_mean(name, CHECKS)}")
     return exceptions

@@ -76,6 +76,13 @@ class GridPlan(ModelPlan):
     looks: bool = False  # whether to measure attention during training too
 
 
+# The settings of --quick: models that train in seconds and show only that everything runs.
+TINY = GridPlan(
+    models=(), layers=1, width=16, context=32, vocab=300, batch=4, tokens=1_000, rate=1e-2, chunks=2, observed=1,
+    dtype="float32", compiled=False,
+)  # fmt: skip
+
+
 def records_of(plan: GridPlan, subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> list[Record]:
     """Return the record of every model and seed of the plan; train models without a record.
 

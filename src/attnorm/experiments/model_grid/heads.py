@@ -5,6 +5,7 @@ Mudarisov et al. 2025 suggest more heads, or another normalizer, against the los
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from attnorm.experiments.experiment import (
 )
 from attnorm.experiments.figure_style import CORRECTED, MEASURED, PRINTED, letter, note, tidy
 from attnorm.experiments.model_grid.grid import (
+    TINY,
     GridModel,
     GridPlan,
     Number,
@@ -48,10 +50,7 @@ def models(normalizers: Sequence[str], heads: Sequence[int]) -> tuple[GridModel,
 
 
 FULL = GridPlan(models=models(NORMALIZERS, HEADS), metrics="all")
-QUICK = GridPlan(
-    models=models(("softmax",), (2, 4)), layers=1, width=16, context=32, vocab=300, batch=4, tokens=1_000, rate=1e-2,
-    longer=(1,), chunks=2, observed=1, dtype="float32", compiled=False, metrics="all",
-)  # fmt: skip
+QUICK = replace(TINY, models=models(("softmax",), (2, 4)), longer=(1,), metrics="all")
 
 
 def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:

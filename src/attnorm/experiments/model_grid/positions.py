@@ -6,6 +6,7 @@ positions or none, each with softmax, ssmax and entmax15.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from attnorm.experiments.experiment import (
 )
 from attnorm.experiments.figure_style import CORRECTED, MEASURED, NULL, PRINTED, letter, note, tidy
 from attnorm.experiments.model_grid.grid import (
+    TINY,
     GridModel,
     GridPlan,
     Number,
@@ -60,10 +62,7 @@ def models(normalizers: Sequence[str]) -> tuple[GridModel, ...]:
 
 
 FULL = GridPlan(models=models(NORMALIZERS), longer=LONGER)
-QUICK = GridPlan(
-    models=models(("softmax",)), layers=1, heads=2, width=16, context=32, vocab=300, batch=4, tokens=1_000, rate=1e-2,
-    longer=(1, 2), chunks=2, observed=1, dtype="float32", compiled=False,
-)  # fmt: skip
+QUICK = replace(TINY, models=models(("softmax",)), heads=2, longer=(1, 2))
 
 
 def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:

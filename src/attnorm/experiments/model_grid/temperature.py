@@ -6,6 +6,7 @@ Nair 2025 bounds the Jacobian of softmax at temperature T by 1/(2T), and Mudaris
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib
@@ -22,6 +23,7 @@ from attnorm.experiments.experiment import (
 )
 from attnorm.experiments.figure_style import CORRECTED, MEASURED, NULL, PRINTED, letter, note, tidy
 from attnorm.experiments.model_grid.grid import (
+    TINY,
     GridModel,
     GridPlan,
     Record,
@@ -60,10 +62,7 @@ FULL = GridPlan(
     models=models(MAPS, TEMPERATURES), seeds=(0, 1, 2), layers=4, heads=8, width=256, context=512, batch=32,
     tokens=10_485_760, looks=True,
 )  # fmt: skip
-QUICK = GridPlan(
-    models=models(("softmax",), (0.05, 1.0)), layers=1, heads=2, width=16, context=32, vocab=300, batch=4, tokens=1_500,
-    rate=1e-2, chunks=2, observed=1, dtype="float32", compiled=False, looks=True,
-)  # fmt: skip
+QUICK = replace(TINY, models=models(("softmax",), (0.05, 1.0)), heads=2, tokens=1_500, looks=True)
 
 
 def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
