@@ -1,5 +1,7 @@
 """SOFT: the Gaussian kernel through landmarks, by a Newton inverse that is the inverse, also in its derivative."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -244,3 +246,32 @@ def test_squares_that_do_not_fit(options: dict[str, int], keys: int, message: st
         attnorm.attention(k, k, k, Soft(**options))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="stride=2"):
         attnorm.attention(k, k, k, Soft(stride=2), mask=torch.ones(1, 1, 1, keys, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "causal"),
+    [
+        ("soft", {"landmarks": 8}, False),
+        ("soft", {"landmarks": 8, "normalised": True}, False),
+        ("linear", {}, False),
+        ("linear", {}, True),
+    ],
+)
+def test_compiled_gradients_under_autocast_have_the_digits_of_eager_ones(
+    name: str, options: dict[str, Any], causal: bool
+) -> None:
+    """torch.compile traces the backward pass with autocast on: products of it would be in bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1, 2, 24, 8, generator=generator).requires_grad_() for _ in range(3)]
+    mechanism = attnorm.get(name, **options)
+
+    def attend(*tensors: Tensor) -> Tensor:
+        return mechanism(*tensors, causal=causal)
+
+    gradients = []
+    for call in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = call(*tensors)
+        gradients.append(torch.autograd.grad(output.square().sum(), tensors))
+    for eager, compiled in zip(*gradients, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-4 * eager.abs().max().item())

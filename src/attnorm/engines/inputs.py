@@ -7,6 +7,7 @@ D width of queries and keys, E width of values, C width of the layer input. q_BH
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -196,8 +197,40 @@ def under_transform() -> bool:
 
 
 def without_autocast(device: torch.device) -> torch.autocast:
-    """Turn autocast off: every engine chooses its own precision from the dtype of its inputs."""
+    """Turn autocast off: every engine chooses its own precision from the dtype of its inputs.
+
+    In a compiled graph this holds for the forward pass only, see `product`.
+    """
     return torch.autocast(device.type, enabled=False)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b, whose gradients have the precision of a and b in compiled graphs too.
+
+    torch.compile traces a backward pass with the autocast of the whole call, so that gradients of float32 products
+    become products in half precision, even of a region without autocast. An inverse, for one, does not survive it.
+    """
+    if not torch.compiler.is_compiling():
+        return a @ b
+    result: Tensor = _Product.apply(a, b)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        return a @ b
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        with without_autocast(a.device):
+            of_a, of_b = grads[0] @ b.transpose(-1, -2), a.transpose(-1, -2) @ grads[0]
+        return of_a.sum_to_size(a.shape), of_b.sum_to_size(b.shape)
 
 
 def validate_inputs(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attnorm.engines.blocked import blocked
-from attnorm.engines.inputs import Inputs, validate_inputs, without_autocast
+from attnorm.engines.inputs import Inputs, product, validate_inputs, without_autocast
 from attnorm.normalizers.block import Block, Positions, is_exporting
 from attnorm.normalizers.contract import Map, Mechanism, Normalizer, Properties
 from attnorm.normalizers.declaration import WarmStart, declare
@@ -91,7 +91,7 @@ class Linear(Mechanism):
         if inputs.mask is not None:
             k = torch.where(inputs.mask.transpose(-1, -2), k, 0.0)
         v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)  # the last column sums the weights themselves
-        summed = _causal_sums(q, k, v, inputs.offset) if inputs.causal else q @ sum_over_tokens(k, v)
+        summed = _causal_sums(q, k, v, inputs.offset) if inputs.causal else product(q, sum_over_tokens(k, v))
         total = summed[..., -1:]
         return (summed[..., :-1] / torch.where(total > 0, total, 1.0)).to(dtype)
 
@@ -101,13 +101,13 @@ def _causal_sums(q: Tensor, k: Tensor, v: Tensor, offset: int) -> Tensor:
     if offset < 0:  # the first queries see nothing
         later = _causal_sums(q[..., -offset:, :], k, v, 0)
         return torch.cat([later.new_zeros(*later.shape[:-2], -offset, later.shape[-1]), later], dim=-2)
-    state = k[..., :offset, :].transpose(-1, -2) @ v[..., :offset, :]
+    state = product(k[..., :offset, :].transpose(-1, -2), v[..., :offset, :])
     k, v = k[..., offset:, :], v[..., offset:, :]
     outputs = []
     for q_chunk, k_chunk, v_chunk in zip(*(t.split(CHUNK, dim=-2) for t in (q, k, v)), strict=True):
-        within = (q_chunk @ k_chunk.transpose(-1, -2)).tril()
-        outputs.append(q_chunk @ state + within @ v_chunk)
-        state = state + k_chunk.transpose(-1, -2) @ v_chunk
+        within = product(q_chunk, k_chunk.transpose(-1, -2)).tril()
+        outputs.append(product(q_chunk, state) + product(within, v_chunk))
+        state = state + product(k_chunk.transpose(-1, -2), v_chunk)
     return torch.cat(outputs, dim=-2)
 
 
@@ -119,12 +119,12 @@ def sum_over_tokens(a: Tensor, b: Tensor) -> Tensor:
     """
     products, tokens = a.shape[:-2].numel(), a.shape[-2]
     if not a.is_cuda or is_exporting() or products >= ENOUGH_PRODUCTS or tokens < 2 * SUM_CHUNK:
-        return a.transpose(-1, -2) @ b
+        return product(a.transpose(-1, -2), b)
     return _sum_by_chunks(a, b)
 
 
 def _sum_by_chunks(a: Tensor, b: Tensor) -> Tensor:
     chunked_length = a.shape[-2] // SUM_CHUNK * SUM_CHUNK
     chunks_of_a, chunks_of_b = (t[..., :chunked_length, :].unflatten(-2, (-1, SUM_CHUNK)) for t in (a, b))
-    total: Tensor = (chunks_of_a.transpose(-1, -2) @ chunks_of_b).sum(-3)
-    return total + a[..., chunked_length:, :].transpose(-1, -2) @ b[..., chunked_length:, :]
+    total = product(chunks_of_a.transpose(-1, -2), chunks_of_b).sum(-3)
+    return total + product(a[..., chunked_length:, :].transpose(-1, -2), b[..., chunked_length:, :])

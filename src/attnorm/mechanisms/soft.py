@@ -26,7 +26,7 @@ from torch.nn.functional import avg_pool2d, conv2d, pad
 from attnorm.engines import one_pass
 from attnorm.engines.blocked import blocked
 from attnorm.engines.execution import kernel_operator, runs_triton
-from attnorm.engines.inputs import Inputs, under_transform, validate_inputs, without_autocast
+from attnorm.engines.inputs import Inputs, product, under_transform, validate_inputs, without_autocast
 from attnorm.mechanisms.linear import sum_over_tokens
 from attnorm.normalizers.block import Block, Positions, is_exporting
 from attnorm.normalizers.contract import KernelForm, Map, Mechanism, Normalizer, Properties
@@ -103,7 +103,7 @@ def gaussian_logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
     origin = _origin(k)
     q, k = q - origin, k - origin
     squares = q.square().sum(-1)[..., :, None] + k.square().sum(-1)[..., None, :]
-    return -0.5 * scale * (squares - 2 * q @ k.transpose(-1, -2)).relu()
+    return -0.5 * scale * (squares - 2 * product(q, k.transpose(-1, -2))).relu()
 
 
 def _origin(k: Tensor) -> Tensor:
@@ -224,7 +224,7 @@ class Soft(Mechanism):
         if self.normalised:
             root = among.sum(-1).rsqrt()
             inverse = root[..., :, None] * inverse * root[..., None, :]
-        return from_q @ (inverse @ sum_over_tokens(from_k, v))
+        return product(from_q, product(inverse, sum_over_tokens(from_k, v)))
 
     def _landmarks(self, k: Tensor, visible: Tensor) -> Tensor:
         if self.stride is not None:
@@ -305,7 +305,8 @@ class _NewtonInverse(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (inverse,) = ctx.saved_tensors
         transposed: Tensor = inverse.transpose(-1, -2)
-        return -transposed @ grads[0] @ transposed, None
+        with without_autocast(inverse.device):
+            return -transposed @ grads[0] @ transposed, None
 
 
 def _runs_kernel(a: Tensor) -> bool:
