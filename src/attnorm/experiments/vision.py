@@ -392,7 +392,8 @@ def _span(group: Sequence[Record], panel: int) -> tuple[float, float, float]:
         over_seeds = accuracy(group)
         return 100 * over_seeds.mean, 100 * over_seeds.low, 100 * over_seeds.high
     values = _values(group, panel) or [math.nan]
-    return fmean(values), min(values), max(values)
+    low, high = min(values), max(values)
+    return min(max(low, fmean(values)), high), low, high  # the rounded mean of equal values may lie outside them
 
 
 EXPERIMENT = Experiment(
