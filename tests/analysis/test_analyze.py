@@ -18,7 +18,6 @@ from attnorm.analysis.collect import Collector
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.settings import settings_of
 from attnorm.metrics.call import AttentionCall, call_bytes
-from attnorm.metrics.reference import dense_logits, dense_visible, dense_weights, row_limits, row_statistics
 from attnorm.models.forward_pass import run
 from attnorm.models.inputs import prepared, texts_from
 from attnorm.models.load import load
@@ -27,6 +26,7 @@ from attnorm.models.patch import patch
 from tests.analysis.tiny_models import diffllama, gpt2, ids, llama, t5, vit
 from tests.metrics.as_on_gpu import as_on_gpu
 from tests.metrics.calls import make_call
+from tests.metrics.reference import dense_logits, dense_visible, dense_weights, row_limits, row_statistics
 
 CORE: dict[str, Any] = {"metrics": "core", "top_n": (1, 5)}
 

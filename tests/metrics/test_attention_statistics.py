@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounter
 import attnorm
 from attnorm.metrics import attention_statistics
 from attnorm.metrics.call import AttentionCall
-from attnorm.metrics.reference import dense_logits, dense_visible, dense_weights
+from tests.metrics.reference import dense_logits, dense_visible, dense_weights
 
 B, H, G, Q, K, D = 2, 4, 2, 21, 37, 8
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnorm.metrics.call import AttentionCall
-from attnorm.metrics.reference import dense_visible, row_statistics, vector_numbers
+from tests.metrics.reference import dense_visible, row_statistics, vector_numbers
 
 ROWS = torch.tensor([[True, True, True], [True, False, True]])  # a mask with a row for each of two queries
 

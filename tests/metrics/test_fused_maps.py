@@ -18,12 +18,12 @@ from attnorm.metrics.attention_statistics import map_statistics_operator
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import PER_ROW
 from attnorm.metrics.normalized import resolve_normalizers
-from attnorm.metrics.reference import dense_logits
 from attnorm.metrics.rows import RowStatistics, measure_map_by_kernel, measure_rows
 from attnorm.normalizers import Normalizer, get
 from tests.attention.kernel_calls import assert_compiles, each_depth
 from tests.fast_interpreter import speed_up_interpreter
 from tests.metrics.calls import CALLS, HEADS, make_call
+from tests.metrics.reference import dense_logits
 from tests.metrics.test_fused_rows import DEVICE, on_device
 
 # In rows that see nothing and in hidden keys -inf is subtracted from -inf; the kernels do not use the result.
@@ -299,7 +299,7 @@ def test_the_operator_is_sound() -> None:
 @each_depth
 def test_the_kernels_compile_for_gpus_that_are_not_here(lowered: bool) -> None:
     script = """
-from attnorm.kernels import map_sums, maps, row_statistics, threshold_maps, threshold_sums
+from attnorm.kernels import map_sums, maps, statistics_from_sums, threshold_maps, threshold_sums
 types = dict(q="*bf16", k="*bf16", mask="*u8", row_queries="*i32", listed="*i32", broken="*u8")
 types |= dict.fromkeys(("scale", "cap", "floor", "natural", "slope", "enough", "tolerance", "doubt", "unit"), "fp32")
 rows = ("factor", "row_shift", "parameter", "out", "gaps", "sums", "more", "count", "logits", "shift", "threshold")
@@ -308,7 +308,7 @@ shared = dict(
     FAST=True, CAUSAL=True, MASKED=True, CAPPED=True, FACTORED=True, PRECISION="tf32", ROWS=32, KEYS=16, WIDTH=16,
     FULL=False, P=1, SHIFTED=True, LEVELS=1, PASSES=1, MAX_STEPS=9, EARLY=3, BLOCK=128, MORE=True,
 )
-compiles(row_statistics.weight_statistics, shared, types)
+compiles(statistics_from_sums.weight_statistics, shared, types)
 for kernel, name in (
     ("threshold_sums", "kneemax"), ("threshold_sums", "entmax"), ("threshold_sums", "entmax15"),
     ("map_sums", "softpick"), ("map_sums", "sigmoid"), ("map_sums", "relu"),
@@ -326,6 +326,6 @@ for kernel, name in (
         )
         compiles(threshold_sums.threshold_sums, {**shared, **given, "WEIGHTS": weights}, types)
     state = dict(HAS_THRESHOLD=kernel != "map_sums", REFERENCE=0, PARAMETER=True)
-    compiles(row_statistics.key_weights, {**shared, **given, **state, "WEIGHTS": weights}, types)
+    compiles(statistics_from_sums.key_weights, {**shared, **given, **state, "WEIGHTS": weights}, types)
 """
     assert_compiles(script, lowered)

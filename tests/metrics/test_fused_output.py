@@ -11,10 +11,10 @@ from attnorm.engines.execution import HAS_TRITON, runs_kernels
 from attnorm.metrics import attention_statistics, fused_rows
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import resolve_normalizers
-from attnorm.metrics.reference import dense_weights
 from tests.attention.kernel_calls import assert_compiles, each_depth
 from tests.fast_interpreter import speed_up_interpreter
 from tests.metrics.naive_softmax import KINDS, LENGTHS, assert_at_most_twice_the_naive_error, drawn
+from tests.metrics.reference import dense_weights
 
 # In rows that see nothing and in hidden keys -inf is subtracted from -inf; the kernel does not use the result.
 pytestmark = [

@@ -15,13 +15,13 @@ from attnorm.engines.execution import HAS_TRITON
 from attnorm.metrics import fused_rows
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import Choice, resolve_normalizers
-from attnorm.metrics.reference import dense_logits
 from attnorm.metrics.rows import RowStatistics, measure_by_kernel, measure_rows
 from attnorm.metrics.sampling import evenly_spaced
 from attnorm.normalizers import get
 from attnorm.theory.rank_one_eigenvalues import improved_root, rank_one_eigenvalue, rank_one_root_of_moments
 from tests.fast_interpreter import speed_up_interpreter
 from tests.metrics.calls import CALLS, HEADS, make_call
+from tests.metrics.reference import dense_logits
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton, which runs on Linux alone")
 

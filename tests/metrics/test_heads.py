@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnorm.metrics import reference, sensitivity, vectors
+from attnorm.metrics import sensitivity, vectors
 from attnorm.metrics.call import LogitBlock
 from attnorm.metrics.normalized import rows_block
 from attnorm.metrics.reads import measure_coverage
@@ -16,6 +16,7 @@ from attnorm.metrics.vectors import PAIRED_VECTORS, isotropy, measure_vectors
 from attnorm.normalizers import get
 from attnorm.normalizers.contract import Normalizer
 from attnorm.theory.gradient import finite_difference_gain
+from tests.metrics import reference
 from tests.metrics.calls import CALLS, HEADS, KEY_HEADS, make_call
 from tests.metrics.test_rows import in_float64, one_row
 

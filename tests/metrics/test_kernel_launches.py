@@ -82,11 +82,11 @@ def test_which_arguments_the_kernels_behind_the_sums_read() -> None:
 
 @pytest.mark.parametrize("more", [False, True])
 def test_the_arrays_that_the_statistics_are_written_into(more: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attnorm.kernels import row_statistics
-    from attnorm.kernels.row_statistics import MORE_NUMBERS, NUMBERS, WIDE_NUMBERS
+    from attnorm.kernels import statistics_from_sums
+    from attnorm.kernels.statistics_from_sums import MORE_NUMBERS, NUMBERS, WIDE_NUMBERS
 
     kernel, sums = Kept(), torch.zeros(5, 2, 6, 4)
-    monkeypatch.setattr(row_statistics, "softmax_statistics", kernel)
+    monkeypatch.setattr(statistics_from_sums, "softmax_statistics", kernel)
     monkeypatch.setattr(RowsLaunch, "softmax_sums", lambda _: sums)
     monkeypatch.setitem(fused_rows.EXTRA_PASSES, torch.float32, 0)
     names = [NUMBERS[0], MORE_NUMBERS[0]] if more else [NUMBERS[0]]
@@ -162,10 +162,10 @@ def test_the_kernel_of_the_sums_of_some_rows_with_everything() -> None:
 
 @pytest.mark.parametrize(("rows", "programs"), [(1, 1), (16, 1), (17, 2)])
 def test_the_kernel_that_counts_a_mask(rows: int, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attnorm.kernels import row_statistics
+    from attnorm.kernels import statistics_from_sums
 
     kernel = Kept()
-    monkeypatch.setattr(row_statistics, "visible_keys", kernel)
+    monkeypatch.setattr(statistics_from_sums, "visible_keys", kernel)
     mask = torch.ones(2, 3, 1, 23, dtype=torch.bool)
     n = _counted(mask, Visibility(mask, True, 20, 23), torch.arange(rows, dtype=torch.int32))
     assert n.shape == (2, 3, rows)

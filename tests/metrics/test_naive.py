@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from attnorm.metrics import reference
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import METRICS
 from attnorm.metrics.reads import measure_coverage, measure_reads
@@ -20,6 +19,7 @@ from attnorm.normalizers import get
 from attnorm.normalizers.contract import Normalizer
 from attnorm.theory.geometry import nearest_outsider, theorem2_bounds
 from attnorm.theory.selection import select
+from tests.metrics import reference
 from tests.metrics.calls import HEADS, KEY_HEADS, make_call, window
 from tests.metrics.test_rows import in_float64, one_row
 

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attnorm.metrics import reference
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.reads import NO_KEY, heaviest_keys, measure_reads
 from attnorm.normalizers import get
 from attnorm.normalizers.contract import Normalizer
+from tests.metrics import reference
 from tests.metrics.calls import CALLS, HEADS, ROW_NORMALIZERS, make_call, window
 
 COUNT = 6

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attnorm.metrics import call as calls
-from attnorm.metrics import reference
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import PER_ROW
 from attnorm.metrics.rows import POWER_ROWS, RowStatistics, measure_rows
 from attnorm.metrics.sensitivity import has_closed_form
 from attnorm.normalizers import compose, get
 from attnorm.normalizers.contract import Normalizer, Sink
+from tests.metrics import reference
 from tests.metrics.calls import CALLS, HEADS, KEY_HEADS, ROW_NORMALIZERS, WIDTH, make_call
 
 TOP_N = (1, 2, 10, 1000)

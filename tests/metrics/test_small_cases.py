@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from attnorm.engines.inputs import validate_inputs
-from attnorm.metrics import reference
 from attnorm.metrics.attention_statistics import compiled_softmax_statistics, statistics_of
 from attnorm.metrics.call import FEW_ROWS, AttentionCall, logit_blocks, too_few_to_wait
 from attnorm.metrics.catalogue import METRICS
@@ -20,6 +19,7 @@ from attnorm.metrics.sampling import summarise
 from attnorm.metrics.sensitivity import POWER_ROWS, jacobian_norm, measure_sensitivity
 from attnorm.metrics.vectors import isotropy
 from attnorm.normalizers import Normalizer, Sink, compose, get
+from tests.metrics import reference
 from tests.metrics.calls import make_call
 
 

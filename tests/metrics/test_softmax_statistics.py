@@ -14,13 +14,13 @@ from attnorm.metrics import fused_rows
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import PER_ROW
 from attnorm.metrics.normalized import Choice, resolve_normalizers
-from attnorm.metrics.reference import dense_logits, dense_visible
 from attnorm.metrics.row_statistics import RowSums
 from attnorm.metrics.rows import _finish_statistics, measure_by_kernel
 from attnorm.normalizers import get
 from attnorm.theory.rank_one_eigenvalues import improved_root, rank_one_root_of_moments
 from tests.fast_interpreter import speed_up_interpreter
 from tests.metrics.calls import CALLS, HEADS, KEY_HEADS, WIDTH, left_padding, make_call
+from tests.metrics.reference import dense_logits, dense_visible
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton, which runs on Linux alone")
 
@@ -102,8 +102,8 @@ def expected_of(columns: Tensor, gain: Tensor, learned_sink: Tensor, poles: Call
 @pytest.mark.parametrize("improve", [False, True])
 @pytest.mark.parametrize("rule", ["plain", "factor", "learned sink", "both"])
 def test_every_number_is_that_of_the_sums_in_float64(rule: str, improve: bool) -> None:
-    from attnorm.kernels import row_statistics as kernels
-    from attnorm.kernels.row_statistics import softmax_root
+    from attnorm.kernels import statistics_from_sums as kernels
+    from attnorm.kernels.statistics_from_sums import softmax_root
 
     z, n = logits_of_rows()
     gain = torch.ones(len(n), dtype=torch.float64)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnorm.metrics import reference
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.reads import measure_targets
 from attnorm.normalizers import get
 from attnorm.normalizers.contract import Normalizer
+from tests.metrics import reference
 from tests.metrics.calls import CALLS, HEADS, ROW_NORMALIZERS, make_call, window
 
 SMALL = {

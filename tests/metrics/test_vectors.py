@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnorm.metrics import reference
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.nested_sets import draw_permutations, separabilities
 from attnorm.metrics.vectors import NULL_ROWS, NULLS, NUMBERS, measure_vectors
@@ -15,6 +14,7 @@ from attnorm.normalizers import get
 from attnorm.normalizers.contract import Normalizer
 from attnorm.theory.geometry import on_sphere, separability
 from attnorm.theory.selection import select
+from tests.metrics import reference
 from tests.metrics.calls import CALLS, HEADS, KEY_HEADS, make_call
 from tests.metrics.test_rows import in_float64
 

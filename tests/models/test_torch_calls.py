@@ -16,10 +16,10 @@ from torch.nn.functional import scaled_dot_product_attention as imported_by_name
 from torch.utils.checkpoint import checkpoint
 
 from attnorm.metrics.call import AttentionCall
-from attnorm.metrics.reference import dense_visible, dense_weights
 from attnorm.models import torch_calls
 from attnorm.models.dispatch import UnsupportedModel
 from attnorm.models.torch_calls import CallSite, watch_torch
+from tests.metrics.reference import dense_visible, dense_weights
 
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 

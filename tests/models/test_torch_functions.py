@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 
-from attnorm.metrics.reference import dense_weights
 from attnorm.models import torch_functions
 from attnorm.models.dispatch import UnsupportedModel
 from attnorm.models.hf_call import VisibleKeys
@@ -21,6 +20,7 @@ from attnorm.models.torch_functions import (
     read_native_multi_head_attention,
     read_scaled_dot_product_attention,
 )
+from tests.metrics.reference import dense_weights
 
 ROWS = torch.tensor([[1, 0, 1], [1, 1, 0]]).bool()[None, None]
 PADDING = torch.tensor([[0, 1, 1], [1, 1, 1]]).bool()[:, None, None]

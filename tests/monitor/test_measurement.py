@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 import attnorm
 from attnorm.metrics import vectors
 from attnorm.metrics.call import AttentionCall
-from attnorm.metrics.reference import dense_logits, dense_visible
 from attnorm.models.observe import observe
 from attnorm.models.patch import patch
 from attnorm.monitor import measure
 from attnorm.monitor import watch as watching
 from attnorm.monitor.measure import LARGEST, REPORTED, SEPARABILITY_ROWS
 from attnorm.monitor.monitor import AttentionMonitor
+from tests.metrics.reference import dense_logits, dense_visible
 from tests.models.tiny import llama, tiny, tokens
 
 ALL = 64  # rows: more than any sequence here has

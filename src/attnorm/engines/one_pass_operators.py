@@ -112,9 +112,9 @@ def _(rows: Tensor, index: Tensor, keys: int, groups: int) -> Tensor:
 @kernel_operator("attnorm::row_dots")
 def row_dots(a: Tensor, b: Tensor) -> Tensor:
     """Return the dot product of each row of a with the same row of b, (B, H, Q) in float32."""
-    from attnorm.kernels import row_products
+    from attnorm.kernels import linear_algebra
 
-    return row_products.row_dots(a, b)
+    return linear_algebra.row_dots(a, b)
 
 
 @row_dots.register_fake
@@ -125,9 +125,9 @@ def _(a: Tensor, b: Tensor) -> Tensor:
 @kernel_operator("attnorm::scaled_rows")
 def scaled_rows(a: Tensor, factor: Tensor, constant: float) -> Tensor:
     """Return each row of a times constant times its factor, (B, H, Q) in float32, rounded once to the dtype of a."""
-    from attnorm.kernels import row_products
+    from attnorm.kernels import linear_algebra
 
-    return row_products.scaled_rows(a, factor, constant)
+    return linear_algebra.scaled_rows(a, factor, constant)
 
 
 @scaled_rows.register_fake

@@ -3,7 +3,7 @@
 For maps whose weights rise with the logit and are at least 0, and whose reference is NONE or AT_LEAST_ZERO. Two keys of
 a row are set apart: the first visible one (the sink) and the largest of the others. The remaining keys are summed in
 units of the weight of that largest one, so no square underflows or overflows and nothing is ever subtracted.
-row_statistics.py turns the sums into statistics.
+statistics_from_sums.py turns the sums into statistics.
 
 Every class of keys (see row_tiles.py) has its own largest key and sums, which are joined at the end.
 """

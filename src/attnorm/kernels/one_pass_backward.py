@@ -36,9 +36,9 @@ from attnorm.kernels.blocks import (
     tile_of_head,
 )
 from attnorm.kernels.launch import in_rows, padded
+from attnorm.kernels.linear_algebra import row_dots
 from attnorm.kernels.maps import LN2, LOG2E, MAPS
 from attnorm.kernels.one_pass import Form, OnePassLaunch, Saved
-from attnorm.kernels.row_products import row_dots
 from attnorm.kernels.row_spread import add_gradient_of_queries, entropy_slopes
 
 

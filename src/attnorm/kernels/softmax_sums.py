@@ -2,7 +2,7 @@
 
 Two keys of a row are set apart: the first visible one (the sink) and the largest of the others. The remaining keys are
 summed relative to the largest among themselves, the runner-up, so no sum underflows and nothing is ever subtracted.
-row_statistics.py turns the sums into the statistics of a row.
+statistics_from_sums.py turns the sums into the statistics of a row.
 
 Every class of keys (see row_tiles.py) has its own largest key, runner-up and sums, which are joined at the end: no
 thread waits for another one within a tile.

@@ -28,7 +28,7 @@ from attnorm.kernels.blocks import (
     tile_of_head,
 )
 from attnorm.kernels.launch import in_rows
-from attnorm.kernels.row_products import row_dots
+from attnorm.kernels.linear_algebra import row_dots
 from attnorm.kernels.threshold import Saved, ThresholdLaunch, list_of_tiles, tiles
 from attnorm.kernels.threshold_maps import MAPS, ThresholdConstants, list_tiles, minus_penalty, seen_above_threshold
 

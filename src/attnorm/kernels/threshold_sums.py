@@ -2,8 +2,8 @@
 
 As in threshold.py, a first pass keeps leaders, whose threshold is that of all keys or slightly below it, and notes how
 close each tile comes to the peaks of its rows. Passes of Newton's method follow where the leaders may have left out
-much. The last pass sums weights; it and all but the first leave out tiles without a weight. row_statistics.py turns
-the sums into the statistics of a row.
+much. The last pass sums weights; it and all but the first leave out tiles without a weight. statistics_from_sums.py
+turns the sums into the statistics of a row.
 
 Two keys of a row are set apart: the first visible one (the sink) and the largest of the others. Sums over the remaining
 keys are in units of the weight of that largest one.
@@ -82,8 +82,6 @@ class WeightSums(NamedTuple):
     m4: Any
 
 
-# The columns of the result: those of map_sums.py and the threshold, relative to the largest logit in the map's unit.
-MORE_COLUMNS = ("threshold",)
 _ABOVE_POLE = tl.constexpr(1.0000003)  # float32 does not distinguish a root this close to a pole from the pole
 
 
@@ -101,6 +99,7 @@ def threshold_sums(
 ):  # fmt: skip
     """q: (B, H, R, D), the rows of the queries `row_queries` in ascending order; out: (columns, B, H, R).
 
+    The columns of out are those of map_sums.py and the threshold, relative to the largest logit in the map's unit.
     factor, parameter: (B, H, R). gaps, listed: memory for one number per tile of each program.
     start_program: those before it have run. natural: the map's unit in bits. PASSES: that refine the Jacobian norm.
     """

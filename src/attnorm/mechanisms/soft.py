@@ -321,9 +321,9 @@ def fits_kernel(a: Tensor) -> bool:
 
 @kernel_operator("attnorm::newton_inverse")
 def _newton_inverse_kernel(a: Tensor, steps: int) -> Tensor:
-    from attnorm.kernels import newton  # loads Triton
+    from attnorm.kernels import linear_algebra  # loads Triton
 
-    return newton.newton_inverse(a, steps, RIDGE)
+    return linear_algebra.newton_inverse(a, steps, RIDGE)
 
 
 @_newton_inverse_kernel.register_fake

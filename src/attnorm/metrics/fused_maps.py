@@ -2,8 +2,8 @@
 
 Maps with one number per row (sigmoid, relu, softpick: kernels/map_sums.py) take one pass over the keys, threshold maps
 (entmax, sparsemax, kneemax: kernels/threshold_sums.py) a few. The numbers of a row are those of `weight_rows` in
-row_statistics.py. In front of the map there may be scale rules and a soft cap; a normalizer with anything else, or a
-learned sink, is measured in blocks of logits.
+metrics/row_statistics.py. In front of the map there may be scale rules and a soft cap; a normalizer with anything else,
+or a learned sink, is measured in blocks of logits.
 """
 
 import math
@@ -105,7 +105,7 @@ class FusedMap:
 
 def fused_map(call: AttentionCall, rows: Tensor, names: Sequence[str], map_: RowMap) -> FusedMap:
     """The statistics of these names (of catalogue.PER_ROW) of queries (sorted indices)."""
-    from attnorm.kernels.row_statistics import MORE_WEIGHT_NUMBERS, WEIGHT_NUMBERS, weight_statistics
+    from attnorm.kernels.statistics_from_sums import MORE_WEIGHT_NUMBERS, WEIGHT_NUMBERS, weight_statistics
 
     sums = _threshold_sums(call, rows, map_) if map_.has_threshold else _map_sums(call, rows, map_)
     shape, total = sums.shape[1:], sums[0].numel()
@@ -283,7 +283,7 @@ def _key_weights(
 ) -> Tensor:
     """Weights of logits (..., N), largest first, up to a constant of the row."""
     from attnorm.kernels import maps, threshold_maps
-    from attnorm.kernels.row_statistics import key_weights
+    from attnorm.kernels.statistics_from_sums import key_weights
 
     z = z.contiguous()
     weights = torch.empty_like(z)

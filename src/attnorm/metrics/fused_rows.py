@@ -1,7 +1,7 @@
 """Statistics of softmax rows on a GPU, with Triton kernels: one pass over the keys, memory proportional to the rows.
 
 One kernel reads queries and keys and writes sums (kernels/softmax_sums.py). Another converts the sums of a row to its
-statistics (kernels/row_statistics.py). On a GPU they replace the logit blocks of rows.py for softmax and rescaled
+statistics (kernels/statistics_from_sums.py). On a GPU they replace the logit blocks of rows.py for softmax and rescaled
 softmax. The masses of the heaviest keys are measured separately, on some rows only.
 
 `output_and_rows` also computes the output of attention, from the same pass over keys and values. It has no gradient:
@@ -64,7 +64,7 @@ def visible_keys(call: AttentionCall, rows: Tensor) -> Tensor:
 
 def _counted(mask: Tensor, visibility: Visibility, rows: Tensor) -> Tensor:
     """Return how many keys the mask (b, h, 1 or Q, K) leaves visible, (b, h, R)."""
-    from attnorm.kernels.row_statistics import visible_keys
+    from attnorm.kernels.statistics_from_sums import visible_keys
 
     queries, keys = visibility.queries, visibility.keys
     mask = mask.expand(*mask.shape[:2], queries, keys)
@@ -134,7 +134,13 @@ def fused_rows(
 
 def rows_of_sums(launch: "RowsLaunch", sums: Tensor, names: Sequence[str], learned_sink: Tensor | None) -> FusedRows:
     """Return the named statistics of the rows with these sums, (COLUMNS, B, H, R)."""
-    from attnorm.kernels.row_statistics import MORE_NUMBERS, NUMBERS, WIDE_NUMBERS, softmax_root, softmax_statistics
+    from attnorm.kernels.statistics_from_sums import (
+        MORE_NUMBERS,
+        NUMBERS,
+        WIDE_NUMBERS,
+        softmax_root,
+        softmax_statistics,
+    )
 
     sink = None if learned_sink is None else learned_sink.to(sums).contiguous()
     roots = poles = None
