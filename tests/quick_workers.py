@@ -19,7 +19,7 @@ import pytest
 from attnorm.sweep import engines
 
 IMPORTED = [
-    "attnorm.sweep.engines",
+    "attnorm.sweep.run",
     "attnorm.analysis.analyze",
     "attnorm.report.page",
     "attnorm.training.lm",

@@ -12,6 +12,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 import attnorm
 from attnorm.models.layer_normalizer import read_recipe_file
@@ -19,9 +20,9 @@ from attnorm.search import run as searching
 from attnorm.search.plan import read_search_plan
 from attnorm.search.results import SearchResult, TrialResult, _front
 from attnorm.search.run import open_storage, quiet_optuna, run_trial, search, uniform_parameters
-from attnorm.sweep.engines import WorkerDied
+from attnorm.sweep.engines import Outcome, Work, WorkerDied
 from attnorm.sweep.plan import Item
-from attnorm.sweep.worker import Outcome, run_item
+from attnorm.sweep.run import run_item
 from tests.models.tiny import llama
 from tests.training.conftest import write_text
 
@@ -58,8 +59,8 @@ class Inline:
     slots = 2
     in_flight: int | None = None
 
-    def __init__(self, out: Path, hook: Any, driver_ends_after: int = 99, worker_dies_at: tuple[int, ...] = ()) -> None:
-        self.out, self.hook, self.left, self.dies = out, hook, driver_ends_after, worker_dies_at
+    def __init__(self, work: Work, driver_ends_after: int = 99, worker_dies_at: tuple[int, ...] = ()) -> None:
+        self.work, self.left, self.dies = work, driver_ends_after, worker_dies_at
         self.submitted = 0
 
     def chunks(self, items: Any) -> list[list[Item]]:
@@ -73,7 +74,9 @@ class Inline:
         if self.submitted in self.dies:
             future.set_exception(WorkerDied("killed"))
         else:
-            future.set_result([run_item(self.out, item, self.hook) for item in items])
+            threads = torch.get_num_threads()
+            future.set_result(self.work([item.as_dict() for item in items]))
+            torch.set_num_threads(threads)
         return future
 
     def close(self, *, kill: bool = False) -> None: ...
@@ -88,7 +91,7 @@ def plan(tmp_path: Path) -> Path:
 
 
 def inline(monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
-    monkeypatch.setattr(searching, "open_engine", lambda on, out, needs, hook, **_: Inline(out, hook, **options))
+    monkeypatch.setattr(searching, "open_engine", lambda on, out, needs, work, **_: Inline(work, **options))
 
 
 def trials_of(out: Path) -> list[Any]:
@@ -191,7 +194,7 @@ def test_the_winners_are_trained_again_with_other_seeds(
     plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inline(monkeypatch)
-    engine = lambda on, out, needs, **_: Inline(out, None)  # noqa: E731
+    engine = lambda on, out, needs, work, **_: Inline(work)  # noqa: E731
     monkeypatch.setattr("attnorm.sweep.run.open_engine", engine)
     plan.write_text(PLAN.replace("steps = 4", "steps = 2") + "[confirm]\nseeds = 2\n")
     found = search(read_search_plan(plan), tmp_path / "out").confirmation

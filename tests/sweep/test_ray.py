@@ -8,10 +8,11 @@ import pytest
 from attnorm.sweep.engines import open_engine
 from attnorm.sweep.folder import merged_rows, open_sweep
 from attnorm.sweep.plan import Resources
-from attnorm.sweep.run import run_items
-from attnorm.sweep.worker import run_item
+from attnorm.sweep.run import run_item, run_items, work_in
 from tests.sweep.conftest import plan_of
 from tests.sweep.hooks import counted, counted_after_a_kill, most_at_once
+
+WORK = work_in(Path(), "local", 1)  # of engines that start nothing
 
 ray = pytest.importorskip("ray")
 
@@ -23,7 +24,11 @@ def test_killed_workers_lose_nothing_and_repeat_nothing(
     plan = plan_of(count, memory_gb=0.1)
     open_sweep(tmp_path / "kills", plan)
     engine = open_engine(
-        "ray", tmp_path / "kills", plan.resources, address=small_cluster.address, hook=counted_after_a_kill
+        "ray",
+        tmp_path / "kills",
+        plan.resources,
+        work_in(tmp_path / "kills", "ray", 1, counted_after_a_kill),
+        address=small_cluster.address,
     )
     assert engine.slots == 2
     found = list(run_items(engine, tmp_path / "kills", plan.items, retries=5))
@@ -48,7 +53,9 @@ def _without_time(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_a_named_cluster_runs_no_more_items_at_once_than_workers(small_cluster: Any, tmp_path: Path) -> None:
     plan = plan_of(3)
     open_sweep(tmp_path, plan)
-    engine = open_engine("ray", tmp_path, plan.resources, address=small_cluster.address, workers=1, hook=counted)
+    engine = open_engine(
+        "ray", tmp_path, plan.resources, work_in(tmp_path, "ray", 1, counted), address=small_cluster.address, workers=1
+    )
     assert engine.slots == 1
     assert len(ray.nodes()) >= 2  # the named cluster, which could run two
     found = list(run_items(engine, tmp_path, plan.items, retries=0))
@@ -57,7 +64,7 @@ def test_a_named_cluster_runs_no_more_items_at_once_than_workers(small_cluster: 
 
 
 def test_workers_limit_a_named_cluster(small_cluster: Any, tmp_path: Path) -> None:
-    engine = open_engine("ray", tmp_path, Resources(), address=small_cluster.address, workers=1)
+    engine = open_engine("ray", tmp_path, Resources(), WORK, address=small_cluster.address, workers=1)
     try:
         assert (engine.slots, engine.in_flight) == (1, 1)
         assert len(ray.nodes()) >= 2  # the named cluster, which could run two
@@ -74,4 +81,4 @@ def test_workers_limit_a_named_cluster(small_cluster: Any, tmp_path: Path) -> No
 )
 def test_an_item_that_no_node_can_hold_is_refused(small_cluster: Any, tmp_path: Path, resources: Resources) -> None:
     with pytest.raises(ValueError, match="Lower"):
-        open_engine("ray", tmp_path, resources, address=small_cluster.address)
+        open_engine("ray", tmp_path, resources, WORK, address=small_cluster.address)

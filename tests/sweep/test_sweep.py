@@ -18,15 +18,17 @@ from typer.testing import CliRunner
 
 from attnorm.cli import app
 from attnorm.run_folder import lock
-from attnorm.sweep import engines, worker
-from attnorm.sweep.engines import ClusterLost, LocalEngine, WorkerDied, processes_that_fit
+from attnorm.sweep import engines
+from attnorm.sweep import run as running
+from attnorm.sweep.engines import ClusterLost, LocalEngine, Outcome, Work, WorkerDied, processes_that_fit
 from attnorm.sweep.folder import item_folder, lock_of, open_sweep, result_of, states
 from attnorm.sweep.plan import Item, Resources, read_plan
-from attnorm.sweep.run import merge, run_items, sweep
-from attnorm.sweep.worker import Outcome, run_item
+from attnorm.sweep.run import merge, run_item, run_items, sweep, work_in
 from tests.forked import forked
 from tests.sweep.conftest import plan_of
 from tests.sweep.hooks import analyze_and_count_loads, counted, counted_after_a_kill, items
+
+WORK = work_in(Path(), "local", 1)  # of engines that start nothing
 
 RETRIEVAL = """
 command = "train retrieval"
@@ -156,7 +158,7 @@ def test_a_finished_item_of_a_lost_chunk_is_kept(tmp_path: Path) -> None:
 def test_a_killed_process_takes_its_item_only(tmp_path: Path) -> None:
     plan = plan_of(6)
     open_sweep(tmp_path, plan)
-    engine = LocalEngine(tmp_path, plan.resources, 2, counted_after_a_kill)
+    engine = LocalEngine(plan.resources, work_in(tmp_path, "local", 1, counted_after_a_kill), 2)
     found = list(run_items(engine, tmp_path, plan.items, retries=3))
     assert not [each.error for each in found if each.error]
     ended = [line.split()[0] for line in (tmp_path / "ended").read_text().splitlines()]
@@ -170,7 +172,7 @@ from pathlib import Path
 from attnorm.sweep import engines
 from attnorm.sweep.plan import Resources
 engines.START_METHOD = "fork"  # a new interpreter would import the libraries first
-engine = engines.LocalEngine(Path(sys.argv[1]), Resources(), 1, None)
+engine = engines.LocalEngine(Resources(), len, 1)
 print(engine._pool().submit(os.getpid).result(), flush=True)
 time.sleep(600)
 """
@@ -230,8 +232,8 @@ def test_a_full_disk_and_a_lack_of_memory_are_errors_of_the_item(
     def huge(*_: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr(worker, "write_failure", full)  # not even the error can be written
-    monkeypatch.setattr(worker, "write_result", full)
+    monkeypatch.setattr(running, "write_failure", full)  # not even the error can be written
+    monkeypatch.setattr(running, "write_result", full)
     assert "no space left" in run_item(tmp_path, plan.items[0], counted).error
     assert "out of memory" in run_item(tmp_path, plan.items[1], huge).error
     monkeypatch.undo()
@@ -287,7 +289,7 @@ def test_wrong_usage_exits_with_2(
 def test_a_missing_library_is_named(engine: str, library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ImportError, match=rf"attnorm\[{engine}\]"):
-        engines.open_engine(engine, tmp_path, Resources())
+        engines.open_engine(engine, tmp_path, Resources(), WORK)
 
 
 @pytest.mark.parametrize(("cause", "named"), [("AuthenticationError: no token", "RAY_AUTH_TOKEN"), ("x", "--head")])
@@ -347,10 +349,10 @@ def test_a_cluster_lost_in_mid_run_is_an_error_and_finished_items_stay(
         def options(self, **_: Any) -> "Task":
             return self
 
-        def remote(self, out: str, chunk: list[dict[str, Any]], *_: Any) -> Any:
+        def remote(self, work: Work, chunk: list[dict[str, Any]]) -> Any:
             future: Future[list[Outcome]] = Future()
             if chunk[0]["values"]["seed"] == 0:
-                future.set_result([run_item(Path(out), Item(**item), counted) for item in chunk])
+                future.set_result(work(chunk))
             return SimpleNamespace(future=lambda: future)
 
     ray = SimpleNamespace(
@@ -362,7 +364,7 @@ def test_a_cluster_lost_in_mid_run_is_an_error_and_finished_items_stay(
     monkeypatch.setattr(engines, "WATCH_SECONDS", 0.01)
     plan = plan_of(3)
     open_sweep(tmp_path, plan)
-    engine = engines.open_engine("ray", tmp_path, plan.resources, hook=counted)
+    engine = engines.open_engine("ray", tmp_path, plan.resources, work_in(tmp_path, "ray", 1, counted))
     with pytest.raises(ClusterLost, match="resume"):
         list(run_items(engine, tmp_path, plan.items, retries=1))
     assert [each.state for each in states(tmp_path, plan.items)] == ["finished", "waiting", "waiting"]
@@ -375,15 +377,17 @@ def test_slurm_runs_a_plan_through_submitits_local_executor(tmp_path: Path) -> N
     pytest.importorskip("submitit")
     plan = plan_of(3)
     open_sweep(tmp_path, plan)
-    engine = engines.open_engine("slurm", tmp_path, plan.resources, workers=1, slurm={"cluster": "local"}, hook=counted)
+    engine = engines.open_engine(
+        "slurm", tmp_path, plan.resources, work_in(tmp_path, "slurm", 1, counted), workers=1, slurm={"cluster": "local"}
+    )
     assert [len(chunk) for chunk in engine.chunks(plan.items)] == [3]
     assert not [each.error for each in run_items(engine, tmp_path, plan.items, 0) if each.error]
     processes = {line.split()[1] for line in (tmp_path / "ended").read_text().splitlines()}
     assert len(processes) == 1  # one job, one process: a model is loaded once
     with pytest.raises(ValueError, match="'minutes'"):
-        engines.open_engine("slurm", tmp_path, plan.resources, slurm={"minute": 5, "cluster": "local"})
+        engines.open_engine("slurm", tmp_path, plan.resources, WORK, slurm={"minute": 5, "cluster": "local"})
     with pytest.raises(ClusterLost, match="sbatch"):
-        engines.open_engine("slurm", tmp_path, plan.resources)
+        engines.open_engine("slurm", tmp_path, plan.resources, WORK)
 
 
 @pytest.mark.usefixtures("quick_workers")
@@ -395,7 +399,7 @@ def test_analyze_items_load_their_model_once_per_worker(tmp_path: Path) -> None:
     )
     plan = read_plan(path)
     open_sweep(tmp_path / "out", plan)
-    engine = LocalEngine(tmp_path / "out", plan.resources, 1, analyze_and_count_loads)
+    engine = LocalEngine(plan.resources, work_in(tmp_path / "out", "local", 1, analyze_and_count_loads), 1)
     found = list(run_items(engine, tmp_path / "out", plan.items, retries=0))
     assert [each.error for each in found] == [""] * 4
     results = [result_of(tmp_path / "out", item.id) for item in plan.items]

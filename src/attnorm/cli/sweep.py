@@ -14,8 +14,8 @@ from attnorm.cli.output import Json, ProgressBar, duration, failures, say, show,
 
 if TYPE_CHECKING:
     from attnorm.search.results import SearchResult, TrialResult
+    from attnorm.sweep.engines import Outcome
     from attnorm.sweep.folder import ItemState
-    from attnorm.sweep.worker import Outcome
 
 _ITEMS_KEPT = "Interrupted; finished items are kept, and the same command resumes."
 _SHOWN_ITEMS = 40  # items in the table of --status

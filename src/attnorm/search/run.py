@@ -20,11 +20,11 @@ from attnorm.files import write_json
 from attnorm.run_folder import make_writable, only_process, read_record, require_only, require_same_run
 from attnorm.search.plan import COMMAND, SearchPlan, read_content
 from attnorm.search.results import SearchResult, confirm, is_uniform, summarize
-from attnorm.sweep.engines import Engine, WorkerDied, open_engine
+from attnorm.sweep.engines import Engine, Outcome, WorkerDied, open_engine
 from attnorm.sweep.folder import FORMAT, PAGE, RECORD, merged_rows, states, write_failure, write_page, write_table
 from attnorm.sweep.plan import Item
+from attnorm.sweep.run import Pruned, work_in
 from attnorm.sweep.tasks import train_lm_item
-from attnorm.sweep.worker import Outcome, Pruned
 
 if TYPE_CHECKING:
     from attnorm.training.lm.train import LMProgress
@@ -64,9 +64,8 @@ def search(
         for trial in study.get_trials(deepcopy=False):
             _add_item(plan, study, trial, items, storage)
         if len(items) < plan.trials or _running_trials(study):
-            engine = open_engine(
-                on, out, plan.resources, workers=workers, address=address, slurm=plan.slurm, hook=run_trial
-            )
+            work = work_in(out, on, plan.resources.threads, run_trial)
+            engine = open_engine(on, out, plan.resources, work, workers=workers, address=address, slurm=plan.slurm)
             _run_trials(plan, out, study, items, engine, storage, retries, report)
         _write_items(out, plan, items)
         all_items = list(items.values())

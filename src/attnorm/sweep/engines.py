@@ -9,14 +9,28 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from attnorm.sweep.plan import Item, Resources, require_known
-from attnorm.sweep.worker import Hook, Outcome, run_chunk
+
+
+@dataclass(frozen=True)
+class Outcome:
+    id: str
+    error: str = ""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+    pruned: bool = False
+    found: bool = False  # it was finished before
+
+
+Work = Callable[[list[dict[str, Any]]], list[Outcome]]
+"""Runs items one after another, each as `Item.as_dict` has it; pickled to reach a worker."""
 
 
 class WorkerDied(Exception):  # noqa: N818 - what happened, in words
@@ -49,13 +63,13 @@ def open_engine(
     name: str,
     out: Path,
     resources: Resources,
+    work: Work,
     *,
     workers: int | None = None,
     address: str | None = None,
     slurm: dict[str, Any] | None = None,
-    hook: Hook | None = None,
 ) -> Engine:
-    """Start an engine.
+    """Start an engine for items of the sweep in `out`; its workers call `work`.
 
     workers: processes on this machine, items at the same time on Ray (also the CPUs of a Ray that is started here), or
     jobs on Slurm (default: as many as fit; 16 jobs).
@@ -65,12 +79,12 @@ def open_engine(
         ImportError: The library of the engine is not installed.
     """
     if name == "ray":
-        return RayEngine(out, resources, address, workers, hook)
+        return RayEngine(resources, work, address, workers)
     if name == "slurm":
-        return SlurmEngine(out, resources, slurm or {}, workers, hook)
+        return SlurmEngine(out / "slurm", resources, work, slurm or {}, workers)
     if name != "local":
         raise ValueError(f"expected an engine of {', '.join(NAMES)}, got {name!r}")
-    return LocalEngine(out, resources, workers, hook)
+    return LocalEngine(resources, work, workers)
 
 
 START_METHOD = "spawn"  # torch does not survive a fork
@@ -81,9 +95,9 @@ class LocalEngine:
 
     in_flight: int | None = None
 
-    def __init__(self, out: Path, resources: Resources, workers: int | None, hook: Hook | None) -> None:
+    def __init__(self, resources: Resources, work: Work, workers: int | None) -> None:
         self.slots = workers or processes_that_fit(resources)
-        self._call = (str(out), resources.threads, hook)
+        self._work = work
         self._gpus = resources.gpus
         self._threads = ThreadPoolExecutor(self.slots)
         self._own = threading.local()
@@ -98,10 +112,8 @@ class LocalEngine:
         return self._threads.submit(self._run, items)
 
     def _run(self, items: list[Item]) -> list[Outcome]:
-        out, threads, hook = self._call
         try:
-            future = self._pool().submit(run_chunk, out, [item.as_dict() for item in items], threads, hook)
-            return future.result()
+            return self._pool().submit(self._work, [item.as_dict() for item in items]).result()
         except BrokenProcessPool:
             self._own.pool = None
             if self._closed:
@@ -188,9 +200,7 @@ MISSED_LOOKS = 3  # after which the cluster counts as lost; Ray itself ends the 
 class RayEngine:
     """One Ray task per item. Ray schedules by CPUs, GPUs and memory, and reuses worker processes between tasks."""
 
-    def __init__(
-        self, out: Path, resources: Resources, address: str | None, workers: int | None, hook: Hook | None
-    ) -> None:
+    def __init__(self, resources: Resources, work: Work, address: str | None, workers: int | None) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default, 15, starves workers on a busy machine
         try:
@@ -198,7 +208,7 @@ class RayEngine:
         except ImportError:
             raise ImportError("--on ray needs Ray, which is not installed. Run: pip install 'attnorm[ray]'") from None
         self._ray: Any = ray
-        self._call = (str(out.resolve()), resources.threads, hook)
+        self._work = work
         self._ours = not ray.is_initialized()
         self._open: set[Future[list[Outcome]]] = set()
         self._lock, self._closed, self._lost = threading.Lock(), threading.Event(), False
@@ -212,7 +222,7 @@ class RayEngine:
         if workers is not None:
             self.slots = min(self.slots, workers)
         # max_retries: the caller starts items again. max_calls: keep workers with a GPU, and the model they hold.
-        self._task = ray.remote(max_retries=0, max_calls=0, **needs)(run_chunk)
+        self._task = ray.remote(max_retries=0, max_calls=0, **needs)(_call)
         head = ray.get_runtime_context().gcs_address
         threading.Thread(target=self._watch, args=(head,), daemon=True).start()
 
@@ -247,7 +257,6 @@ class RayEngine:
         return [[item] for item in items]
 
     def submit(self, items: list[Item]) -> "Future[list[Outcome]]":
-        out, threads, hook = self._call
         task = self._task.options(name=items[0].label[:80])
         answer: Future[list[Outcome]] = Future()
         if self._lost:
@@ -255,7 +264,7 @@ class RayEngine:
             return answer
         with self._lock:
             self._open.add(answer)
-        ray_future = task.remote(out, [item.as_dict() for item in items], threads, hook).future()
+        ray_future = task.remote(self._work, [item.as_dict() for item in items]).future()
         ray_future.add_done_callback(lambda done: self._answer(done, answer))
         return answer
 
@@ -286,6 +295,10 @@ class RayEngine:
         self._closed.set()
         if self._ours:
             self._ray.shutdown()
+
+
+def _call(work: Work, items: list[dict[str, Any]]) -> list[Outcome]:
+    return work(items)  # Ray makes tasks of functions only
 
 
 def _lost_cluster() -> ClusterLost:
@@ -353,7 +366,7 @@ class SlurmEngine:
     in_flight: int | None = None
 
     def __init__(
-        self, out: Path, resources: Resources, table: dict[str, Any], workers: int | None, hook: Hook | None
+        self, folder: Path, resources: Resources, work: Work, table: dict[str, Any], workers: int | None
     ) -> None:
         try:
             import submitit
@@ -362,10 +375,10 @@ class SlurmEngine:
                 "--on slurm needs submitit, which is not installed. Run: pip install 'attnorm[slurm]'"
             ) from None
         require_known("[slurm]", {name: 0 for name in table if not name.startswith("slurm_")}, self.OPTIONS)
-        self._call = (str(out.resolve()), resources.threads, hook)
+        self._work = work
         self.slots = int(workers or table.get("jobs", 16))
         try:
-            self._executor: Any = submitit.AutoExecutor(out / "slurm", cluster=table.get("cluster"))
+            self._executor: Any = submitit.AutoExecutor(folder, cluster=table.get("cluster"))
             if self._executor.cluster == "local" and table.get("cluster") != "local":
                 raise ValueError("no sbatch on this machine")
             self._executor.update_parameters(
@@ -387,8 +400,7 @@ class SlurmEngine:
         return [list(items[start : start + size]) for start in range(0, len(items), size)]
 
     def submit(self, items: list[Item]) -> "Future[list[Outcome]]":
-        out, threads, hook = self._call
-        job = self._executor.submit(run_chunk, out, [item.as_dict() for item in items], threads, hook)
+        job = self._executor.submit(self._work, [item.as_dict() for item in items])
         self._jobs.append(job)
         answer: Future[list[Outcome]] = Future()
         threading.Thread(target=self._follow, args=(job, answer), daemon=True).start()

@@ -1,32 +1,47 @@
-"""Run a plan: start what is not finished, start again what lost its worker, and merge the results."""
+"""Run a plan: start what is not finished, start again what lost its worker, and merge the results.
 
+A worker (`run_item`) runs an item once, whatever happens to the workers around it. The item's lock admits one process;
+whoever gets it next finds the result, or continues from the last checkpoint. An error of the item becomes its outcome,
+so one bad item stops no other.
+"""
+
+import errno
+import os
+import socket
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from attnorm.run_folder import only_process
-from attnorm.sweep.engines import Engine, WorkerDied, open_engine
+from attnorm.provenance import now, versions
+from attnorm.run_folder import lock, only_process
+from attnorm.sweep.engines import Engine, Outcome, Work, WorkerDied, open_engine
 from attnorm.sweep.folder import (
     PAGE,
+    RECORD,
     ItemState,
     failure_of,
     forget_failures,
+    item_folder,
+    lock_of,
     merged_rows,
     open_sweep,
+    plain,
     read_items,
     result_of,
     states,
     write_failure,
     write_page,
+    write_result,
     write_table,
 )
 from attnorm.sweep.plan import Item, Plan
-from attnorm.sweep.worker import Outcome
+from attnorm.sweep.tasks import TASKS, models_loaded
 
 RETRIES = 3
 MERGE_SECONDS = 60  # between two versions of the table and the page while items run
@@ -73,8 +88,9 @@ def sweep(
         missing = [item for item in plan.items if result_of(out, item.id) is None]
         done, total = len(plan.items) - len(missing), len(plan.items)
         if missing:
+            work = work_in(out, on, plan.resources.threads)
             engine = open_engine(
-                on, out, plan.resources, workers=workers, address=address, slurm=plan.slurm
+                on, out, plan.resources, work, workers=workers, address=address, slurm=plan.slurm
             )  # before old failures are forgotten: a cluster out of reach changes nothing
             forget_failures(out, missing)
             merged = time.monotonic()
@@ -149,3 +165,72 @@ def _record_failure(out: Path, chunk: list[Item], outcome: Outcome) -> None:
     if outcome.error and failure_of(out, item.id) is None:
         with suppress(OSError):
             write_failure(out, item, outcome.error, "")
+
+
+class Pruned(Exception):  # noqa: N818 - not an error: the run was stopped because others are better
+    """Raised by a hook to stop an item early; its rows so far are its result."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        super().__init__("pruned")
+        self.rows = rows
+
+
+Hook = Callable[[Mapping[str, Any], Path, Path], list[dict[str, Any]]]
+
+
+def work_in(out: Path, on: str, threads: int, hook: Hook | None = None) -> Work:
+    """Return what the workers of the engine `on` call. hook: what to run instead of an item's command."""
+    folder = out if on == "local" else out.resolve()  # other machines have another working directory
+    return partial(_run_chunk, str(folder), threads, hook)
+
+
+def _run_chunk(out: str, threads: int, hook: Hook | None, items: list[dict[str, Any]]) -> list[Outcome]:
+    import torch
+
+    torch.set_num_threads(threads)
+    return [run_item(Path(out), Item(**item), hook) for item in items]
+
+
+def run_item(out: Path, item: Item, hook: Hook | None = None) -> Outcome:
+    """Run an item, or return its result if it is finished. hook: what to run instead of the item's command."""
+    if not (out / RECORD).is_file():
+        return Outcome(
+            item.id,
+            f"expected the sweep in {out} on {socket.gethostname()}, got no {RECORD}. Use a folder that all machines "
+            "share.",
+        )
+    with lock(lock_of(out, item.id)):
+        if (result := result_of(out, item.id)) is not None:
+            return Outcome(item.id, "", result["rows"], result["seconds"], result.get("pruned", False), found=True)
+        started, loaded = time.monotonic(), models_loaded()
+        pruned = False
+        try:
+            try:
+                rows = (hook or TASKS[item.command].run)(item.values, item_folder(out, item.id), out)
+            except Pruned as stopped:
+                rows, pruned = stopped.rows, True
+            rows = [{name: plain(value) for name, value in row.items()} for row in rows]
+            seconds = round(time.monotonic() - started, 3)
+            about = {"models_loaded": models_loaded() - loaded, "process": os.getpid(), "versions": versions()}
+            write_result(
+                out, item, {"rows": rows, "seconds": seconds, "pruned": pruned, "host": socket.gethostname(),
+                            "time": now(), **about},
+            )  # fmt: skip
+        except Exception as error:
+            words = describe_error(error)
+            with suppress(OSError):  # the disk may be full; the driver records the failure too
+                write_failure(out, item, words, socket.gethostname())
+            return Outcome(item.id, words, seconds=round(time.monotonic() - started, 3))
+        return Outcome(item.id, "", rows, seconds, pruned)
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the error of an item with what to do about it."""
+    import torch
+
+    where = socket.gethostname()
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return f"out of memory on {where}. Use a shorter length, a smaller batch, or a larger machine."
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"no space left on {where}: {error.filename or 'disk full'}. Free some space and run the sweep again."
+    return str(error) or type(error).__name__ if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
