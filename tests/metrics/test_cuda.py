@@ -7,11 +7,12 @@ import torch
 
 from attnorm.metrics.call import AttentionCall, stack_calls
 from attnorm.metrics.catalogue import PER_ROW
-from attnorm.metrics.reads import coverage_sums, measure_coverage
+from attnorm.metrics.reads import coverage_sums
 from attnorm.metrics.rows import measure_rows
 from attnorm.metrics.sensitivity import measure_sensitivity
 from attnorm.metrics.vectors import NULLS, NUMBERS, isotropy, measure_vectors
 from tests.metrics.calls import CALLS, ROW_NORMALIZERS, make_call
+from tests.metrics.layer_coverage import measure_coverage
 from tests.metrics.test_rows import TOP_N, in_float64, same
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -9,7 +9,6 @@ import torch
 from attnorm.metrics import sensitivity, vectors
 from attnorm.metrics.call import LogitBlock
 from attnorm.metrics.normalized import rows_block
-from attnorm.metrics.reads import measure_coverage
 from attnorm.metrics.row_statistics import heaviest, masses
 from attnorm.metrics.sensitivity import measure_sensitivity
 from attnorm.metrics.vectors import PAIRED_VECTORS, isotropy, measure_vectors
@@ -18,6 +17,7 @@ from attnorm.normalizers.contract import Normalizer
 from attnorm.theory.gradient import finite_difference_gain
 from tests.metrics import reference
 from tests.metrics.calls import CALLS, HEADS, KEY_HEADS, make_call
+from tests.metrics.layer_coverage import measure_coverage
 from tests.metrics.test_rows import in_float64, one_row
 
 

@@ -10,7 +10,7 @@ import torch
 
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import METRICS
-from attnorm.metrics.reads import measure_coverage, measure_reads
+from attnorm.metrics.reads import measure_reads
 from attnorm.metrics.rows import measure_rows
 from attnorm.metrics.sampling import AUTO_ROWS, bin_ids, binned, evenly_spaced, length_bins, rows_to_measure
 from attnorm.metrics.sensitivity import measure_sensitivity
@@ -21,6 +21,7 @@ from attnorm.theory.geometry import nearest_outsider, theorem2_bounds
 from attnorm.theory.selection import select
 from tests.metrics import reference
 from tests.metrics.calls import HEADS, KEY_HEADS, make_call, window
+from tests.metrics.layer_coverage import measure_coverage
 from tests.metrics.test_rows import in_float64, one_row
 
 EMPTY_ROWS = torch.tensor([[0, 0, 0], [1, 0, 0], [0, 1, 1]]).bool()[None, None]

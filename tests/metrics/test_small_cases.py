@@ -13,7 +13,6 @@ from attnorm.metrics.call import FEW_ROWS, AttentionCall, logit_blocks, too_few_
 from attnorm.metrics.catalogue import METRICS
 from attnorm.metrics.fused_rows import _tile
 from attnorm.metrics.normalized import RowsBlock
-from attnorm.metrics.reads import measure_coverage
 from attnorm.metrics.rows import _power_rows, measure_rows
 from attnorm.metrics.sampling import summarise
 from attnorm.metrics.sensitivity import POWER_ROWS, jacobian_norm, measure_sensitivity
@@ -21,6 +20,7 @@ from attnorm.metrics.vectors import isotropy
 from attnorm.normalizers import Normalizer, Sink, compose, get
 from tests.metrics import reference
 from tests.metrics.calls import make_call
+from tests.metrics.layer_coverage import measure_coverage
 
 
 def call(**more: object) -> AttentionCall:

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from attnorm.metrics.call import AttentionCall, stack_calls
-from attnorm.metrics.reads import coverage_sums, measure_coverage
+from attnorm.metrics.reads import coverage_sums
 from attnorm.metrics.sensitivity import directions_ahead, measure_sensitivity
 from attnorm.metrics.vectors import NULLS, NUMBERS, isotropy, measure_vectors, permutations_ahead
 from tests.metrics.as_on_gpu import as_on_gpu
 from tests.metrics.calls import HEADS, KEY_HEADS, left_padding, make_call, window
+from tests.metrics.layer_coverage import measure_coverage
 from tests.metrics.test_rows import in_float64
 from tests.metrics.test_vectors import check
 

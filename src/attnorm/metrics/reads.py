@@ -137,38 +137,14 @@ def heaviest_keys(weights: Tensor, visible: Tensor, count: int) -> tuple[Tensor,
     return torch.where(read, columns, -1), torch.where(read, values, 0.0)
 
 
-@dataclass(frozen=True)
-class LayerCoverage:
-    """Shares of the visible keys for each N, means over rows and batch; NaN if no row could be measured."""
-
-    per_head: Tensor
-    union: Tensor
-    independent: Tensor
-    rows: int
-
-
-@torch.no_grad()
-def measure_coverage(
-    call: AttentionCall, normalizers: Sequence[Choice], rows: Tensor, top_n: Sequence[int]
-) -> dict[str, LayerCoverage]:
-    """Measure the share of a row's visible keys in the top-N sets of the heads.
-
-    Keys of weight 0 are in no set. Rows with weights that are not finite are left out.
-    """
-    coverage = {}
-    for name, (sums, counts) in coverage_sums(call, normalizers, rows, top_n).items():
-        count = int(counts)
-        means = (sums[:, 0] / count if count else sums[:, 0].fill_(torch.nan)).cpu()
-        coverage[name] = LayerCoverage(means[0], means[1], means[2], count)
-    return coverage
-
-
 @torch.no_grad()
 def coverage_sums(
     call: AttentionCall, normalizers: Sequence[Choice], rows: Tensor, top_n: Sequence[int], layers: int = 1
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Return by normalizer: sums of per_head, union and independent over rows, (3, layers, N); and rows, (layers,).
 
+    Each is a share of a row's visible keys in the top-N sets of the heads. Keys of weight 0 are in no set. Rows with
+    weights that are not finite are left out.
     layers: number of layers whose heads the call has (`stack_calls` of call.py).
     """
     resolved = resolve_normalizers(call, normalizers)
