@@ -34,6 +34,10 @@ SAMPLED_ROWS = 64  # rows with the costly metrics, unless a number of rows is gi
 MIN_SAMPLED_PER_WINDOW = 8
 FAST_SAMPLED_ROWS, MIN_SAMPLED_ROWS = 16, 4  # if a number of rows is given: up to 1,024 keys, and at any length
 
+PASSAGE = "the bundled model's own passage"
+TOPICS = "pydoc_data.topics"
+DEFAULT_TEXTS = (PASSAGE, TOPICS)
+
 
 @dataclass(frozen=True, kw_only=True)
 class AnalysisSettings:
@@ -238,11 +242,6 @@ def _read_rows(value: Any) -> int | tuple[int, ...]:
 
 def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-PASSAGE = "the bundled model's own passage"
-TOPICS = "pydoc_data.topics"
-DEFAULT_TEXTS = (PASSAGE, TOPICS)
 
 
 def default_text(*, bundled: bool) -> dict[str, str]:

@@ -1,25 +1,20 @@
 """Benchmark training steps: with other normalizers against softmax, and with AttentionMonitor against without it."""
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from attnorm.bench.results import Ratio
-from attnorm.bench.timing import time_alone
-
-if TYPE_CHECKING:
-    from attnorm.training.lm.model import LMSettings  # loads transformers, which the command does not need to start
-
-import warnings
-from collections.abc import Callable
-
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from attnorm.bench.model_passes import Shape, random_model, tokens
-from attnorm.bench.timing import time_alternating
+from attnorm.bench.results import Ratio
+from attnorm.bench.timing import time_alone, time_alternating
+
+if TYPE_CHECKING:
+    from attnorm.training.lm.model import LMSettings  # loads transformers, which the command does not need to start
 
 MIN_SPEED = 0.8  # promised: times the speed of softmax
 GPT2: dict[str, Any] = {

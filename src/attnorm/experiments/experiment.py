@@ -33,6 +33,15 @@ BUNDLED = "bundled"
 ProgressCallback = Callable[[str, int, int], None]
 """Called with what is being done, how many steps of it are finished, and the total."""
 
+PAPER_MODEL = "gpt2"
+PAPER_MODEL_FULL_NAME = "openai-community/gpt2"  # the same repository
+PAPER_TEXT = "War and Peace"
+PAPER_SHAPE = {"layers": 12, "heads": 12, "head_dim": 64, "max_positions": 1024}
+# Experiments of that paper; the others test Velickovic et al., who used other models.
+PAPER_EXPERIMENTS = ("fig1", "fig2", "fig3", "fig4", "gradients", "guidelines")
+# In the first sentence of the English translations; editions put contents and prefaces before it.
+PAPER_OPENING = "Genoa and Lucca"
+
 
 @dataclass(frozen=True)
 class ExperimentFinding:
@@ -229,18 +238,6 @@ def _passages(files: tuple[Path, ...], bundled: bool) -> "list[Text]":
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"two texts are named {twice!r}; results are identified by file names: rename one")
     return texts_from({path.name: read_text(path) for path in files})
-
-
-PAPER_MODEL = "gpt2"
-PAPER_MODEL_FULL_NAME = "openai-community/gpt2"  # the same repository
-PAPER_TEXT = "War and Peace"
-PAPER_SHAPE = {"layers": 12, "heads": 12, "head_dim": 64, "max_positions": 1024}
-
-# Experiments of that paper; the others test Velickovic et al., who used other models.
-PAPER_EXPERIMENTS = ("fig1", "fig2", "fig3", "fig4", "gradients", "guidelines")
-
-# In the first sentence of the English translations; editions put contents and prefaces before it.
-PAPER_OPENING = "Genoa and Lucca"
 
 
 def default_model(*, quick: bool) -> str:

@@ -47,6 +47,12 @@ MODELS: tuple[dict[str, Any], ...] = (
     {"color": "#b0305c", "linestyle": (0, (3, 1, 1, 1, 1, 1)), "marker": "X", "markersize": 4.5, "linewidth": 1.6},
 )
 
+TEMPERATURES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+BARE = {"marker": None}
+TOP = 1e5  # the legend stands above the lines
+BELOW_LEGEND = 0.76  # of the height
+LOWEST = 1e-6
+
 
 @contextmanager
 def style() -> Iterator[None]:
@@ -82,15 +88,6 @@ def note(figure: Figure, text: str) -> None:
     """Write a line in small print at the bottom: model, text, rows."""
     # A dollar sign in the name of a model or text must not start a formula.
     figure.text(0.01, 0.008, text, fontsize=7, color=PALE, parse_math=False)
-
-
-TEMPERATURES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
-
-
-BARE = {"marker": None}
-TOP = 1e5  # the legend stands above the lines
-BELOW_LEGEND = 0.76  # of the height
-LOWEST = 1e-6
 
 
 def draw_norms(axes: Axes, norms: Floats, of: str) -> None:

@@ -27,6 +27,14 @@ from attnorm.theory.selection import at_least_float32
 
 Kind = Literal["decoder", "encoder", "cross"]
 
+LOW = -1e30
+GROUP = 16
+# Logits per block and thread: two arrays of this size fit the cache of a core. A GPU needs larger blocks.
+BLOCK_ELEMENTS = 2**19
+CUDA_BLOCK_ELEMENTS = 2**25
+MAX_THREADS = 8
+FEW_ROWS = 64  # up to this many rows, a GPU computes unneeded keys faster than the program learns which are needed
+
 
 @dataclass(frozen=True)
 class AttentionCall:
@@ -134,15 +142,6 @@ def positions_of(inputs: Inputs) -> Positions | None:
     positions = Positions.of(inputs.positions, inputs.weights_shape, inputs.q_BHQD.device)
     query, key = (t.reshape(-1, t.shape[-1]) for t in (positions.query, positions.key))
     return Positions(query, key)
-
-
-LOW = -1e30
-GROUP = 16
-# Logits per block and thread: two arrays of this size fit the cache of a core. A GPU needs larger blocks.
-BLOCK_ELEMENTS = 2**19
-MAX_THREADS = 8
-CUDA_BLOCK_ELEMENTS = 2**25
-FEW_ROWS = 64  # up to this many rows, a GPU computes unneeded keys faster than the program learns which are needed
 
 
 class LogitWorkspace:

@@ -29,6 +29,10 @@ NOT_THE_MODEL = (
     "architectures",
 )
 
+TABLE_NAMES = ("wpe", "position_embedding", "position_embeddings", "embed_positions", "pos_embed", "pos_emb")
+LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length", "n_ctx")
+SAMPLED = 4096  # values of each weight that enter the hash
+
 
 def describe(loaded: LoadedModel) -> dict[str, Any]:
     """Describe a model with plain values, ready for JSON."""
@@ -88,9 +92,6 @@ def _config_entry(config: Any, name: str) -> Any:
 
 PositionKind = Literal["learned", "sinusoidal", "rotary", "relative", "none"]
 
-TABLE_NAMES = ("wpe", "position_embedding", "position_embeddings", "embed_positions", "pos_embed", "pos_emb")
-LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length", "n_ctx")
-
 
 def longest_context(model: PreTrainedModel) -> tuple[int | None, bool]:
     """Return the number of positions of the model (None: unlimited), and whether longer inputs are impossible."""
@@ -138,7 +139,6 @@ def _offset(table: nn.Embedding) -> int:
     return 0 if table.padding_idx is None else table.padding_idx + 1
 
 
-SAMPLED = 4096  # values of each weight that enter the hash
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object in memory: another one in every process
 
 

@@ -55,6 +55,21 @@ SCRIPTS = (
     "coverage", "main",
 )  # fmt: skip
 
+LARGEST = 60_000.0  # the largest magnitude of a column is scaled to this; half precision ends at 65,504
+FEW = 256  # distinct values that fit into one byte
+LONGEST_TOKEN = 40  # characters
+MAX_KEYS = 4_000  # read keys on the page, about 25 kB; with more, each row shows fewer
+MAX_PATCHES = 120_000  # of images, which need every key: two rows of 144 heads have 57,000 for 196 patches
+# Columns for the curves of a head.
+CURVES = (
+    "n", "entropy_nats", "entropy_nats_q25", "entropy_nats_q75", "entropy_floor", "effective_keys", "max_weight",
+    "weight_ceiling", "effective_gap", "effective_gap_q25", "effective_gap_q75", "effective_gap_without_sink",
+)  # fmt: skip
+SETS = (
+    "top_n", "mass", "relative_distance", *DISTANCES, "separability", "separability_null", "separability_null_low",
+    "separability_null_high", "separability_sphere", "separability_lower", "separability_upper",
+)  # fmt: skip
+
 
 def render(analysis: Analysis, evaluation: Evaluated | None = None) -> str:
     """Return the page as HTML.
@@ -113,22 +128,8 @@ def _templates() -> Environment:
     return environment
 
 
-LARGEST = 60_000.0  # the largest magnitude of a column is scaled to this; half precision ends at 65,504
-FEW = 256  # distinct values that fit into one byte
 KEY = tuple(name for name, _ in HEAD_KEY)
-LONGEST_TOKEN = 40  # characters
-MAX_KEYS = 4_000  # read keys on the page, about 25 kB; with more, each row shows fewer
-MAX_PATCHES = 120_000  # of images, which need every key: two rows of 144 heads have 57,000 for 196 patches
 
-# Columns for the curves of a head.
-CURVES = (
-    "n", "entropy_nats", "entropy_nats_q25", "entropy_nats_q75", "entropy_floor", "effective_keys", "max_weight",
-    "weight_ceiling", "effective_gap", "effective_gap_q25", "effective_gap_q75", "effective_gap_without_sink",
-)  # fmt: skip
-SETS = (
-    "top_n", "mass", "relative_distance", *DISTANCES, "separability", "separability_null", "separability_null_low",
-    "separability_null_high", "separability_sphere", "separability_lower", "separability_upper",
-)  # fmt: skip
 _JUDGED = ["confidence", "saturation", "saturation_top_n", "saturation_excess", "saturation_low", "saturation_high"]
 
 

@@ -18,6 +18,13 @@ from typing import Any, Protocol
 
 from attnorm.sweep.plan import Item, Resources, require_known
 
+NAMES = ("local", "ray", "slurm")
+START_METHOD = "spawn"  # torch does not survive a fork
+REACH_SECONDS = 5.0
+WATCH_SECONDS = 3.0  # between two looks at the head of a Ray cluster
+MISSED_LOOKS = 3  # after which the cluster counts as lost; Ray itself ends the process after a minute
+POLL_SECONDS = 0.5
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -56,9 +63,6 @@ class Engine(Protocol):
         """Release workers. kill: do not wait for running items."""
 
 
-NAMES = ("local", "ray", "slurm")
-
-
 def open_engine(
     name: str,
     out: Path,
@@ -85,9 +89,6 @@ def open_engine(
     if name != "local":
         raise ValueError(f"expected an engine of {', '.join(NAMES)}, got {name!r}")
     return LocalEngine(resources, work, workers)
-
-
-START_METHOD = "spawn"  # torch does not survive a fork
 
 
 class LocalEngine:
@@ -190,11 +191,6 @@ def _memory_gb() -> float | None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     except (ValueError, OSError, AttributeError):
         return None
-
-
-REACH_SECONDS = 5.0
-WATCH_SECONDS = 3.0  # between two looks at the head of a Ray cluster
-MISSED_LOOKS = 3  # after which the cluster counts as lost; Ray itself ends the process after a minute
 
 
 class RayEngine:
@@ -354,9 +350,6 @@ def _check_reachable(address: str) -> None:
             f"expected a Ray cluster at {address!r}, got no answer ({error}). Start it with `ray start --head`, or "
             "correct --address or RAY_ADDRESS."
         ) from None
-
-
-POLL_SECONDS = 0.5
 
 
 class SlurmEngine:

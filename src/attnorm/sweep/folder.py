@@ -36,6 +36,13 @@ from attnorm.text import policy_hash
 RECORD, TABLE, PAGE = "sweep.json", "table.parquet", "index.html"
 FORMAT = 1
 
+HERE = Path(__file__).parent
+STATES = ("finished", "pruned", "failed", "running", "waiting")
+# What the chart shows first, if the table has it.
+FIRST_NUMBERS = ("loss", "accuracy", "entropy_ratio", "loss at 1x")
+FIRST_AXES = ("length", "learning_rate", "size", "seed")
+ROW_DIMENSIONS = ("size",)  # integers that a run itself varies
+
 
 def item_folder(out: Path, key: str) -> Path:
     return out / "items" / key
@@ -190,15 +197,6 @@ def _column(values: list[Any]) -> pa.Array:
 def plain(value: Any) -> Any:
     """A number for JSON: NaN and infinities become None."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-HERE = Path(__file__).parent
-STATES = ("finished", "pruned", "failed", "running", "waiting")
-
-# What the chart shows first, if the table has it.
-FIRST_NUMBERS = ("loss", "accuracy", "entropy_ratio", "loss at 1x")
-FIRST_AXES = ("length", "learning_rate", "size", "seed")
-ROW_DIMENSIONS = ("size",)  # integers that a run itself varies
 
 
 def write_page(

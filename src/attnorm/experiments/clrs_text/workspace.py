@@ -36,6 +36,12 @@ from attnorm.training.device import chosen_device
 SOFTMAX, ADAPTIVE = "softmax", "adaptive_temperature"
 FIRST_SEED = 0
 
+RECORDS = "clrs-text.jsonl"
+RECORD_FILES = ("clrs-text*.jsonl", "clrs-text*.jsonl.xz", "records.jsonl", "records.jsonl.xz")
+RUNS = "runs"
+LOCKS = "locks"
+SLACK = 1.1  # an item starts only if this many times its expected duration is left
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClrsPlan:
@@ -158,11 +164,6 @@ def change_plan(plan: ClrsPlan, changes: Sequence[str]) -> ClrsPlan:
     return plan
 
 
-RECORDS = "clrs-text.jsonl"
-RECORD_FILES = ("clrs-text*.jsonl", "clrs-text*.jsonl.xz", "records.jsonl", "records.jsonl.xz")
-RUNS = "runs"
-LOCKS = "locks"
-SLACK = 1.1  # an item starts only if this many times its expected duration is left
 Line = dict[str, Any]
 Log = Callable[[str], None]
 

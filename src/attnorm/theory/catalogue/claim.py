@@ -22,6 +22,12 @@ EXACTLY, NEARLY = 1 - 1e-6, 0.995
 Status = Literal["holds", "vacuous", "false"]
 Form = Literal["printed", "corrected", "added"]
 
+ROWS = 32
+KEYS = (2, 3, 4, 6, 9, 16, 33, 64)
+WIDTHS = (1, 2, 3, 8)
+HEAD_SIZE = 2
+CHOICES = 12  # of `pick`: a multiple of every number of variants that a claim has
+
 
 @dataclass(frozen=True)
 class ClaimCase:
@@ -140,13 +146,6 @@ def between(quantity: Tensor, lower: Tensor, upper: Tensor, rounding: float = 0.
 def equals(quantity: Tensor, expected: Tensor, tolerance: Tensor | float) -> Tensor:
     """Above 1 where the difference exceeds the tolerance."""
     return (quantity - expected).abs() / tolerance
-
-
-ROWS = 32
-KEYS = (2, 3, 4, 6, 9, 16, 33, 64)
-WIDTHS = (1, 2, 3, 8)
-HEAD_SIZE = 2
-CHOICES = 12  # of `pick`: a multiple of every number of variants that a claim has
 
 
 def draw_case(seed: int, sizes: CaseSizes, *, structured: bool) -> ClaimCase:

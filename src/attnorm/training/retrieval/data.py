@@ -25,6 +25,15 @@ from attnorm.text import did_you_mean
 DTYPES = ("float32", "bfloat16")
 OF_THE_PAPER = ("steps", "batch", "smallest", "largest", "width", "learning_rate", "weight_decay")
 
+CLASSES = 10
+KEY_WIDTH = 16
+QUERY_NOISE = 0.25
+COMMON_SHARE = 0.3
+STEPS_AT_ONCE = 64
+MAX_SQUEEZED = 12  # halvings
+SETS_AT_ONCE = 256
+ITEMS_AT_ONCE = 2**17  # of each model, in a test
+
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalRecipe:
@@ -95,16 +104,6 @@ class RetrievalRecipe:
     def rate_at(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""
         return self.learning_rate * (0.5 + 0.5 * math.cos(math.pi * step / self.steps) if self.cosine else 1.0)
-
-
-CLASSES = 10
-KEY_WIDTH = 16
-QUERY_NOISE = 0.25
-COMMON_SHARE = 0.3
-STEPS_AT_ONCE = 64
-MAX_SQUEEZED = 12  # halvings
-SETS_AT_ONCE = 256
-ITEMS_AT_ONCE = 2**17  # of each model, in a test
 
 
 @dataclass(frozen=True)
