@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 import attnorm
 from attnorm.models.load import load
-from attnorm.models.output_head import output_of
 from attnorm.training.lm.data import prepare, validation_windows
 from attnorm.training.lm.evaluate import predicted_loss, validation_loss
 from attnorm.training.lm.model import build_model, count_parameters, softmax_of_equal_size
@@ -77,7 +76,7 @@ def test_the_saved_folder_has_the_loss_it_says(
     first.save_pretrained(tmp_path / "again")  # transformers' own
     models = [first, load(out, device="cpu").model, attnorm.from_pretrained(tmp_path / "again", dtype=torch.float32)]
     for model in models:
-        assert output_of(model) == "mos:4"
+        assert model.get_output_embeddings().spec == "mos:4"
         assert validation_loss(model.eval(), windows, torch.device("cpu"), torch.float32) == pytest.approx(
             stated, abs=2e-5
         )

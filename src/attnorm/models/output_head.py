@@ -117,12 +117,6 @@ def set_output(model: Any, spec: str) -> None:
     setattr(model.config, OUTPUT, spec)
 
 
-def output_of(model: Any) -> str:
-    """Return the spec of a model's output layer, e.g. "mos:4", or "softmax"."""
-    head = model.get_output_embeddings()
-    return head.spec if isinstance(head, MixtureHead) else SOFTMAX
-
-
 def has_saved_output(directory: Any, **files: Any) -> bool:
     """Whether the weights of a folder or hub repository hold a mixture. files: as for read_weights."""
     return bool(_read_saved_weights(directory, files))

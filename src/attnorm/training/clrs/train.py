@@ -358,28 +358,10 @@ class ClrsRun:
         Raises:
             NotFiniteError: The loss is not finite.
         """
-        with self.in_training():
-            yield from self._steps(deadline, stop, checkpoint_every)
-
-    @contextmanager
-    def in_training(self) -> Iterator[None]:
-        """Set how attention is computed, in training and in the tests. No pass waits for the GPU."""
-        recipe = self.recipe
-        with (
-            in_training(self.model, compiled=self.compiled, attention=self.attention, dtype=recipe.dtype),
-            whole_windows(),
-        ):
-            yield
-
-    def uncompiled(self) -> AbstractContextManager[None]:
-        """Run the blocks without their graphs, to observe attention."""
-        return without_compiled_blocks(self.model, self.schedule) if self.compiled else nullcontext()
-
-    def _steps(self, deadline: float, stop: StopRequest, checkpoint_every: int | None) -> Iterator[dict[str, float]]:
-        self.model.train()
         losses: list[torch.Tensor] = []
-        memory, clock, tokens = MemoryPeak(self.accelerator.device), time.monotonic(), self.tokens
-        with (self.out / METRICS).open("a", encoding="utf-8") as log:
+        with self.in_training(), (self.out / METRICS).open("a", encoding="utf-8") as log:
+            self.model.train()
+            memory, clock, tokens = MemoryPeak(self.accelerator.device), time.monotonic(), self.tokens
             while self.step < self.recipe.steps:
                 rate = learning_rate(self.step, self.schedule)
                 loss, norm = self._update(rate)
@@ -405,6 +387,20 @@ class ClrsRun:
                 if early:
                     return
 
+    @contextmanager
+    def in_training(self) -> Iterator[None]:
+        """Set how attention is computed, in training and in the tests. No pass waits for the GPU."""
+        recipe = self.recipe
+        with (
+            in_training(self.model, compiled=self.compiled, attention=self.attention, dtype=recipe.dtype),
+            whole_windows(),
+        ):
+            yield
+
+    def uncompiled(self) -> AbstractContextManager[None]:
+        """Run the blocks without their graphs, to observe attention."""
+        return without_compiled_blocks(self.model, self.schedule) if self.compiled else nullcontext()
+
     def _update(self, rate: float) -> tuple[torch.Tensor, torch.Tensor]:
         recipe, accelerator = self.recipe, self.accelerator
         for group in self.optimizer.param_groups:
@@ -412,7 +408,8 @@ class ClrsRun:
         batch = [self.data.train[i] for i in step_indices(len(self.data.train), recipe.batch, recipe.seed, self.step)]
         answer_tokens = sum(len(example.tokens) - example.answer_from for example in batch)
         total = torch.zeros((), device=accelerator.device)
-        for part in self._parts(batch):
+        for group in groups_by_length(batch, recipe.tokens_at_once):
+            part = [batch[index] for index in group]
             examples = padded(part).to(accelerator.device)
             with accelerator.autocast():
                 logits = answer_logits(self.model, examples)
@@ -425,10 +422,6 @@ class ClrsRun:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return total, norm
-
-    def _parts(self, batch: list[EncodedExample]) -> Iterator[list[EncodedExample]]:
-        for group in groups_by_length(batch, self.recipe.tokens_at_once):
-            yield [batch[index] for index in group]
 
     def _entry(self, losses: list[torch.Tensor], rate: float, norm: torch.Tensor) -> dict[str, Any]:
         loss, length = float(torch.stack(losses).mean()), float(norm)
