@@ -139,3 +139,11 @@ def test_the_watch_sees_a_whole_map() -> None:
     watch = watched(lambda q, k, v: attnorm.normalize(q @ k.transpose(-1, -2), "entmax15") @ v, inputs())
     assert watch.largest >= MAP
     assert watch.most >= 2 * MAP
+
+
+def test_softmax_copies_no_input() -> None:
+    tensors = [t.detach() for t in inputs()]
+    with Watch() as watch:
+        attnorm.attention(*tensors, causal=True)
+    large = [elements for _, elements in watch.made.values() if elements >= LENGTH * WIDTH]
+    assert large == [LENGTH * WIDTH], "the output alone"

@@ -156,7 +156,8 @@ def _sdpa(inputs: Inputs, k: Tensor, v: Tensor, sink: Sink | None) -> Tensor:
     drop = inputs.dropout
     if inputs.mask is None and (not inputs.causal or inputs.queries == inputs.keys or inputs.queries == 1):
         if inputs.causal and inputs.queries > 1:
-            q = pad(q, (0, 0, extra, 0))  # one more query, for the sink's own row: the causal mask stays aligned
+            if extra:  # one more query, for the sink's own row: the causal mask stays aligned
+                q = pad(q, (0, 0, extra, 0))
             out = scaled_dot_product_attention(
                 q, k, v, dropout_p=drop, is_causal=True, scale=inputs.scale, enable_gqa=grouped
             )
