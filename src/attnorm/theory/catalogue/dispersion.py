@@ -18,6 +18,8 @@ SMALL = 1e-4
 DOC = "docs/theory/dispersion.md"
 
 claim = partial(Claim, family="dispersion")
+added = partial(claim, form="added", status="holds")
+corrected = partial(claim, form="corrected", status="holds")
 
 
 def _lemma1(case: ClaimCase) -> Tensor:
@@ -135,47 +137,39 @@ CLAIMS = [
         ratio=_lemma21,
         attained=(EXACTLY, EXACTLY),
     ),
-    claim(
+    corrected(
         id="lemma-2.1-sharp",
         proof=f"{DOC}#lemma-21",
         source="follows from Lemma 2.1",
-        form="corrected",
         statement="max a <= 1/(1 + (n-1) e^(-d/T)), min a >= 1/(1 + (n-1) e^(d/T)); both attained",
         domain="softmax",
-        status="holds",
         ratio=_lemma21_sharp,
         attained=(EXACTLY, EXACTLY),
     ),
-    claim(
+    added(
         id="entropy-floor",
         proof=f"{DOC}#entropy-floor",
         source="follows from Lemma 2.1",
-        form="added",
         statement="entropy >= that of k* logits at the top and n - k* at the bottom, k* in closed form",
         domain="softmax",
-        status="holds",
         ratio=_entropy_floor,
         attained=(EXACTLY,),
     ),
-    claim(
+    added(
         id="entropy-deficit",
         proof=f"{DOC}#entropy-floor",
         source="follows from Lemma 2.1",
-        form="added",
         statement="log n - entropy <= c - 1 - log c, c = d/(1 - e^-d), whatever n",
         domain="softmax",
-        status="holds",
         ratio=_entropy_deficit,
         attained=(NEARLY,),
     ),
-    claim(
+    added(
         id="horizon",
         proof=f"{DOC}#lemma-21",
         source="follows from Lemma 2.1",
-        form="added",
         statement="beyond n* = 1 + e^(d/T) keys every weight is below 1/2",
         domain="softmax",
-        status="holds",
         ratio=_horizon,
         attained=(0.999,),  # half of what the horizon is off by
     ),
@@ -189,14 +183,12 @@ CLAIMS = [
         status="holds",
         correction="effective-gap",
     ),
-    claim(
+    added(
         id="effective-gap",
         proof=f"{DOC}#theorem-22-and-the-effective-gap",
         source="follows from Lemma 2.1",
-        form="added",
         statement="0 <= G <= d/T, G = logit(max a) + log(n-1) the effective gap; its slope on log n is the rate test",
         domain="softmax",
-        status="holds",
         ratio=_effective_gap,
         attained=(None, EXACTLY, None),
     ),
@@ -224,14 +216,12 @@ CLAIMS = [
         ratio=lambda case: _proposition31(case, dispersion.proposition31_bound),
         attained=(NEARLY,),
     ),
-    claim(
+    added(
         id="proposition-3.1-tight",
         proof=f"{DOC}#proposition-31",
         source="follows from Proposition 3.1",
-        form="added",
         statement="spread <= 2 smax(Q^T K) ||y|| min over c in {0, mean x} of max ||x_i - c||",
         domain="as Proposition 3.1, heads that do not rotate q and k",
-        status="holds",
         ratio=lambda case: _proposition31(case, dispersion.proposition31_tight),
         attained=(NEARLY,),
     ),

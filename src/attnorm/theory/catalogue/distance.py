@@ -16,6 +16,8 @@ FIXED, RANDOM = f"{DOC}#theorem-1-fixed-set", f"{DOC}#theorem-1-random-set"
 RELATIVE, COROLLARY = f"{DOC}#relative-distance", f"{DOC}#corollary-2"
 
 claim = partial(Claim, family="distance")
+added = partial(claim, form="added", status="holds")
+corrected = partial(claim, form="corrected", status="holds")
 on_random_sets = partial(
     claim, domain="I uniform among the sets of N keys", sizes=CaseSizes(most_keys=6), differentiable=False
 )
@@ -126,25 +128,21 @@ CLAIMS = [
         ),
         attained=(EXACTLY,),
     ),
-    claim(
+    corrected(
         id="theorem-1-fixed-tight",
         proof=FIXED,
         source="Theorem 1 (fixed set), tightened",
-        form="corrected",
         statement="d_tilde <= sum_{i not in I} [a_i ||x_i - s/A|| + |A - a_i| ||s||/A], in O(L d)",
         domain="any set and any weights with A != 0",
-        status="holds",
         ratio=lambda case: _tight(case.selected),
         attained=(EXACTLY,),
     ),
-    claim(
+    added(
         id="theorem-1-fixed-signed",
         proof=FIXED,
         source="Theorem 1 (fixed set), tightened",
-        form="added",
         statement="the tight form with |a_i| and |A|, for rows of both signs and any sum",
         domain="any weights with A != 0",
-        status="holds",
         ratio=lambda case: _tight(_signed(case)),
         attained=(EXACTLY,),
     ),
@@ -162,25 +160,21 @@ CLAIMS = [
             distance.d_tilde(_any_set(case)), distance.theorem1_fixed_printed(_any_set(case)), ROUNDING
         ),
     ),
-    claim(
+    corrected(
         id="theorem-1-any-set-tight",
         proof=FIXED,
         source="Theorem 1 (fixed set), tightened",
-        form="corrected",
         statement="the tight form, which needs no top-N set",
         domain="any set I (tested: the N lightest keys)",
-        status="holds",
         ratio=lambda case: _tight(_any_set(case)),
         attained=(EXACTLY,),
     ),
-    claim(
+    added(
         id="relative-distance",
         proof=RELATIVE,
         source="added",
-        form="added",
         statement="d_tilde / ((L-N) ||s||) lies within sum ||y_i|| / ((L-N) ||s||) of 1: growth with L is trivial",
         domain="s != 0",
-        status="holds",
         ratio=_relative,
         attained=(EXACTLY, EXACTLY),
     ),
@@ -271,14 +265,12 @@ CLAIMS = [
         ratio=_corollary2_corrected,
         attained=(None, EXACTLY),
     ),
-    claim(
+    added(
         id="corollary-2-lower-end",
         proof=COROLLARY,
         source="Corollary 2, corrected",
-        form="added",
         statement="the c of the lower end is the best that ||sum mu_i|| and the triangle inequality give",
         domain="any row; for N >= 2 a bound that no row is known to attain",
-        status="holds",
         ratio=_corollary2_lower_end,
         differentiable=False,
     ),

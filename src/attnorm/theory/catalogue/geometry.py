@@ -30,6 +30,7 @@ PRINTED, CORRECTED = f"{DOC}#theorem-2-as-printed", f"{DOC}#corrected-moments-un
 BEYOND = f"{DOC}#beyond-the-sphere-any-vectors-from-four-moments"
 
 claim = partial(Claim, family="geometry", differentiable=False)
+added = partial(claim, form="added", status="holds")
 on_sphere = partial(claim, domain="x_i independent and uniform on a sphere, r fixed in advance")
 
 ROUNDING = 1e-12
@@ -226,14 +227,12 @@ CLAIMS = [
         sizes=CaseSizes(most_keys=6, least_width=8, least_top_n=4),
         ratio=_upper_printed_below,
     ),
-    claim(
+    added(
         id="xi-is-a-worst-case",
         proof=PRINTED,
         source="follows from Theorem 2",
-        form="added",
         statement="||Y_i|| <= xi_i for every choice of vectors, not in the mean only",
         domain="vectors on a sphere, at least delta apart",
-        status="holds",
         ratio=_xi,
         attained=(EXACTLY,),
     ),
@@ -248,70 +247,58 @@ CLAIMS = [
         ratio=_exact_law,
         attained=(EXACTLY, EXACTLY),
     ),
-    claim(
+    added(
         id="cantelli-markov",
         proof=CORRECTED,
         source="Theorem 2, corrected",
-        form="added",
         statement="r^2 < m: P <= v/(v + (m - r^2)^2); r^2 > m: P >= 1 - min(v/(v + (r^2 - m)^2), m/r^2); attained",
         domain="||Y||^2 with mean m and variance v; searched on the laws that attain them",
-        status="holds",
         ratio=_cantelli,
         attained=(EXACTLY, EXACTLY, NEARLY),
     ),
-    claim(
+    added(
         id="theorem-2-moments",
         proof=CORRECTED,
         source="Theorem 2, corrected",
-        form="added",
         statement="||Y_i||^2 has mean M^2 S2 and variance (2/d) M^4 (S2^2 - S4)",
         domain="independent directions with the second moments of the sphere",
-        status="holds",
         sizes=CaseSizes(most_keys=4, least_top_n=2, most_top_n=3),
         ratio=_isotropic_moments,
     ),
-    claim(
+    added(
         id="anisotropic-moments",
         proof=BEYOND,
         source="beyond Theorem 2",
-        form="added",
         statement="mean and variance of ||Y_i||^2 of Theorem B",
         domain="any vectors, assigned to the weights at random without repeats",
-        status="holds",
         sizes=CaseSizes(most_keys=6, least_top_n=2, most_top_n=4),
         ratio=lambda case: _row_moments(case, repeats=False),
     ),
-    claim(
+    added(
         id="anisotropic-moments-independent",
         proof=BEYOND,
         source="beyond Theorem 2",
-        form="added",
         statement="mean and variance of ||Y_i||^2 of Theorem A",
         domain="any vectors, drawn for every weight independently",
-        status="holds",
         sizes=CaseSizes(most_keys=6, least_top_n=2, most_top_n=3),
         ratio=lambda case: _row_moments(case, repeats=True),
     ),
-    claim(
+    added(
         id="theorem-2-anisotropic",
         proof=BEYOND,
         source="beyond Theorem 2",
-        form="added",
         statement="the same from the first four moments of the row's own vectors, assigned to the weights at random",
         domain="any vectors, r fixed in advance",
-        status="holds",
         sizes=CaseSizes(most_keys=4),
         ratio=_permuted,
         attained=(EXACTLY, EXACTLY),
     ),
-    claim(
+    added(
         id="theorem-2-anisotropic-independent",
         proof=BEYOND,
         source="beyond Theorem 2",
-        form="added",
         statement="the same where every weight draws its vector independently",
         domain="any vectors, r fixed in advance",
-        status="holds",
         sizes=CaseSizes(most_keys=4, most_top_n=3),
         ratio=_independent,
         attained=(EXACTLY, EXACTLY),

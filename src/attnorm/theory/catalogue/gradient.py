@@ -18,6 +18,8 @@ LEMMA2 = f"{DOC}#1-lemma-2"
 WORST = f"{DOC}#5-worst-case-of-alpha-entmax-over-all-rows-of-n-keys"
 
 claim = partial(Claim, family="gradient")
+added = partial(claim, form="added", status="holds")
+corrected = partial(claim, form="corrected", status="holds")
 
 ALPHAS = (1.2, 1.5, 1.8)
 KERNELS = 4  # functions F in _kernel
@@ -153,14 +155,12 @@ CLAIMS = [
         ratio=lambda case: _lemma2(case, gradient.lemma2_printed),
         differentiable=False,
     ),
-    claim(
+    corrected(
         id="lemma-2-corrected",
         proof=LEMMA2,
         source="Lemma 2, corrected",
-        form="corrected",
         statement="||J|| <= max|F'| sqrt(L) ||a|| / sum F, an equality where |F'| is constant",
         domain="a = F(l)/sum F(l), F >= 0",
-        status="holds",
         ratio=lambda case: _lemma2(case, gradient.lemma2_corrected),
         differentiable=False,
         attained=(EXACTLY,),
@@ -177,58 +177,48 @@ CLAIMS = [
         correction="corollary-3-corrected",
         ratio=lambda case: at_most(_softmax_norm(case), gradient.corollary3_printed(case.temperature)),
     ),
-    claim(
+    corrected(
         id="corollary-3-corrected",
         proof=f"{DOC}#2-corollary-3-softmax",
         source="Nair 2025",
-        form="corrected",
         statement="||J|| <= 1/(2T), attained",
         domain="softmax",
-        status="holds",
         ratio=lambda case: at_most(_softmax_norm(case), gradient.corollary3_corrected(case.temperature)),
         attained=(NEARLY,),
     ),
-    claim(
+    added(
         id="corollary-3-local",
         proof=f"{DOC}#2-corollary-3-softmax",
         source="added",
-        form="added",
         statement="||J|| <= max_j 2 a_j (1 - a_j)/T",
         domain="softmax",
-        status="holds",
         ratio=lambda case: at_most(_softmax_norm(case), gradient.corollary3_local(case.weights, case.temperature)),
         attained=(EXACTLY,),
     ),
-    claim(
+    added(
         id="jacobian-norm-exact",
         proof=EXACT,
         source="added",
-        form="added",
         statement="the secular equation gives ||J|| in O(L), equal to the singular value of the full matrix",
         domain="threshold maps; searched on softmax, entmax15 and sparsemax",
-        status="holds",
         ratio=_threshold_norm,
         differentiable=False,
     ),
-    claim(
+    added(
         id="kernel-norm-exact",
         proof=KERNEL,
         source="added",
-        form="added",
         statement="diagonal plus rank two: ||J|| of F/sum F in O(L), equal to the singular value of the full matrix",
         domain="a = F(l)/sum F(l), F >= 0",
-        status="holds",
         ratio=_kernel_norm,
         differentiable=False,
     ),
-    claim(
+    added(
         id="jacobian-norm-bracket",
         proof=EXACT,
         source="added",
-        form="added",
         statement="u_(2) <= T ||J|| <= min(u_(1), max 2 u (1 - u/sum u))",
         domain="entmax family; searched on softmax, entmax15 and sparsemax",
-        status="holds",
         ratio=_bracket,
         attained=(EXACTLY, EXACTLY),
     ),
@@ -245,14 +235,12 @@ CLAIMS = [
         ratio=lambda case: _gain(case, lambda epsilon, T: gradient.corollary3_printed(T)),
         differentiable=False,
     ),
-    claim(
+    corrected(
         id="figure-4-corrected",
         proof=f"{DOC}#6-finite-differences-and-random-directions",
         source="Fig. 4, corrected",
-        form="corrected",
         statement="g(T, eps) <= min{1/(2T), sqrt(2)/eps}",
         domain="softmax, any direction",
-        status="holds",
         ratio=lambda case: _gain(case, gradient.finite_difference_corrected),
         differentiable=False,
         attained=(NEARLY,),
@@ -270,14 +258,12 @@ CLAIMS = [
         ratio=lambda case: _toy(case, printed=True),
         differentiable=False,
     ),
-    claim(
+    corrected(
         id="toy-2.3-corrected",
         proof=f"{DOC}#7-the-toy-of-section-23",
         source="section 2.3, corrected",
-        form="corrected",
         statement="swapping two leading logits moves the weights by about (3 sqrt(2)/4) eps/T",
         domain="softmax, two logits far above the rest, small eps",
-        status="holds",
         ratio=lambda case: _toy(case, printed=False),
         differentiable=False,
     ),
@@ -294,14 +280,12 @@ CLAIMS = [
         ratio=lambda case: _entmax(case, lambda n, alpha: 2 ** (alpha - 2)),
         sizes=CaseSizes(least_keys=64),
     ),
-    claim(
+    added(
         id="entmax-worst-case",
         proof=WORST,
         source="added",
-        form="added",
         statement="||J|| <= max(lambda_2, lambda_n)/T for alpha-entmax over n keys, attained; at most 1/T",
         domain="1 <= alpha <= 2",
-        status="holds",
         ratio=_entmax_worst,
         attained=(NEARLY, None),
     ),
