@@ -1,4 +1,4 @@
-"""Plans for tests, and a real Ray cluster of two nodes on this machine."""
+"""Plans for tests, and a Ray cluster of two nodes on this machine, real or not."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 
 from attnorm.sweep.plan import Plan, Resources
 from tests.quick_workers import quick_workers as quick_workers
+from tests.sweep.forked_ray import forked_cluster
 from tests.sweep.hooks import items
 from tests.sweep.ray_cluster import two_nodes
 
@@ -34,7 +35,8 @@ def cluster() -> Iterator[Any]:
         yield made
 
 
-@pytest.fixture(scope="module")
-def small_cluster() -> Iterator[Any]:
-    with two_nodes(head=False) as made:
+@pytest.fixture(scope="module", params=["forks", pytest.param("ray", marks=pytest.mark.nightly)])
+def small_cluster(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A cluster of forks on every commit, of Ray itself at night."""
+    with forked_cluster() if request.param == "forks" else two_nodes(head=False) as made:
         yield made
