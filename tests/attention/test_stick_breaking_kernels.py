@@ -88,14 +88,14 @@ def test_rows_end_their_walk_only_where_nothing_is_left(shift: float, monkeypatc
 
 
 @pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize(("shift", "window"), [(-3.0, None), (0.0, None), (0.0, 200), (1e3, None)])
+@pytest.mark.parametrize(("shift", "window"), [(-3.0, None), (0.0, None), (0.0, 70), (1e3, None)])
 def test_backward_reads_the_costs_that_forward_has_kept(
     shift: float, window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the same bits as without them. A stick of the first block lasts for all keys, for some, or for one."""
     from attnorm.kernels import stick_breaking as kernels
 
-    tensors = draw((1, 2, 1, 70, 900, 16, 16), dtype)
+    tensors = draw((1, 2, 1, 70, 300, 16, 16), dtype)
     with torch.no_grad():
         tensors[0][..., :64, 0], tensors[0][..., 64:, 0], tensors[1][..., 0] = 4.0, -4.0, shift
     select = [] if window is None else attnorm.get("local", window=window).selections

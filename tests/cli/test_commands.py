@@ -1,7 +1,6 @@
 """The command line: JSON that parses, exit codes that mean what they say, errors that help."""
 
 import json
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -14,6 +13,7 @@ import attnorm
 from attnorm.bench import suites
 from attnorm.bench.results import Ratio
 from attnorm.cli import app, machine
+from tests.fresh import run_fresh
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -132,7 +132,7 @@ def test_without_a_verb_the_command_explains_itself() -> None:
 
 def test_the_installed_command_keeps_stdout_for_results() -> None:
     command = Path(sys.executable).with_name("attnorm")
-    listed = subprocess.run([command, "normalizers", "--json"], capture_output=True, text=True, check=True)
+    listed = run_fresh(f"import runpy; runpy.run_path({str(command)!r}, run_name='__main__')", "normalizers", "--json")
     assert json.loads(listed.stdout)
 
 

@@ -25,6 +25,7 @@ def blocks(text: str) -> list[str]:
 
 
 @pytest.mark.as_installed
+@pytest.mark.filterwarnings("ignore::attnorm.monitor.alerts.AttentionAlert")
 @pytest.mark.parametrize("page", [*PAGES, "start.md"])
 def test_the_examples_of_a_page_run_one_after_another(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

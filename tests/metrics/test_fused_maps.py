@@ -141,8 +141,7 @@ def test_every_number_of_every_row(name: str, kind: str, length: int) -> None:
     assert_close_to_float64(call_of(kind, length), make(name), exact_logits=kind == "huge")
 
 
-@pytest.mark.parametrize("name", MAPS)
-@pytest.mark.every_second("name", first=1)
+@pytest.mark.parametrize("name", often(MAPS))
 def test_some_rows_of_2000_keys(name: str) -> None:
     """tests/cuda has all rows, and every kind of logits."""
     assert_close_to_float64(call_of("random", 2000), make(name), torch.tensor([0, 1000, 1999]))

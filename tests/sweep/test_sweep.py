@@ -373,12 +373,14 @@ def test_a_cluster_lost_in_mid_run_is_an_error_and_finished_items_stay(
     assert [each.found for each in outcomes(Inline(tmp_path), tmp_path, 3).values()] == [True, False, False]
 
 
-def test_slurm_runs_a_plan_through_submitits_local_executor(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cluster", ["debug", pytest.param("local", marks=pytest.mark.nightly)])
+def test_slurm_runs_a_plan_through_submitit(cluster: str, tmp_path: Path) -> None:
+    """Its jobs run in this process on every commit, in one of their own at night."""
     pytest.importorskip("submitit")
     plan = plan_of(3)
     open_sweep(tmp_path, plan)
     engine = engines.open_engine(
-        "slurm", tmp_path, plan.resources, work_in(tmp_path, "slurm", 1, counted), workers=1, slurm={"cluster": "local"}
+        "slurm", tmp_path, plan.resources, work_in(tmp_path, "slurm", 1, counted), workers=1, slurm={"cluster": cluster}
     )
     assert [len(chunk) for chunk in engine.chunks(plan.items)] == [3]
     assert not [each.error for each in run_items(engine, tmp_path, plan.items, 0) if each.error]
