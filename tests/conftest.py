@@ -40,10 +40,29 @@ def pytest_configure(config: pytest.Config) -> None:
     worker = hasattr(config, "workerinput")
     if worker:
         atexit.register(os._exit, 0)
+        _send_fewer_reports(config)
     else:
         atexit.register(gc.unfreeze)  # or nanobind reports what was never freed
     if worker or not config.getoption("numprocesses", None):
         config.pluginmanager.register(importlib.import_module("tests.ground_rules"), "ground_rules")
+
+
+def _send_fewer_reports(config: pytest.Config) -> None:
+    """A worker keeps what nobody reads: setups and teardowns that passed, too short for --durations.
+
+    They are two of three reports, and half of the time that pytest-xdist takes.
+    """
+    plugins = config.pluginmanager
+    (sender,) = (one for one in plugins.get_plugins() if type(one).__name__ == "WorkerInteractor")
+    send = sender.pytest_runtest_logreport
+
+    def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+        if report.when == "call" or not report.passed or report.duration > 0.005:
+            send(report)
+
+    plugins.unregister(sender)
+    sender.pytest_runtest_logreport = pytest_runtest_logreport
+    plugins.register(sender)
 
 
 @pytest.hookimpl(tryfirst=True)  # the markers must be there before -m is applied
@@ -60,7 +79,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """From here on the garbage collector looks at what the tests make, not at the million objects before them."""
     gc.freeze()
-    gc.set_threshold(20_000, 10, 10)  # by default it takes a fiftieth of the time, half of it in hypothesis
+    gc.set_threshold(50_000, 10, 10)  # by default it takes a fiftieth of the time, half of it in hypothesis
     gc.enable()
 
 
