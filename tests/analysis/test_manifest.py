@@ -85,12 +85,12 @@ def test_merging_joins_lists_and_keeps_the_originals() -> None:
         settings=here["settings"] | {"lengths": [32, 64], "rows": 5, "normalizers": ["model", "ssmax"]},
         parts=[{"text": "t", "length": 32, "key": "l", "tokens": 32, "seconds": 1.0}],
     )
-    both = manifest.merged([here, there])
+    both = manifest.merge_manifests([here, there])
     assert both["settings"]["lengths"] == [32, 64]
     assert both["settings"]["normalizers"] == ["model", "ssmax"]
     assert both["settings"]["rows"] is None
     assert [part["key"] for part in both["parts"]] == ["k", "l"]
     assert both["texts"] == here["texts"]
     assert both["merged"] == [here, there]
-    again = manifest.merged([both, here])
+    again = manifest.merge_manifests([both, here])
     assert again["merged"] == [here, there, here]

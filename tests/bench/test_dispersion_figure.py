@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from attnorm.bench.dispersion import Curve, Dispersion, percent
-from attnorm.bench.figures import dispersion_figure, merged, save_dispersion_figure
+from attnorm.bench.figures import dispersion_figure, merge_coinciding_curves, save_dispersion_figure
 from attnorm.figures import place_labels, wrapped
 
 LENGTHS = tuple(2**power for power in range(4, 18))
@@ -65,7 +65,7 @@ def test_every_curve_is_named_with_its_settings_and_every_group_explained() -> N
 
 
 def test_curves_that_coincide_share_a_line_and_softmax_comes_first() -> None:
-    lines = merged(ORDINARY)
+    lines = merge_coinciding_curves(ORDINARY)
     assert [line.names for line in lines] == [
         ["sparsemax", "hard"],
         ["entmax α = 1.25"],

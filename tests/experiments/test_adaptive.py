@@ -17,7 +17,7 @@ from attnorm.experiments.adaptive import (
     REACH,
     REFIT,
     Adaptive,
-    acting,
+    acting_intervals,
     judge_claims,
     measure,
     versions,
@@ -40,11 +40,11 @@ def found() -> Adaptive:
 
 
 def test_the_printed_polynomial_acts_between_0849_and_5945_nats() -> None:
-    ((low, high),) = acting(EntropyRule())
+    ((low, high),) = acting_intervals(EntropyRule())
     assert (low, high) == (pytest.approx(0.849, abs=2e-3), pytest.approx(5.945, abs=2e-3))
     assert (low, high) == REACH
     assert MAX_KEYS == 381
-    ((_, end),) = acting(EntropyRule(monotone=True))
+    ((_, end),) = acting_intervals(EntropyRule(monotone=True))
     assert end == math.inf  # not where the search for it stopped
 
 

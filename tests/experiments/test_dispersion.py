@@ -10,13 +10,13 @@ import pytest
 from attnorm.experiments.dispersion.experiment import EXPERIMENT, judge_claims
 from attnorm.experiments.dispersion.measure import (
     RUNS,
-    Reach,
+    PassLengths,
     bound_shares,
+    choose_pass_lengths,
     head_table,
     kv_effect,
+    main_lengths,
     measure,
-    reach,
-    wanted,
 )
 from attnorm.experiments.experiment import ExperimentSubject, Outcome
 
@@ -130,27 +130,29 @@ def test_slopes_of_one_are_no_confirmation_of_the_theory(outcome: Outcome) -> No
     curves = {(512, RUNS): outcome.tables["by-length"]}
     groups = {"applies": False}
     verdicts = [
-        judge_claims({(512, RUNS): table}, curves, outcome.tables["ceiling"], groups, Reach(512, None))[1].verdict
+        judge_claims({(512, RUNS): table}, curves, outcome.tables["ceiling"], groups, PassLengths(512, None))[1].verdict
         for table in (flat, steep)
     ]
     assert verdicts == ["reproduces", "does not"]
 
 
-def far(main: int, limit: int | None, *, hard: bool = False, tokens: int = 10**6, longest: int | None = None) -> Reach:
-    return reach(main, limit, hard=hard, tokens=tokens, quick=False, longest=longest, model="m")
+def far(
+    main: int, limit: int | None, *, hard: bool = False, tokens: int = 10**6, longest: int | None = None
+) -> PassLengths:
+    return choose_pass_lengths(main, limit, hard=hard, tokens=tokens, quick=False, longest=longest, model="m")
 
 
 def test_the_main_pass_goes_to_the_models_limit_up_to_8192_or_as_far_as_asked() -> None:
-    assert wanted(8192, quick=False, longest=None)[-1] == 8192
-    assert wanted(131_072, quick=False, longest=None)[-1] == 8192
-    assert wanted(131_072, quick=False, longest=32_768)[-2:] == (8192, 32_768)
-    assert wanted(2048, quick=False, longest=32_768)[-1] == 2048
-    assert wanted(None, quick=False, longest=5000)[-2:] == (4096, 5000)
-    assert wanted(131_072, quick=True, longest=None)[-1] == 512
+    assert main_lengths(8192, quick=False, longest=None)[-1] == 8192
+    assert main_lengths(131_072, quick=False, longest=None)[-1] == 8192
+    assert main_lengths(131_072, quick=False, longest=32_768)[-2:] == (8192, 32_768)
+    assert main_lengths(2048, quick=False, longest=32_768)[-1] == 2048
+    assert main_lengths(None, quick=False, longest=5000)[-2:] == (4096, 5000)
+    assert main_lengths(131_072, quick=True, longest=None)[-1] == 512
 
 
 def test_beyond_its_limit_a_model_is_taken_to_twice_or_as_far_as_asked() -> None:
-    assert far(8192, 8192) == Reach(8192, 16_384)
+    assert far(8192, 8192) == PassLengths(8192, 16_384)
     assert far(8192, 8192, longest=65_536).beyond == 65_536
     assert far(8192, 8192).sentence == "Measured on 8,192 tokens, and 16,384 beyond the model's context."
 
@@ -167,7 +169,7 @@ def test_beyond_its_limit_a_model_is_taken_to_twice_or_as_far_as_asked() -> None
         (far(8192, None), "m has no fixed context length; use --longest TOKENS for more"),
     ],
 )
-def test_where_it_does_not_go_further_it_says_why(reached: Reach, why: str) -> None:
+def test_where_it_does_not_go_further_it_says_why(reached: PassLengths, why: str) -> None:
     assert reached.beyond is None
     assert reached.why_not_beyond == why
     assert reached.sentence == f"Measured on {reached.main:,} tokens ({why})."

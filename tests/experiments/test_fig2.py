@@ -11,20 +11,20 @@ from scipy import stats
 
 from attnorm.experiments.experiment import ExperimentSubject
 from attnorm.experiments.fig2.experiment import QUICK
-from attnorm.experiments.fig2.findings import explained, findings
+from attnorm.experiments.fig2.findings import explained_variance, findings
 from attnorm.experiments.fig2.measure import (
     PAIRS,
     PRINTED,
     Distances,
     Point,
     Result,
-    accepted,
     at_point,
     bootstrap_heads,
     compare,
     critical_n,
     fewer_heads,
     interval,
+    is_accepted,
     ks_p_value,
     ks_statistic,
     ks_threshold,
@@ -36,7 +36,7 @@ from attnorm.experiments.fig2.measure import (
     resampled_critical_n,
     subsampled_heads,
 )
-from attnorm.experiments.model_runs import LastRows, joined, last_rows
+from attnorm.experiments.model_runs import LastRows, join_layers, last_rows
 from attnorm.theory.distance import PowerLaw
 
 
@@ -87,14 +87,14 @@ def test_statistic_threshold_and_p_value_are_those_of_the_exact_test(heads: int)
         statistic = ks_statistic(first, second)[0]
         assert statistic == pytest.approx(exact.statistic)
         assert ks_p_value(round(statistic * heads), heads) == pytest.approx(exact.pvalue, rel=1e-6)
-        assert accepted(first, second)[0] == (exact.pvalue >= 0.01)
+        assert is_accepted(first, second)[0] == (exact.pvalue >= 0.01)
 
 
 def test_equal_samples_have_no_gap_and_three_heads_can_tell_nothing_apart() -> None:
     values = np.array([[1.0, 2.0], [1.0, 3.0], [5.0, 3.0]])
     assert ks_statistic(values, values[::-1]).tolist() == [0.0, 0.0]
     assert ks_threshold(3) == math.inf
-    assert accepted(values, values + 100).all()
+    assert is_accepted(values, values + 100).all()
 
 
 def test_critical_n_is_the_first_n_at_which_two_laws_meet() -> None:
@@ -137,8 +137,8 @@ def test_the_printed_critical_n_is_that_of_the_norms_and_not_of_random_sets(at_2
     critical = {name: critical_n(*pair(at_200), at_200.grid) for name, pair in PAIRS.items()}
     assert critical["printed"] == pytest.approx(critical["||s|| against ||x_bar||"], rel=0.25)
     assert critical["corrected, upper end"] > 5 * critical["printed"]
-    assert explained(at_200, critical["printed"]) > 0.95
-    assert math.isnan(explained(at_200, math.nan))
+    assert explained_variance(at_200, critical["printed"]) > 0.95
+    assert math.isnan(explained_variance(at_200, math.nan))
 
 
 def test_random_sets_differ_from_the_printed_expectation_and_lie_close_to_the_corrected_one() -> None:
@@ -147,7 +147,7 @@ def test_random_sets_differ_from_the_printed_expectation_and_lie_close_to_the_co
         point = at_point(synthetic(60, 200, sharpness=0.7), N, 100, torch.Generator().manual_seed(0))
         drawn = point.expected[:, None]
         assert (point.upper < 1.4 * point.expected).all()
-        assert not accepted(drawn, point.printed[:, None]).any()
+        assert not is_accepted(drawn, point.printed[:, None]).any()
 
 
 def test_fewer_heads_give_a_smaller_critical_n(at_200: Distances) -> None:
@@ -178,7 +178,7 @@ def test_permuting_keeps_the_weights_and_hidden_keys_hidden() -> None:
 
 def test_layers_put_together_give_the_same_numbers() -> None:
     layers = [*synthetic(2, 40), *synthetic(3, 40, dimension=4), *synthetic(2, 40, seed=1)]
-    together = joined(layers)
+    together = join_layers(layers)
     assert [one.heads for one in together] == [4, 3]
     grid = (1, 5, 30)
     apart, one = over_grid([layers[0], layers[2]], grid, silent), over_grid([together[0]], grid, silent)

@@ -7,7 +7,14 @@ import pytest
 import torch
 from scipy.stats import ttest_rel
 
-from attnorm.experiments.retrieval.results import against, holm, lines_of, needed_margin, predicted_right, scales_of
+from attnorm.experiments.retrieval.results import (
+    compare_with,
+    holm,
+    lines_of,
+    needed_margin,
+    predicted_right,
+    scales_of,
+)
 from attnorm.training.retrieval.data import CLASSES
 from attnorm.training.retrieval.model import normalizer_for
 from tests.experiments.retrieval_records import found, record, training
@@ -23,7 +30,7 @@ def test_differences_are_paired_by_seed_whatever_the_order() -> None:
     of = training()
     base = [record(of, 16, seed, "own", value) for seed, value in enumerate((0.5, 0.7, 0.6))]
     other = [record(of, 16, seed, "own", value) for seed, value in ((2, 0.65), (0, 0.52), (1, 0.78))]
-    found_ = against(base, {("ssmax", "own"): other}, [16])[("ssmax", "own"), 16]
+    found_ = compare_with(base, {("ssmax", "own"): other}, [16])[("ssmax", "own"), 16]
     assert found_.mean.value == pytest.approx(0.05)
     assert found_.p == pytest.approx(ttest_rel([0.52, 0.78, 0.65], [0.5, 0.7, 0.6]).pvalue)
     assert found_.p == found_.p_holm
@@ -32,8 +39,8 @@ def test_differences_are_paired_by_seed_whatever_the_order() -> None:
 def test_equal_rows_do_not_differ_and_a_single_seed_says_nothing() -> None:
     of = training()
     base = [record(of, 16, seed, "own", 0.5) for seed in range(3)]
-    assert against(base, {("a", "own"): base}, [16])[("a", "own"), 16].p == 1
-    assert against(base, {("a", "own"): base[:1]}, [16]) == {}
+    assert compare_with(base, {("a", "own"): base}, [16])[("a", "own"), 16].p == 1
+    assert compare_with(base, {("a", "own"): base[:1]}, [16]) == {}
 
 
 def test_the_correction_covers_the_rows_of_a_table_and_no_others() -> None:

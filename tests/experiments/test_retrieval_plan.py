@@ -13,7 +13,7 @@ from attnorm.experiments.retrieval.plan import (
     PAPERS_RECIPE,
     PARTS,
     collect,
-    ours,
+    our_recipe,
     plan,
 )
 from attnorm.normalizers.contract import Normalizer
@@ -51,7 +51,7 @@ def test_conditions_are_equal_within_a_comparison(quick: bool) -> None:
 def test_the_parts_are_added_and_taken_away_one_by_one() -> None:
     recipes = {one.label: one.recipe for one in plan().of("parts")}
     paper, whole = recipes[PAPERS_RECIPE], recipes[OUR_RECIPE]
-    assert whole == ours(paper)
+    assert whole == our_recipe(paper)
     for part, fields in PARTS.items():
         for name, value in fields.items():
             assert getattr(paper, name) != value

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import attnorm
-from attnorm.claims.tables import built_in_claims, claims_markdown, updated
+from attnorm.claims.tables import built_in_claims, claims_markdown, with_current_table
 from attnorm.theory import Claim, claims, geometry
 from attnorm.theory.catalogue.claim import CaseSizes, at_least, at_most, between, draw_case, equals
 from attnorm.theory.catalogue.geometry import _same_moments
@@ -73,7 +73,7 @@ def test_links_between_the_pages_of_the_theory_lead_somewhere() -> None:
 
 def test_the_table_in_the_docs_is_up_to_date() -> None:
     page = (ROOT / "docs" / "theory.md").read_text(encoding="utf-8")
-    assert page == updated(page), "run python -m attnorm.claims.tables docs/theory.md"
+    assert page == with_current_table(page), "run python -m attnorm.claims.tables docs/theory.md"
     for claim in built_in_claims():
         assert claim.id in page
 
@@ -86,7 +86,7 @@ def test_table_cells_show_their_text_as_it_is() -> None:
     (row,) = [line for line in claims_markdown([claim]).splitlines() if line.startswith("| [x]")]
     assert row == r"| [x](theory/dispersion.md) | a\_b | `\|\|J\|\| <= 1`; c\*d | holds |  |"
     with pytest.raises(ValueError, match="expected the lines"):
-        updated("# A page\n")
+        with_current_table("# A page\n")
 
 
 # A row alone is the last of its sequence: distances to its keys are others.

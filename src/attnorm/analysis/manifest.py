@@ -245,7 +245,7 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def merged(manifests: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def merge_manifests(manifests: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return one manifest for merged tables: lists are joined, settings that differ are None, see `merged`."""
     first = manifests[0]
     settings = {name: _join_values([m["settings"].get(name) for m in manifests]) for name in first["settings"]}

@@ -57,8 +57,8 @@ class TopKeys:
         return len(self.keys)
 
     def __str__(self) -> str:
-        lines = [f"layer {self.layer} head {self.head}, row {self.row} {quoted(self.token)} reads"]
-        lines += [f"{key.weight:8.3f}  {key.key:6d}  {quoted(key.token)}" for key in self.keys]
+        lines = [f"layer {self.layer} head {self.head}, row {self.row} {quote_token(self.token)} reads"]
+        lines += [f"{key.weight:8.3f}  {key.key:6d}  {quote_token(key.token)}" for key in self.keys]
         return "\n".join(lines)
 
 
@@ -81,7 +81,7 @@ def top_keys(reads: pa.Table, row: int) -> TopKeys:
     return TopKeys(entries[0]["layer"], entries[0]["head"], index, entries[0]["row_token"], keys)
 
 
-def quoted(token: str | None, longest: int = 24) -> str:
+def quote_token(token: str | None, longest: int = 24) -> str:
     """Return a token in quotation marks, on one line and without control characters."""
     return "(no text)" if token is None else f"‘{visible(token, longest)}’"
 

@@ -23,7 +23,7 @@ from attnorm.analysis.tables import (
     VERDICT_COLUMNS,
     NotMeasuredError,
     merge_runs,
-    upgraded,
+    upgrade_tables,
     with_new_metrics,
     with_optional,
 )
@@ -108,7 +108,7 @@ class Analysis:
                 f"expected the same metric groups in all runs on one text and length, got {', '.join(groups)} in some "
                 "only. Measure all of them with the same metrics, or leave one out."
             ) from error
-        return Analysis.of(tables, manifests.merged([run.manifest for run in runs]), runs[0].thresholds)
+        return Analysis.of(tables, manifests.merge_manifests([run.manifest for run in runs]), runs[0].thresholds)
 
     @property
     def tables(self) -> dict[str, pa.Table]:
@@ -231,7 +231,7 @@ class Analysis:
         tables, manifest = store.read_run(folder, manifest, written)
         if old:
             manifest = manifests.upgraded_manifest(manifest)
-            return cls.of(upgraded(tables), manifest, thresholds_of(manifest["thresholds"]))
+            return cls.of(upgrade_tables(tables), manifest, thresholds_of(manifest["thresholds"]))
         tables = with_new_metrics(with_optional(tables))
         for name, schema in ALL_SCHEMAS.items():
             expected = pa.schema([*schema, *VERDICT_COLUMNS]) if name == "heads" else schema

@@ -91,7 +91,7 @@ def write_part(folder: Path, part: Part, *, replace: bool = False) -> None:
         for name, content in contents.items():
             _write_bytes(draft / f"{name}.parquet", content)
         digests = {name: digest_of(content) for name, content in contents.items()}
-        about = sealed({"key": part.key, **part.about, _DIGESTS: digests})
+        about = with_digest({"key": part.key, **part.about, _DIGESTS: digests})
         _write_bytes(draft / _PART, json.dumps(about, indent=2).encode())
     for leftover in target.parent.glob(f".{part.key}-*"):  # earlier versions left such folders when killed
         shutil.rmtree(leftover, ignore_errors=True)
@@ -123,7 +123,7 @@ def finished_parts(folder: Path) -> int:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write JSON with a digest of its content, which `read_json` checks."""
-    write_file(path, (json.dumps(sealed(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
+    write_file(path, (json.dumps(with_digest(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise DamagedFileError(f"{path} was not written by attnorm: {error}. Choose another folder.") from error
     if not isinstance(content, dict):
         raise DamagedFileError(f"{path} was not written by attnorm: it holds no JSON object. Choose another folder.")
-    return unsealed(path, content)
+    return without_digest(path, content)
 
 
 def write_table(path: Path, table: pa.Table) -> str:
@@ -176,13 +176,13 @@ def check_digest(path: Path, content: bytes, expected: str | None) -> None:
         )
 
 
-def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+def with_digest(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content with a digest of all its other entries."""
     plain = {name: value for name, value in content.items() if name != _SEAL}
     return {**plain, _SEAL: _seal_of(plain)}
 
 
-def unsealed(path: Path, content: dict[str, Any]) -> dict[str, Any]:
+def without_digest(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     """Return the content without its digest; raise DamagedFileError if the digest does not match."""
     if _SEAL not in content:
         return content
@@ -271,7 +271,7 @@ class FinishedLayers:
             "sizes": {name: len(stream) for name, stream in streams.items()},
             "digest": digest_of(body),
         }
-        self._waiting[_name(number)] = json.dumps(sealed(about)).encode() + b"\n" + body
+        self._waiting[_name(number)] = json.dumps(with_digest(about)).encode() + b"\n" + body
         if self._now() - self._written >= SECONDS_BETWEEN_WRITES:
             self.write()
 
@@ -302,7 +302,7 @@ def _read(path: Path) -> tuple[dict[str, Any], bytes]:
     if not isinstance(about, dict) or "digest" not in about:
         raise DamagedFileError("no JSON line with a digest")
     check_digest(path, body, about["digest"])
-    return unsealed(path, about), body
+    return without_digest(path, about), body
 
 
 def _stream(table: pa.Table) -> bytes:

@@ -273,7 +273,7 @@ def _with_new_metrics(name: str, table: pa.Table) -> pa.Table:
 ADDED_IN_3 = ("blocks", "windows")
 
 
-def upgraded(tables: Mapping[str, pa.Table]) -> dict[str, pa.Table]:
+def upgrade_tables(tables: Mapping[str, pa.Table]) -> dict[str, pa.Table]:
     """Return tables of version 2 with the columns of the current version."""
     return {
         **{name: _upgrade_columns(name, table) for name, table in tables.items()},

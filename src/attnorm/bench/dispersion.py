@@ -82,7 +82,7 @@ class Dispersion:
 def dispersion_table(dispersion: Dispersion) -> RenderableType:
     """Return the terminal table, with five of the lengths."""
     lengths = dispersion.curves[0].lengths if dispersion.curves else ()
-    columns = shown(lengths)
+    columns = printed_lengths(lengths)
     table = Table(
         title=f"Weight a clear winner keeps among n keys\n{dispersion.setting}",
         caption=_caption(dispersion, lengths[-1] if lengths else 0),
@@ -107,7 +107,7 @@ def _caption(dispersion: Dispersion, longest: int) -> str:
     return f"At {longest:,} keys - {verdicts}. {draws}Rows that sum to more than 1 are divided by their sum."
 
 
-def shown(lengths: tuple[int, ...]) -> list[int]:
+def printed_lengths(lengths: tuple[int, ...]) -> list[int]:
     """Return the indices of about five lengths to print, including the first and the last."""
     return sorted({round(i * (len(lengths) - 1) / 4) for i in range(5)}) if lengths else []
 

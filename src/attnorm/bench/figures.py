@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from attnorm.bench.dispersion import MEANING, Curve, Dispersion, Verdict, percent, shown
+from attnorm.bench.dispersion import MEANING, Curve, Dispersion, Verdict, percent, printed_lengths
 from attnorm.bench.results import Growth
 from attnorm.figures import INK, LETTERING, PALE, place_labels, save_figure_files, wrapped
 
@@ -71,7 +71,7 @@ def dispersion_figure(dispersion: Dispersion) -> Figure:
     axes = figure.add_axes((0.07, 0.135, 0.525, 0.69))
     lengths = dispersion.curves[0].lengths
     _draw_dispersion_axes(axes, lengths)
-    lines = merged(dispersion)
+    lines = merge_coinciding_curves(dispersion)
     for line in sorted(lines, key=lambda line: (line.is_softmax, line.shape.verdict == "stays")):
         _draw_line(axes, line)
     _label_ends(axes, lines)
@@ -80,7 +80,7 @@ def dispersion_figure(dispersion: Dispersion) -> Figure:
     return figure
 
 
-def merged(dispersion: Dispersion) -> list[DispersionLine]:
+def merge_coinciding_curves(dispersion: Dispersion) -> list[DispersionLine]:
     """Return the lines to draw, from the most to the least weight kept."""
     lines: list[list[Curve]] = []
     for _, curves in dispersion.groups():
@@ -103,7 +103,7 @@ def _draw_dispersion_axes(axes: Axes, lengths: tuple[int, ...]) -> None:
     axes.set_yscale("log")
     axes.set_xlim(lengths[0], lengths[-1])
     axes.set_ylim(FLOOR, CEILING)
-    ticks = [lengths[index] for index in shown(lengths)]
+    ticks = [lengths[index] for index in printed_lengths(lengths)]
     axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
     axes.set_xticks([], minor=True)
     shares = [1.0, 0.1, 0.01, 0.001, 1e-4, 1e-5]

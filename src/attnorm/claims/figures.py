@@ -36,7 +36,7 @@ def save_frontier_figure(placed: Frontier, folder: Path) -> list[Path]:
     return save_figure_files(partial(frontier_figure, placed), folder, "frontier")
 
 
-def merged(placed: Frontier) -> list[list[str]]:
+def groups_of_equal_effort(placed: Frontier) -> list[list[str]]:
     """Group names with the same effort at every length and weight, from the least to the most effort."""
     groups: list[list[str]] = []
     for name in placed.names:
@@ -59,7 +59,7 @@ def _coincide(placed: Frontier, first: str, other: str) -> bool:
 
 def frontier_figure(placed: Frontier) -> Figure:
     figure = Figure(figsize=(12.8, 6.4), facecolor="white")
-    groups = merged(placed)
+    groups = groups_of_equal_effort(placed)
     top = 1.08 * max(point.effort for point in placed.points)
     count = len(placed.weights)
     wide = 0.635 / count
@@ -225,8 +225,8 @@ def _draw_tightness_axes(axes: Axes, rows: int) -> None:
 
 def _draw_bounds(axes: Axes, finding: Finding, height: float, colour: str, *, hollow: bool) -> None:
     assert finding.tightness is not None
-    low, middle, high = (shown(value) for value in finding.tightness)
-    worst = shown(finding.worst_ratio)
+    low, middle, high = (limit_to_edges(value) for value in finding.tightness)
+    worst = limit_to_edges(finding.worst_ratio)
     broken = finding.worst_ratio > 1 + ROUNDING
     bar: dict[str, Any] = {"solid_capstyle": "butt", "linewidth": 6.5 if not hollow else 5.0}
     axes.plot([low, high], [height, height], color=colour, alpha=0.45 if hollow else 0.75, **bar)
@@ -236,7 +236,7 @@ def _draw_bounds(axes: Axes, finding: Finding, height: float, colour: str, *, ho
     axes.plot(worst, height, color=BROKEN if broken else colour, markeredgewidth=0 if broken else 1.8, **mark)
 
 
-def shown(ratio: float) -> float:
+def limit_to_edges(ratio: float) -> float:
     """Return the ratio as it is drawn, limited to the edges."""
     return MAX_RATIO if math.isinf(ratio) and ratio > 0 else min(max(ratio, MIN_RATIO), MAX_RATIO)
 

@@ -76,12 +76,12 @@ def _cells(finding: Finding) -> tuple[str | Text, ...]:
         f"{finding.violations:,}" if finding.violations else "",
         number(finding.worst_ratio),
         tightness,
-        located(finding.counterexample) if finding.counterexample else "",
+        format_location(finding.counterexample) if finding.counterexample else "",
         verdict,
     )
 
 
-def located(counterexample: Counterexample) -> str:
+def format_location(counterexample: Counterexample) -> str:
     """Return the location: n = 2, N = 1, d = 1, T = 0.5, 0:2:17, where the last three are seed, round and row."""
     where = f"{counterexample.seed}:{counterexample.round}:{counterexample.row}"
     size = f"n={counterexample.keys} N={counterexample.top_n} d={counterexample.width}"
@@ -297,7 +297,7 @@ def built_in_claims() -> list[Claim]:
     return [claim for claim in claims() if claim.family not in ("normalizers", "frontier") or claim.id in names]
 
 
-def updated(page: str) -> str:
+def with_current_table(page: str) -> str:
     """Return the page with the current table."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -308,4 +308,4 @@ def updated(page: str) -> str:
 
 if __name__ == "__main__":
     path = Path(sys.argv[1])
-    path.write_text(updated(path.read_text(encoding="utf-8")), encoding="utf-8")
+    path.write_text(with_current_table(path.read_text(encoding="utf-8")), encoding="utf-8")

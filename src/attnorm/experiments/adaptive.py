@@ -32,10 +32,10 @@ from attnorm.experiments.model_runs import (
     AS_IT_RUNS,
     SampledRows,
     WindowMean,
+    judge_loss_change,
     losses,
     mean,
     sample_rows,
-    weighed,
     windows_of,
 )
 from attnorm.normalizers.adaptive_temperature import MIN_ENTROPY, EntropyRule, adaptive_temperature, fit
@@ -80,7 +80,7 @@ def versions(rows: SampledRows, seed: int) -> dict[str, EntropyRule]:
     return rules
 
 
-def acting(rule: EntropyRule, highest: float = 12.0) -> list[tuple[float, float]]:
+def acting_intervals(rule: EntropyRule, highest: float = 12.0) -> list[tuple[float, float]]:
     """Return the intervals of entropy with beta > 1; one that reaches the highest, e^12 keys, ends at infinity."""
     H = torch.linspace(0, highest, 12_001, dtype=torch.float64)
     above = (rule.beta(H) > 1).numpy()
@@ -88,7 +88,7 @@ def acting(rule: EntropyRule, highest: float = 12.0) -> list[tuple[float, float]
     return [(float(H[a]), float(H[b]) if b < len(H) else math.inf) for a, b in edges.reshape(-1, 2)]
 
 
-REACH = acting(EntropyRule())[0]  # of the printed polynomial, in nats
+REACH = acting_intervals(EntropyRule())[0]  # of the printed polynomial, in nats
 MAX_KEYS = int(math.exp(REACH[1]))  # beyond it uniform rows are not corrected
 
 
@@ -149,7 +149,7 @@ def judge_claims(adaptive: Adaptive) -> tuple[ExperimentFinding, ...]:
     shares = [float(np.mean(part)) for part in (low >= H, (low < H) & (high > H), high <= H)]
     reached = bool(long.any()) and float(np.mean(H[long] >= high)) <= 0.01
     after = {name: float(np.median(values[1])) for name, values in adaptive.after.items()}
-    harm, how_sure = weighed(adaptive.change(PRINTED), LITTLE, MUCH)
+    harm, how_sure = judge_loss_change(adaptive.change(PRINTED), LITTLE, MUCH)
     too_flat = (
         f"{float(np.mean(H[long] >= high)):.0%} of the rows of more than {MAX_KEYS} keys are too flat for it"
         if long.any()
@@ -195,7 +195,9 @@ def judge_claims(adaptive: Adaptive) -> tuple[ExperimentFinding, ...]:
 
 
 def _describe_intervals(rule: EntropyRule) -> str:
-    phrases = [f"from {a:.2f} nats on" if math.isinf(b) else f"for {a:.2f} to {b:.2f} nats" for a, b in acting(rule)]
+    phrases = [
+        f"from {a:.2f} nats on" if math.isinf(b) else f"for {a:.2f} to {b:.2f} nats" for a, b in acting_intervals(rule)
+    ]
     return " and ".join(phrases) or "nowhere"
 
 
@@ -204,7 +206,7 @@ def table(adaptive: Adaptive) -> pa.Table:
     rows = []
     for name, rule in adaptive.rules.items():
         beta = rule.beta(torch.from_numpy(adaptive.entropy)).numpy()
-        where = acting(rule)
+        where = acting_intervals(rule)
         rows.append(
             {
                 "version": name, "coefficients": str(tuple(round(c, 4) for c in rule.coefficients)),

@@ -144,7 +144,7 @@ def last_rows(
     return layers
 
 
-def joined(layers: Sequence[LastRows]) -> list[LastRows]:
+def join_layers(layers: Sequence[LastRows]) -> list[LastRows]:
     """Concatenate layers of the same shape: the same numbers from fewer and larger operations."""
     by_shape: dict[tuple[torch.Size, torch.Size], list[LastRows]] = {}
     for layer in layers:
@@ -248,7 +248,7 @@ def mean(values: Floats) -> WindowMean:
     return WindowMean(float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values))), len(values))
 
 
-def weighed(change: WindowMean, little: float, much: float) -> tuple[Verdict, str]:
+def judge_loss_change(change: WindowMean, little: float, much: float) -> tuple[Verdict, str]:
     """Judge whether a loss stays the same: "reproduces" below `little`, "does not" above `much`, else "partly".
 
     little, much: changes in nats per token. Also return the interval in words.

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from attnorm.analysis.compare import CHANGE_METRICS, METRICS, Change, Comparison, Side
 from attnorm.analysis.manifest import input_word
-from attnorm.analysis.reads import TopKeys, quoted, top_keys
+from attnorm.analysis.reads import TopKeys, quote_token, top_keys
 from attnorm.analysis.result import Analysis, measured_on
 from attnorm.analysis.tables import HEAD_KEY
 from attnorm.analysis.verdicts import representative_rows
@@ -238,7 +238,7 @@ def _position(position: int, token: str | None, head: Row, picture: Mapping[str,
             return f"{position}"
         place = f"row {patch // columns + 1}, column {patch % columns + 1}" if patch >= 0 else "no patch"
         return f"{position} ({place})"
-    return f"{position}" if token is None else f"{position} {quoted(token, LONGEST_TOKEN)}"
+    return f"{position}" if token is None else f"{position} {quote_token(token, LONGEST_TOKEN)}"
 
 
 def _sharpness(row: Row) -> float:

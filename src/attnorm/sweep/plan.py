@@ -55,7 +55,7 @@ class Item:
 
     @property
     def label(self) -> str:
-        return ", ".join(f"{name} {shown(value)}" for name, value in self.varied.items()) or self.command
+        return ", ".join(f"{name} {format_value(value)}" for name, value in self.varied.items()) or self.command
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -155,7 +155,7 @@ def make_item(task: Task, values: Mapping[str, Any], varied: Mapping[str, Any], 
         read[name], identity[name] = _read_value(name, value, task.parameters[name], folder)
     task.check(read)
     key = settings_hash({"command": task.command, "values": identity})[:ID_LENGTH]
-    return Item(key, task.command, read, {name: shown(value) for name, value in varied.items()})
+    return Item(key, task.command, read, {name: format_value(value) for name, value in varied.items()})
 
 
 def _read_value(name: str, value: Any, kind: str, folder: Path) -> tuple[Any, Any]:
@@ -247,12 +247,12 @@ def read_resources(where: str, table: Mapping[str, Any]) -> Resources:
     return Resources(**table)
 
 
-def shown(value: Any) -> Any:
+def format_value(value: Any) -> Any:
     """A value of the grid as a cell of a table: files without their folders, recipes as text."""
     if isinstance(value, dict):
         return " ".join(f"{key}:{element}" for key, element in value.items())
     if isinstance(value, list):
-        return ", ".join(str(shown(element)) for element in value)
+        return ", ".join(str(format_value(element)) for element in value)
     return (
         Path(value).name
         if isinstance(value, str) and "/" in value and value.endswith((".txt", ".xz", SUFFIX))

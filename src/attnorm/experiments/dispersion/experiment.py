@@ -24,17 +24,17 @@ from attnorm.experiments.dispersion.measure import (
     QUICK_LENGTHS,
     RUNS,
     Key,
-    Reach,
+    PassLengths,
     bins,
     bound_shares,
+    choose_pass_lengths,
     column,
     head_table,
     kv_effect,
+    main_lengths,
     measure,
     median,
-    reach,
     share,
-    wanted,
 )
 from attnorm.experiments.experiment import (
     Experiment,
@@ -52,10 +52,10 @@ AS_1_OVER_N, NOT_AT_ALL = -0.9, -0.1  # exponents of the largest weight's fall
 def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
     limit, hard = longest_context(subject.loaded().model)
     quick, longest = subject.quick, subject.longest
-    main = subject.lengths(wanted(limit, quick=quick, longest=longest))[-1]
+    main = subject.lengths(main_lengths(limit, quick=quick, longest=longest))[-1]
     tokens = subject.tokens(max(2 * (limit or main), longest or 0))
     name = subject.loaded().name
-    far = reach(main, limit, hard=hard, tokens=tokens, quick=quick, longest=longest, model=name)
+    far = choose_pass_lengths(main, limit, hard=hard, tokens=tokens, quick=quick, longest=longest, model=name)
     rows = 96 if subject.quick else 384
     passes = [measure(subject, progress, main, rows, parts)]
     if far.beyond is not None:
@@ -123,7 +123,7 @@ def judge_claims(
     curves: Mapping[Key, pa.Table],
     ceilings: pa.Table,
     groups: Mapping[str, Any],
-    reach: Reach,
+    reach: PassLengths,
 ) -> tuple[ExperimentFinding, ...]:
     main = reach.main
     table = heads[main, RUNS]
@@ -139,7 +139,7 @@ def judge_claims(
     )
 
 
-def summary(heads: Mapping[Key, pa.Table], ceilings: pa.Table, reach: Reach) -> str:
+def summary(heads: Mapping[Key, pa.Table], ceilings: pa.Table, reach: PassLengths) -> str:
     main = reach.main
     table = heads[main, RUNS]
     slopes = column(table, "gap_slope")

@@ -36,7 +36,7 @@ TABLES = ("heads", "by_length")
 
 
 @dataclass(frozen=True)
-class Reach:
+class PassLengths:
     """Tokens of the main pass and of one beyond the model's context, and the reasons if they are not longer."""
 
     main: int
@@ -53,7 +53,7 @@ class Reach:
         return f"Measured on {self.main:,} tokens{further}{why}."
 
 
-def wanted(limit: int | None, *, quick: bool, longest: int | None) -> tuple[int, ...]:
+def main_lengths(limit: int | None, *, quick: bool, longest: int | None) -> tuple[int, ...]:
     """Return lengths for the main pass; the last is preferred.
 
     limit: context length of the model; None: any length. longest: the option of the user.
@@ -65,16 +65,16 @@ def wanted(limit: int | None, *, quick: bool, longest: int | None) -> tuple[int,
     return (*(length for length in LENGTHS if length < most), most)
 
 
-def reach(
+def choose_pass_lengths(
     main: int, limit: int | None, *, hard: bool, tokens: int, quick: bool, longest: int | None, model: str
-) -> Reach:
+) -> PassLengths:
     """Decide whether there is a pass beyond the model's context, and give the reason if not.
 
     main: length of the main pass. hard: the model cannot exceed its limit. tokens: of the text, at least.
     """
     if limit is None:
         further = "" if quick or longest is not None else "; use --longest TOKENS for more"
-        return Reach(main, None, "", f"{model} has no fixed context length{further}")
+        return PassLengths(main, None, "", f"{model} has no fixed context length{further}")
     if main < limit:
         context_phrase = f"{model} has a context of {limit:,}"
         if quick:
@@ -83,17 +83,17 @@ def reach(
             why = f"{context_phrase}, and the text ends at {tokens:,}"
         else:
             why = f"{context_phrase}: use --longest {limit if hard else 2 * limit}"
-        return Reach(main, None, why, why)
+        return PassLengths(main, None, why, why)
     if hard:
-        return Reach(main, None, "", f"{model} has no positions beyond {limit:,}")
+        return PassLengths(main, None, "", f"{model} has no positions beyond {limit:,}")
     if quick:
-        return Reach(main, None, "", "--quick does not exceed the model's context")
+        return PassLengths(main, None, "", "--quick does not exceed the model's context")
     beyond = 2 * limit if longest is None else longest
     if beyond <= limit:
-        return Reach(main, None, "", f"--longest {longest} does not exceed the model's context")
+        return PassLengths(main, None, "", f"--longest {longest} does not exceed the model's context")
     if tokens < beyond:
-        return Reach(main, None, "", f"the text ends at {tokens:,} tokens, and {beyond:,} are needed")
-    return Reach(main, beyond)
+        return PassLengths(main, None, "", f"the text ends at {tokens:,} tokens, and {beyond:,} are needed")
+    return PassLengths(main, beyond)
 
 
 def head_table(tables: Mapping[str, pa.Table]) -> pa.Table:

@@ -40,7 +40,7 @@ from attnorm.experiments.fig2.measure import (
     over_grid,
 )
 from attnorm.experiments.figure_style import CORRECTED, INK, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
-from attnorm.experiments.model_runs import LastRows, joined, last_rows
+from attnorm.experiments.model_runs import LastRows, join_layers, last_rows
 from attnorm.metrics.vectors import Vectors
 
 PANEL_NS = (1, 5, 10, 20, 100)
@@ -118,7 +118,7 @@ def _layers(
     subject: ExperimentSubject, length: int, progress: ProgressCallback, start: int = 0, vectors: Vectors = "values"
 ) -> list[LastRows]:
     layers = last_rows(subject, length, progress=progress, start=start, vectors=vectors)
-    return joined(layers_with_all_keys(layers, length))
+    return join_layers(layers_with_all_keys(layers, length))
 
 
 def _measure_grid(layers: list[LastRows], sizes: Fig2Sizes, progress: ProgressCallback, what: str) -> Distances:

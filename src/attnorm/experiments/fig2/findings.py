@@ -41,7 +41,7 @@ def findings(result: Result) -> tuple[ExperimentFinding, ...]:
 def summary(result: Result) -> str:
     printed, upper, lower = (result.critical(name) for name in (PRINTED, UPPER, LOWER))
     L = result.length
-    reason = explained(result.at_panel, printed.top_n)
+    reason = explained_variance(result.at_panel, printed.top_n)
     if math.isnan(printed.top_n):
         return f"At L = {L} the test distinguishes the printed expectation from the distance at every N."
     return (
@@ -57,7 +57,7 @@ def summary(result: Result) -> str:
     )
 
 
-def explained(distances: Distances, top_n: float) -> float:
+def explained_variance(distances: Distances, top_n: float) -> float:
     """Return the share of the variance of log(printed / d_tilde) over heads that log(||x_bar|| / ||s||) explains."""
     if math.isnan(top_n):
         return math.nan
@@ -219,10 +219,9 @@ def _judge_meaning(result: Result) -> ExperimentFinding:
         f"{expected:.0%} of the distance (KS statistic {_ks(distances.measured, distances.upper, column):.2f}, "
         "threshold "
         f"{ks_threshold(distances.heads):.2f}); ||s|| against ||x_bar|| alone gives N = {norms.top_n:g} and explains "
-        f"{_format_share(explained(distances, printed.top_n))} of the variance of log(printed / measured); permuted "
-        "weights give "
-        f"N = {result.permuted_critical[PRINTED]:g}; random sets are distinguished from the printed expectation at "
-        f"{sum(rejected)} of {len(rejected)} N",
+        f"{_format_share(explained_variance(distances, printed.top_n))} of the variance of log(printed / measured); "
+        f"permuted weights give N = {result.permuted_critical[PRINTED]:g}; random sets are distinguished from the "
+        f"printed expectation at {sum(rejected)} of {len(rejected)} N",
         "does not" if expected < 0.8 else "partly",
         "The printed critical N measures top-N mass, not indistinguishability from random selection.",
     )

@@ -208,14 +208,14 @@ def _log_choose(n: int, k: int) -> float:
     return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
 
 
-def accepted(first: Floats, second: Floats, level: float = LEVEL) -> npt.NDArray[np.bool_]:
+def is_accepted(first: Floats, second: Floats, level: float = LEVEL) -> npt.NDArray[np.bool_]:
     """Return for each N whether the test does not distinguish the two."""
     return ks_statistic(first, second) < ks_threshold(len(first), level)
 
 
 def critical_n(first: Floats, second: Floats, grid: tuple[int, ...], level: float = LEVEL) -> float:
     """Return the smallest N of the grid at which the test accepts; NaN if it never does."""
-    accepting = np.flatnonzero(accepted(first, second, level))
+    accepting = np.flatnonzero(is_accepted(first, second, level))
     return float(grid[accepting[0]]) if len(accepting) else math.nan
 
 
@@ -228,7 +228,7 @@ def resampled_critical_n(
 
 def rejection_rates(first: Floats, second: Floats, resamples: npt.NDArray[np.int64], level: float = LEVEL) -> Floats:
     """Return the power of the test at each N: the share of resamples in which it rejects."""
-    return np.asarray(1 - np.mean([accepted(first[heads], second[heads], level) for heads in resamples], axis=0))
+    return np.asarray(1 - np.mean([is_accepted(first[heads], second[heads], level) for heads in resamples], axis=0))
 
 
 def bootstrap_heads(heads: int, size: int, draws: int, seed: int) -> npt.NDArray[np.int64]:
@@ -252,7 +252,7 @@ def interval(values: Floats, confidence: float = 0.95) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def middle(values: Floats) -> float:
+def finite_median(values: Floats) -> float:
     """Return the median without NaN; NaN if there are no other values."""
     kept = values[np.isfinite(values)]
     return float(np.median(kept)) if len(kept) else math.nan
@@ -337,7 +337,7 @@ def compare(pair: str, distances: Sequence[Distances], draws: int, seed: int) ->
         first, second = PAIRS[pair](measured)
         drawn = resampled_critical_n(first, second, measured.grid, resamples)
         resampled.append(drawn)
-        accepts = [N for N, yes in zip(measured.grid, accepted(first, second), strict=True) if yes]
+        accepts = [N for N, yes in zip(measured.grid, is_accepted(first, second), strict=True) if yes]
         critical = critical_n(first, second, measured.grid)
         points.append(Critical(measured.length, critical, interval(drawn), max(accepts, default=0)))
     lengths = tuple(measured.length for measured in distances)
@@ -357,7 +357,7 @@ def fewer_heads(distances: Distances, draws: int, seed: int) -> list[dict[str, f
             power = rejection_rates(first, second, bootstrap_heads(distances.heads, size, draws, seed + 1))
             rows.append(
                 {
-                    "compared": pair, "heads": size, "critical_n": middle(drawn), "low": low, "high": high,
+                    "compared": pair, "heads": size, "critical_n": finite_median(drawn), "low": low, "high": high,
                     "power_at_5": float(power[distances.column(PANEL_N)]), "resolution": ks_threshold(size),
                 }
             )  # fmt: skip

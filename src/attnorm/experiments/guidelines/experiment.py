@@ -49,7 +49,7 @@ from attnorm.experiments.guidelines.measure import (
     Selected,
     measure,
 )
-from attnorm.experiments.model_runs import weighed
+from attnorm.experiments.model_runs import judge_loss_change
 
 Answer = Literal["yes", "partly", "no"]
 AS_VERDICT: dict[Answer, Verdict] = {"yes": "reproduces", "partly": "partly", "no": "does not"}
@@ -102,7 +102,7 @@ def _judge_active_set(selected: Selected) -> ExperimentFinding:
     index = SHARES.index(PAPERS_SHARE)
     lost, most = (selected.change(share) for share in (PAPERS_SHARE, SHARES[-1]))
     fading = [selected.separability[position] - selected.null[position] for position in (0, index, -1)]
-    verdict, phrase = weighed(lost, LITTLE, MUCH)
+    verdict, phrase = judge_loss_change(lost, LITTLE, MUCH)
     return ExperimentFinding(
         "Keep the active set small: beyond about 0.06 L more tokens yield vanishing returns (guideline 1)",
         f"{AS_ANSWER[verdict]}: with only the heaviest 6 % of the keys of each row ({MIN_KEYS} at least) the loss "

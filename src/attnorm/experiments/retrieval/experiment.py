@@ -64,7 +64,7 @@ def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> 
     return Outcome(
         summary=summary(numbers, _missing(entries), quick=subject.quick),
         findings=findings(numbers, quick=subject.quick),
-        figures=figures.drawn(lines, scales, about),
+        figures=figures.draw_figures(lines, scales, about),
         tables={"accuracy": accuracy_table(lines), "scale": scale_table(scales)},
         parameters={
             "seeds": list(retrieval_plan.seeds),

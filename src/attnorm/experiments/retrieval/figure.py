@@ -35,7 +35,7 @@ TASKS: dict[Section, tuple[str, str, str]] = {
 }
 
 
-def drawn(lines: Sequence[RetrievalLine], scales: Sequence[Scale], about: str) -> dict[str, Figure]:
+def draw_figures(lines: Sequence[RetrievalLine], scales: Sequence[Scale], about: str) -> dict[str, Figure]:
     """Draw the figures for which there are numbers; return them by file stem."""
     figures = {"accuracy": accuracy(lines, about)}
     if any(line.section == "parts" for line in lines):

@@ -102,14 +102,14 @@ def plan(*, quick: bool = False, only: Sequence[str] = (), seed: int = 0) -> Ret
     other_tasks = [name for name in names if _name(name) in OTHER_TASKS]
     # With a constant rate the result would be dominated by its noise in the weights.
     falling = replace(paper, steps=6000, cosine=True)
-    long = {PAPERS_RECIPE: paper, "best": replace(ours(paper), **BEST)}
+    long = {PAPERS_RECIPE: paper, "best": replace(our_recipe(paper), **BEST)}
     trainings = [
         *_plan_trainings("paper", names, "max", paper, sizes),
         *(
             Training("parts", label, "max", BASELINE, recipe, full_trials)
             for label, recipe in _recipes_by_part(paper).items()
         ),
-        *_plan_trainings("ours", [name for name in names if name != "hard"], "max", ours(paper), sizes),
+        *_plan_trainings("ours", [name for name in names if name != "hard"], "max", our_recipe(paper), sizes),
         *_plan_trainings("recall", other_tasks, "recall", falling, SIZES),
         *_plan_trainings("majority", other_tasks, "majority", falling, SIZES),
         *(
@@ -120,7 +120,7 @@ def plan(*, quick: bool = False, only: Sequence[str] = (), seed: int = 0) -> Ret
     return RetrievalPlan(tuple(range(seed, seed + 10)), tuple(trainings))
 
 
-def ours(paper: RetrievalRecipe) -> RetrievalRecipe:
+def our_recipe(paper: RetrievalRecipe) -> RetrievalRecipe:
     return replace(paper, **{name: value for part in PARTS.values() for name, value in part.items()})
 
 
@@ -158,7 +158,7 @@ def _plan_trainings(
 
 def _recipes_by_part(paper: RetrievalRecipe) -> dict[str, RetrievalRecipe]:
     """Return the paper's recipe, each part of ours alone, ours without each part, ours, and its extensions."""
-    full_recipe = ours(paper)
+    full_recipe = our_recipe(paper)
     recipes = {PAPERS_RECIPE: paper}
     recipes |= {f"+ {part}": replace(paper, **fields) for part, fields in PARTS.items()}
     for part in PARTS:

@@ -106,10 +106,10 @@ def lines_of(entries: Sequence[TrainingRecords]) -> list[RetrievalLine]:
             (entry.training.label, name): entry.tested_with(name)
             for entry in members
             for name in entry.training.trials.names
-            if compared(entry.training, name) and (entry is not first or name != OWN)
+            if is_in_tables(entry.training, name) and (entry is not first or name != OWN)
         }
         sizes = sorted({record["size"] for entry in members for record in entry.records})
-        differences = against(first.tested_with(OWN), others, sizes) if first else {}
+        differences = compare_with(first.tested_with(OWN), others, sizes) if first else {}
         for entry in members:
             for row in summarise(entry.records):
                 key = (entry.training.label, row.tested_with)
@@ -117,7 +117,7 @@ def lines_of(entries: Sequence[TrainingRecords]) -> list[RetrievalLine]:
     return lines
 
 
-def compared(training: Training, tested_with: str) -> bool:
+def is_in_tables(training: Training, tested_with: str) -> bool:
     """Return whether a row is shown in a table: each normalizer as trained, and softmax in all tests."""
     if training.section == "parts":
         return tested_with in (OWN, "hard")
@@ -169,7 +169,7 @@ def _mean_learned(records: Sequence[Record]) -> dict[str, float]:
     return {name: fmean(record["learned"][name] for record in records) for name in names}
 
 
-def against(
+def compare_with(
     baseline: Sequence[Record], others: Mapping[Key, Sequence[Record]], sizes: Sequence[int]
 ) -> dict[tuple[Key, int], Difference]:
     """Compare by row and size; rows or sizes with fewer than two common seeds are omitted."""
@@ -355,7 +355,7 @@ def fragments(lines: Sequence[RetrievalLine], scales: Sequence[Scale]) -> dict[s
 
 def _section(section: Section, lines: Sequence[RetrievalLine]) -> str:
     rows = _printed_rows() if section == "paper" else []
-    shown = [line for line in lines if compared(line.training, line.row.tested_with)]
+    shown = [line for line in lines if is_in_tables(line.training, line.row.tested_with)]
     for label, tested_with in dict.fromkeys((line.label, line.row.tested_with) for line in shown):
         cells = {
             line.row.size: _cell(line) for line in lines if (line.label, line.row.tested_with) == (label, tested_with)

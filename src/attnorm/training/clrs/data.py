@@ -55,10 +55,10 @@ def read_examples(path: Path, algorithms: Sequence[str] = ()) -> list[ClrsExampl
         examples.append(ClrsExample(*(record[field] for field in FIELDS)))
     if not examples:
         raise ValueError(f"{path} has no examples; expected one JSON record per line")
-    return selected(examples, algorithms)
+    return select_algorithms(examples, algorithms)
 
 
-def selected(examples: list[ClrsExample], algorithms: Sequence[str]) -> list[ClrsExample]:
+def select_algorithms(examples: list[ClrsExample], algorithms: Sequence[str]) -> list[ClrsExample]:
     """Return the examples of these algorithms (default: all).
 
     Raises:

@@ -138,7 +138,7 @@ def find_task(name: str) -> Task:
     return TASKS[name]
 
 
-def stacked(parts: list[Sets]) -> Sets:
+def stack_sets(parts: list[Sets]) -> Sets:
     """Stack the sets of several models along a new dimension in front of B."""
     where = parts[0].label.dim() - 1
     targets = [part.target for part in parts if part.target is not None]
@@ -247,7 +247,7 @@ def training_batches(
 ) -> Iterator[Batch]:
     """Yield one batch per step, from step `first` on: contiguous views of blocks drawn in advance, without copies."""
     for block in range(first // STEPS_AT_ONCE, -(-recipe.steps // STEPS_AT_ONCE)):
-        sets = stacked([_training_block(task, recipe, stream("training", seed, block, device)) for seed in seeds])
+        sets = stack_sets([_training_block(task, recipe, stream("training", seed, block, device)) for seed in seeds])
         if recipe.squeezed:
             sets = _squeeze_priorities(sets, recipe.squeezed, seeds, block)
         steps = range(block * STEPS_AT_ONCE, min((block + 1) * STEPS_AT_ONCE, recipe.steps))
@@ -264,7 +264,7 @@ def sets_for_testing(task: Task, seeds: Sequence[int], size: int, sets: int, dev
     length = max(1, min(SETS_AT_ONCE, ITEMS_AT_ONCE // size))
     sizes = torch.full((length,), size, device=device)
     for block in range(-(-sets // length)):
-        block_sets = stacked([task.draw(stream(f"test {size}", seed, block, device), sizes, size) for seed in seeds])
+        block_sets = stack_sets([task.draw(stream(f"test {size}", seed, block, device), sizes, size) for seed in seeds])
         yield _first_sets(block_sets, sets - block * length)
 
 
