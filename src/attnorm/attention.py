@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attnorm.engines import fused
 from attnorm.engines.blocked import attend_with_weights, blocked
-from attnorm.engines.inputs import Inputs, validate_inputs, without_autocast
+from attnorm.engines.inputs import Inputs, under_transform, validate_inputs, without_autocast
 from attnorm.normalizers.block import Positions, is_exporting
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.registry import resolve_for_call
@@ -179,7 +179,7 @@ def _attend_with_statistics(
     """Return the output and the statistics of its rows.
 
     Both come from one pass without gradients and dropout: softmax and its rescalings on a GPU, and other maps if their
-    attention runs in blocks, without torch.compile. Otherwise the rows are computed twice.
+    attention runs in blocks, without torch.compile and torch.func. Otherwise the rows are computed twice.
     """
     from attnorm.metrics import fused_rows
     from attnorm.metrics.attention_statistics import (  # takes time to import
@@ -193,7 +193,7 @@ def _attend_with_statistics(
     if not inputs.dropout and not needs_gradient(inputs, normalizer):
         if softmax and engine == "auto" and fused_rows.output_applies(inputs):
             return softmax_output_and_statistics(inputs, normalizer)
-        if not softmax and not torch.compiler.is_compiling():
+        if not softmax and not torch.compiler.is_compiling() and not under_transform():
             chosen = choose_engine(inputs, normalizer) if engine == "auto" else engine
             if chosen == "blocked":
                 return output_and_statistics(inputs, normalizer)

@@ -51,6 +51,26 @@ def test_newton_takes_landmarks_that_coincide(size: int, spread: float, copies: 
     torch.testing.assert_close(newton_inverse(a), inverse_of(a), atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (1, None, 0), (None, 1, None), (None, None, 0)])
+def test_vmap_equals_a_loop(in_dims: tuple[int | None, ...]) -> None:
+    """With gradients; in the last case all items share the landmarks, whose inverse is not mapped."""
+    several = [torch.stack([t, 1.1 * t, t.flip(-2)]) for t in apart()]
+    given = [t[0] if dim is None else t.movedim(0, dim) for t, dim in zip(several, in_dims, strict=True)]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attnorm.attention(q, k, v, "soft:landmarks=4")
+
+    def gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return torch.func.grad(lambda *tensors: attend(*tensors).square().sum(), argnums=(0, 1, 2))(q, k, v)
+
+    items = [
+        [t if dim is None else t.select(dim, item) for t, dim in zip(given, in_dims, strict=True)] for item in range(3)
+    ]
+    for function in (lambda *tensors: (attend(*tensors),), gradients):
+        expected = [torch.stack(one) for one in zip(*(function(*item) for item in items), strict=True)]
+        assert_all_close(torch.func.vmap(function, in_dims)(*given), expected, atol=1e-10)
+
+
 @pytest.mark.parametrize("spread", [0.0, 0.05, 0.3, 1.5])
 @pytest.mark.parametrize("count", [9, 49, 256])
 def test_newton_in_single_precision_is_as_good_as_the_direct_inverse(count: int, spread: float) -> None:

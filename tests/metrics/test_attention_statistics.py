@@ -400,6 +400,57 @@ def test_output_and_statistics_are_one_graph() -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch has no such rule for SDPA on a CPU
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [("softmax", False), ("ssmax", False), ("sink", False), ("entmax15", False), ("alibi", False), ("sigmoid", True)],
+)
+def test_vmap_equals_a_loop(name: str, kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over queries and masks, for the statistics alone and beside an output."""
+    monkeypatch.setattr(attention_statistics, "runs_kernels", lambda q: kernels)
+    normalizer = attnorm.get(name, **({"heads": H} if name in ("sink", "alibi") else {}))
+    generator = torch.Generator().manual_seed(7)
+    q, k = torch.randn(3, B, H, Q, D, generator=generator), torch.randn(B, G, K, D, generator=generator)
+    masks = torch.rand(3, B, 1, Q, K, generator=generator) < 0.7
+    if kernels:  # the interpreter takes time
+        q, k, masks = q[:2, :1, :, :4], k[:1, :, :16], masks[:2, :1, :, :4, :16]
+
+    def measure(q: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, attnorm.AttentionStatistics]:
+        alone = attnorm.attention_statistics(q, k, normalizer, mask=mask, top_n=(1, 5))
+        output, beside = attnorm.attention(q, k, k, normalizer, mask=mask, return_statistics=True)
+        return output, alone._replace(entropy=beside.entropy)
+
+    loop = [measure(*one) for one in zip(q, masks, strict=True)]
+    found, statistics = torch.func.vmap(measure, in_dims=(1, 0))(q.movedim(0, 1), masks)
+    torch.testing.assert_close(found, torch.stack([output for output, _ in loop]), atol=1e-6, rtol=1e-5)
+    assert statistics.jacobian_norm.isfinite().any()
+    for column, expected in zip(statistics, zip(*(one for _, one in loop), strict=True), strict=True):
+        torch.testing.assert_close(column, torch.stack(expected), equal_nan=True)
+
+
+def test_vmap_over_the_parameters_of_a_normalizer_equals_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_statistics, "runs_kernels", lambda q: False)
+    q, k = draw()
+    learned = attnorm.compose("entmax15", scale=attnorm.get("ssmax", heads=H))
+    ((name, start),) = learned.named_parameters()
+    values = start.detach() + torch.arange(3.0)[:, None]
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.normalizer = learned
+
+        def forward(self, q: torch.Tensor) -> torch.Tensor:
+            return attnorm.attention_statistics(q, k, self.normalizer, causal=True).entropy
+
+    def measure(value: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(Layer(), {f"normalizer.{name}": value}, (q,))
+
+    expected = torch.stack([measure(value) for value in values])
+    assert not torch.allclose(expected[0], expected[2])
+    torch.testing.assert_close(torch.func.vmap(measure)(values), expected)
+
+
 @pytest.mark.parametrize("queries", [K, 5])
 def test_hidden_states_are_those_of_the_last_keys(queries: int) -> None:
     generator = torch.Generator().manual_seed(3)

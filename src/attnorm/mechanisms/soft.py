@@ -308,6 +308,11 @@ class _NewtonInverse(torch.autograd.Function):
         with without_autocast(inverse.device):
             return -transposed @ grads[0] @ transposed, None
 
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, None], a: Tensor, steps: int) -> tuple[Tensor, int | None]:
+        matrices = a if in_dims[0] is None else a.movedim(in_dims[0], 0)
+        return newton_inverse(matrices, steps), None if in_dims[0] is None else 0
+
 
 def _runs_kernel(a: Tensor) -> bool:
     """On a GPU alone: Triton's interpreter takes far longer than torch on a CPU."""

@@ -1,6 +1,7 @@
 """attention_statistics(q, k, normalizer): numbers of every attention row, without values and without the matrix.
 
-Under torch.compile the statistics are four operators of torch.library, so that the graph stays whole. Softmax with its
+Under torch.compile and torch.func the statistics are four operators of torch.library: the graph stays whole, and
+torch.func.vmap calls an operator once for each index of the mapped dimension. Softmax with its
 rescalings and, on devices that run Triton kernels, the maps that have one are called with tensors alone: what the rules
 multiply the logits by, the sink's logit, and the other numbers of each row are computed before. All other normalizers
 are called by a handle. One operator returns the output of softmax as well.
@@ -8,16 +9,17 @@ are called by a handle. One operator returns the output of softmax as well.
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from attnorm.engines.execution import in_new_thread, runs_kernels
-from attnorm.engines.inputs import Inputs, row_factors, validate_inputs
+from attnorm.engines.inputs import Inputs, row_factors, under_transform, validate_inputs
 from attnorm.metrics import fused_maps
 from attnorm.metrics.call import AttentionCall, LogitBlock, call_of, mask_of, positions_of, states_of
 from attnorm.metrics.fused_rows import output_and_rows
@@ -125,7 +127,7 @@ def statistics_of(
 ) -> AttentionStatistics:
     """The same for validated inputs, (B, H, Q). on_weights: as in measure_rows."""
     row_names = [_NAMES.get(name, name) for name in _ROW_NUMBERS]
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or under_transform():
         return AttentionStatistics._make(compiled_statistics(inputs, normalizer, row_names, top_n))
     (rows,) = measure_rows(
         call_of(inputs), [normalizer], torch.arange(inputs.queries), top_n, names=row_names, mass_rows=None,
@@ -375,11 +377,16 @@ def _state(normalizer: nn.Module) -> list[Tensor]:
     return [*normalizer.parameters(), *normalizer.buffers()]
 
 
+def _is_same_memory(own: Tensor, given: Tensor) -> bool:
+    # A parameter that torch.func.vmap maps has no memory of its own; the operator receives an item of it.
+    return not is_functorch_wrapped_tensor(own) and own.data_ptr() == given.data_ptr()
+
+
 def _with_state(normalizer: nn.Module, state: Sequence[Tensor]) -> Normalizer:
     """The normalizer, or a copy of it if these are not its own parameters and buffers."""
     assert isinstance(normalizer, Normalizer)
     own_state = _state(normalizer)
-    if all(tensor.data_ptr() == replacement.data_ptr() for tensor, replacement in zip(own_state, state, strict=True)):
+    if all(map(_is_same_memory, own_state, state)):
         return normalizer
     replacements: dict[int, Tensor] = {}
     for tensor, replacement in zip(own_state, state, strict=True):
@@ -410,5 +417,25 @@ def compiled_row_statistics(
     return [n, *numbers.unbind(), masses]
 
 
+def _under_vmap(operator: Callable[..., list[Tensor]]) -> Callable[..., tuple[list[Tensor], list[int]]]:
+    """Return the rule of torch.func.vmap for an operator: one call for each index of the mapped dimension."""
+
+    def call_each(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[list[Tensor], list[int]]:
+        calls = [
+            operator(*(_at(index, argument, dim) for argument, dim in zip(arguments, in_dims, strict=True)))
+            for index in range(info.batch_size)
+        ]
+        return [torch.stack(results) for results in zip(*calls, strict=True)], [0] * len(calls[0])
+
+    return call_each
+
+
+def _at(index: int, argument: Any, dim: Any) -> Any:
+    if isinstance(argument, list | tuple) and isinstance(dim, list | tuple):
+        return [_at(index, one, its_dim) for one, its_dim in zip(argument, dim, strict=True)]
+    return argument if dim is None else argument.select(dim, index)
+
+
 for operator in (softmax_statistics_operator, map_statistics_operator, row_statistics_operator):
     operator.register_fake(_empty)
+    operator.register_vmap(_under_vmap(operator))
