@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 
 import pytest
 import torch
@@ -124,6 +125,22 @@ def test_bad_input_is_named() -> None:
     for heads in (2, 3, 5):
         with pytest.raises(ValueError, match=f"for {heads} heads, but q has {H} heads"):
             attnorm.attention_statistics(q, k, attnorm.get("ssmax", heads=heads))
+
+
+@pytest.mark.as_installed  # the checks of the test run would speak first
+def test_errors_name_only_what_the_caller_gave() -> None:
+    q, k = draw()
+    wrong: list[tuple[object, type[Exception], str]] = [
+        (k.numpy(), TypeError, "q, k must be torch tensors, got Tensor, ndarray"),
+        (k.double(), TypeError, "q, k must share one floating dtype, got torch.float32, torch.float64"),
+        (k[0], ValueError, f"q, k must all be .*; got q {(B, H, Q, D)}, k {(G, K, D)}"),
+        (k[..., 1:], ValueError, f"q {(B, H, Q, D)}, k {(B, G, K, D - 1)}"),
+        (k[:, :, :0], ValueError, f"q {(B, H, Q, D)}, k {(B, G, 0, D)}"),
+        (k[:1], ValueError, f"q {(B, H, Q, D)}, k {(1, G, K, D)}"),
+    ]
+    for keys, error, message in wrong:
+        with pytest.raises(error, match=re.sub(r"([()])", r"\\\1", message) + r"\)?$"):
+            attnorm.attention_statistics(q, keys)  # type: ignore[arg-type]
 
 
 def test_the_text_form_is_short_and_has_the_means() -> None:

@@ -5,7 +5,7 @@ D width of queries and keys, E width of values, C width of the layer input. q_BH
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -248,7 +248,35 @@ def validate_inputs(
 
     Keys and values that no query sees, and queries that see no key, become zeros.
     """
-    _check_shapes(q, k, v)
+    _check_tensors(q=q, k=k, v=v)
+    return _checked_inputs(q, k, v, mask, causal, scale, positions, hidden_states)
+
+
+def validate_queries_and_keys(
+    q: Tensor,
+    k: Tensor,
+    *,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    positions: Tensor | Positions | None,
+    hidden_states: Tensor | None = None,
+) -> Inputs:
+    """The same for a call without values: the keys take their place, and errors do not name them."""
+    _check_tensors(q=q, k=k)
+    return _checked_inputs(q, k, k, mask, causal, scale, positions, hidden_states)
+
+
+def _checked_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    positions: Tensor | Positions | None,
+    hidden_states: Tensor | None,
+) -> Inputs:
     if scale is not None and not (hasattr(scale, "__float__") and math.isfinite(scale)):
         raise ValueError(f"scale must be a finite number, got {scale!r}; leave it out for 1/sqrt(width)")
     q, k, v = (_to_four_dimensions(t) for t in (q, k, v))
@@ -276,21 +304,36 @@ def _zero_unseen(inputs: Inputs) -> Inputs:
     return replace(inputs, q_BHQD=torch.where(inputs.n() > 0, q, 0.0), k_BGKD=k, v_BGKE=v)
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_tensors(**tensors: Tensor) -> None:
+    """Check q, k and, if it is given, v; the keywords name them in errors.
+
+    Text is built for an error only: under torch.compile a shape in a text becomes a constant of the graph.
+    """
+    q, k, v = tensors["q"], tensors["k"], tensors.get("v", tensors["k"])
     if not all(isinstance(t, Tensor) for t in (q, k, v)):
-        raise TypeError(f"q, k, v must be torch tensors, got {', '.join(type(t).__name__ for t in (q, k, v))}")
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        raise TypeError(
+            f"{_each(tensors)} must be torch tensors, got {_each(type(t).__name__ for t in tensors.values())}"
+        )
+    if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
+        raise TypeError(
+            f"{_each(tensors)} must share one floating dtype, got {_each(t.dtype for t in tensors.values())}"
+        )
+    problem = None
     if not q.dim() == k.dim() == v.dim() or q.dim() not in (2, 3, 4):
-        raise ValueError(f"q, k, v must all be (batch, heads, length, width), or lack leading dimensions; got {shapes}")
-    if not all(t.is_floating_point() for t in (q, k, v)) or not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"q, k, v must share one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"q and k must have the same width, got {q.shape[-1]} and {k.shape[-1]} ({shapes})")
-    if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(f"k and v must agree in all but the width; got {shapes}")
-    if k.shape[-2] == 0 or k.shape[-1] == 0:
-        raise ValueError(f"there must be at least one key to attend to, at least one wide; got {shapes}")
-    if q.dim() == 4 and q.shape[0] != k.shape[0]:
-        raise ValueError(f"q and k must have the same batch size; got {shapes}")
-    if q.dim() > 2 and (k.shape[-3] == 0 or q.shape[-3] % k.shape[-3]):
-        raise ValueError(f"the query heads must be a multiple of the key heads; got {shapes}")
+        problem = f"{_each(tensors)} must all be (batch, heads, length, width), or lack leading dimensions"
+    elif q.shape[-1] != k.shape[-1]:
+        problem = f"q and k must have the same width, got {q.shape[-1]} and {k.shape[-1]}"
+    elif k.shape[:-1] != v.shape[:-1]:
+        problem = "k and v must agree in all but the width"
+    elif k.shape[-2] == 0 or k.shape[-1] == 0:
+        problem = "there must be at least one key to attend to, at least one wide"
+    elif q.dim() == 4 and q.shape[0] != k.shape[0]:
+        problem = "q and k must have the same batch size"
+    elif q.dim() > 2 and (k.shape[-3] == 0 or q.shape[-3] % k.shape[-3]):
+        problem = "the query heads must be a multiple of the key heads"
+    if problem is not None:
+        raise ValueError(f"{problem}; got {_each(f'{name} {tuple(t.shape)}' for name, t in tensors.items())}")
+
+
+def _each(parts: Iterable[object]) -> str:
+    return ", ".join(map(str, parts))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from attnorm.engines.execution import in_new_thread, runs_kernels
-from attnorm.engines.inputs import Inputs, row_factors, under_transform, validate_inputs
+from attnorm.engines.inputs import Inputs, row_factors, under_transform, validate_queries_and_keys
 from attnorm.metrics import fused_maps
 from attnorm.metrics.call import AttentionCall, LogitBlock, call_of, mask_of, positions_of, states_of
 from attnorm.metrics.fused_rows import output_and_rows
@@ -116,8 +116,8 @@ def attention_statistics(
         raise ValueError(f"expected a finite softcap above 0, got {softcap!r}. Leave it out for no cap.")
     if not isinstance(top_n, Sequence) or any(isinstance(N, bool | float | str) or N < 1 for N in top_n):
         raise ValueError(f"expected top_n as a sequence of whole numbers from 1 up, got {top_n!r}.")
-    inputs = validate_inputs(
-        q, k, k, mask=mask, causal=causal, scale=scale, positions=positions, hidden_states=hidden_states
+    inputs = validate_queries_and_keys(
+        q, k, mask=mask, causal=causal, scale=scale, positions=positions, hidden_states=hidden_states
     )
     return statistics_of(replace(inputs, softcap=softcap), resolved, top_n).reshaped(q.shape[:-1])
 
