@@ -75,7 +75,7 @@ def dense_statistics(
     """Return name -> (B, H, R) in float64: the numbers of `row_statistics`, NaN if undefined, and "n"."""
     logits, visible = dense_logits(call), dense_visible(call)
     weights, exponents = dense_weights(call, normalizer).detach(), dense_exponents(call, normalizer)
-    sink = call.sinks_H if normalizer is None else normalizer.sink
+    sinks = _sink_logits(call, normalizer)
     shape = (*logits.shape[:2], len(rows))
     results = {"n": visible[..., rows.to(visible.device), :].sum(-1).double()}
     for item in range(shape[0]):
@@ -83,14 +83,24 @@ def dense_statistics(
             for index, row in enumerate(rows.tolist()):
                 position = (item, head, row)
                 numbers = row_statistics(
-                    logits[position], weights[position], visible[position], top_n, rest_is_sink=sink is not None
+                    logits[position], weights[position], visible[position], top_n, rest_is_sink=sinks is not None
                 )
                 if numbers and exponents is not None:
-                    numbers |= row_limits(exponents[position][visible[position]])
+                    z = exponents[position][visible[position]]
+                    numbers |= row_limits(z) | {"logsumexp": row_logsumexp(z, None if sinks is None else sinks[head])}
                 for name, value in numbers.items():
                     results.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64))
                     results[name][item, head, index] = value
     return results
+
+
+def _sink_logits(call: AttentionCall, normalizer: Normalizer | None) -> Tensor | None:
+    """Return the logit of each head's learned sink, (H,) in float64; None without a sink."""
+    if normalizer is None:
+        return None if call.sinks_H is None else call.sinks_H.double()
+    if normalizer.sink is None:
+        return None
+    return normalizer.sink.logit.detach().double().expand(call.query_BHQD.shape[1])
 
 
 def row_statistics(
@@ -105,7 +115,8 @@ def row_statistics(
     if n == 0 or not (bool(z.isfinite().all()) and bool(w.isfinite().all())):
         return {}
     d = float(z.max() - z.min())
-    numbers = {"row_sum": float(weights[visible].sum()), "max_logit": float(z.max()), "logit_spread": d}
+    numbers = {"row_sum": float(weights[visible].sum()), "logit_spread": d}
+    numbers |= {"max_logit": float(z.max()), "min_logit": float(z.min())}
     if n > 1:
         numbers["logit_spread_without_sink"] = float(z[1:].max() - z[1:].min())
     if float(w.sum()) > 0:
@@ -120,6 +131,12 @@ def row_statistics(
     if rest_is_sink:
         numbers["sink_mass"] = float(w[0] + 1 - w.sum())
     return numbers
+
+
+def row_logsumexp(z: Tensor, sink: Tensor | None = None) -> float:
+    """Return the log of what softmax divides by: the exponentials of n rescaled logits, and of its learned sink."""
+    logits = z if sink is None else torch.cat([z, sink[None]])
+    return float(logits.max() + (logits - logits.max()).exp().sum().log())
 
 
 def row_limits(z: Tensor) -> dict[str, float]:

@@ -20,11 +20,12 @@ from tests.metrics import reference
 from tests.metrics.calls import CALLS, HEADS, KEY_HEADS, ROW_NORMALIZERS, WIDTH, make_call
 
 TOP_N = (1, 2, 10, 1000)
+NAMES = (*PER_ROW, "min_logit", "logsumexp")
 
 
 def measured(call: AttentionCall, normalizer: str | Normalizer | None = None, **options: object) -> RowStatistics:
     rows = torch.arange(call.query_BHQD.shape[-2])
-    (result,) = measure_rows(call, [normalizer], rows, TOP_N, **options).values()
+    (result,) = measure_rows(call, [normalizer], rows, TOP_N, names=NAMES, **options).values()
     return result
 
 
@@ -50,7 +51,7 @@ def check(call: AttentionCall, result: RowStatistics, normalizer: Normalizer | N
     some = torch.tensor(sorted({*range(min(3, queries)), queries // 2, queries - 1}))
     expected = reference.dense_statistics(call, normalizer, some, TOP_N)
     assert torch.equal(result.n[..., some].double(), expected.pop("n"))
-    assert set(result.values) == set(PER_ROW)
+    assert set(result.values) == set(NAMES)
     nothing = torch.full((*result.n.shape[:2], len(some)), torch.nan, dtype=torch.float64)
     for name, every in result.values.items():
         value = every[..., some]
