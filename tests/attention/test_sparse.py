@@ -224,6 +224,26 @@ def test_the_excess_that_entmax_may_have_in_bfloat16_is_removed(monkeypatch: pyt
     assert_follows([output], expected[:1], 1e-3)
 
 
+@pytest.mark.parametrize(("n", "lowest"), [(1_500, 0.0288), (3_000, 0.0187)])
+def test_many_small_weights_outside_the_leaders_are_not_left_to_the_first_order(
+    n: int, lowest: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One key far above n others. The excess of their sum is small, but one step takes a large part of each weight.
+
+    The first order alone takes 21 % too much of the weight of 1,500 others, and 28 % of that of 3,000.
+    """
+    monkeypatch.setitem(threshold.ENTMAX_TOLERANCES, torch.float16, threshold.ENTMAX_TOLERANCES[torch.bfloat16])
+    alpha = 1.4
+    q = torch.ones(1, 1, 64, 1)  # a whole tile: rows behind the end repeat the pass for all rows of a tile
+    k, v = torch.zeros(1, 1, n + 1, 1), torch.ones(1, 1, n + 1, 1)
+    k[..., 0, :], v[..., 0, :] = (1 - lowest) / (alpha - 1), 0.0
+    tensors = tuple(t.half().to(DEVICE) for t in (q, k, v))
+    normalizer = attnorm.get("entmax", alpha=alpha).to(DEVICE)
+    found = attnorm.attention(*tensors, normalizer, scale=1.0, engine="sparse")
+    expected = attnorm.attention(*(t.double() for t in tensors), normalizer, scale=1.0, engine="blocked")
+    assert (found.double() / expected - 1).abs().max() < 5e-3
+
+
 @pytest.mark.parametrize("gap", [0.6, 1.5])
 def test_many_equal_keys_at_the_threshold_in_half_precision(gap: float) -> None:
     """Whether they have the weight 0 depends on digits that half precision does not have."""
