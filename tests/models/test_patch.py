@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -577,3 +578,36 @@ def test_layers_of_a_hybrid_model_have_the_numbers_of_the_model() -> None:
     assert patched == ["model.layers.1.self_attn"]
     with pytest.raises(ValueError, match="1 to 3"):
         attnorm.patch(model, "entmax15", layers=[0])
+
+
+class Operations(TorchDispatchMode):
+    """The names of all operations of torch, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_layer_runs_no_operation_without_effect() -> None:
+    """In eager mode on a GPU every operation takes time that a small layer does not hide."""
+    heads = tiny("llama").config.num_attention_heads
+    q, k, v = (torch.randn(2, heads, 16, 8, requires_grad=True) for _ in range(3))
+    mask = torch.ones(2, 1, 16, 16, dtype=torch.bool).tril()
+    mask[0, :, :, :3] = False
+    found = {}
+    for name, given in (("softmax", None), ("softmax", mask), ("ssmax", None)):
+        model = tiny("llama")
+        patch(model, name)
+        (module, *_) = patched_modules(model).values()
+        with Operations() as operations:
+            patched_attention(module, q, k, v, given, dropout=0.0, scaling=0.3)
+        found[name, given is None] = [one for one in operations.names if one not in ("alias", "detach")]
+    attention, *rest = found["softmax", True]
+    assert "dot_product" in attention
+    assert rest == ["transpose", "clone"]
+    assert not {"cat", "zeros", "arange", "bitwise_or", "view"} & {*found["softmax", False]}
+    assert not {"view", "constant_pad_nd", "cat"} & {*found["ssmax", True]}

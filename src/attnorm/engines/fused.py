@@ -22,6 +22,7 @@ from attnorm.engines.inputs import (
     FLOAT16_HEADROOM,
     HALF,
     Inputs,
+    in_dtype,
     in_forward_mode,
     row_factors,
     under_transform,
@@ -113,7 +114,8 @@ def fused(inputs: Inputs, normalizer: Normalizer) -> Tensor:
     if _scales_in_one_kernel(inputs, normalizer):
         return _sdpa(_with_scaled_queries(inputs, normalizer), inputs.k_BGKD, inputs.v_BGKE, normalizer.sink)
     n, positions = inputs.n(), inputs.query_positions()
-    q = inputs.q_BHQD.to(n.dtype)  # one rounding for all factors, and the gradients of learned ones sum in float32
+    # One rounding for all factors, and the gradients of learned ones sum in float32.
+    q = in_dtype(inputs.q_BHQD, n.dtype)
     if small:
         q, inputs = q * inputs.scale, replace(inputs, scale=1.0)
     for rule in rules:
@@ -161,9 +163,9 @@ def _sdpa(inputs: Inputs, k: Tensor, v: Tensor, sink: Sink | None) -> Tensor:
             out = scaled_dot_product_attention(
                 q, k, v, dropout_p=drop, is_causal=True, scale=inputs.scale, enable_gqa=grouped
             )
-            return out[..., extra:, :width]
+            return out[..., extra:, :width] if extra or out.shape[-1] != width else out
         out = scaled_dot_product_attention(q, k, v, dropout_p=drop, scale=inputs.scale, enable_gqa=grouped)
-        return out[..., :width]
+        return out if out.shape[-1] == width else out[..., :width]
 
     def step(start: int, stop: int, q_step: Tensor) -> Tensor:
         mask, reach = _step_mask(inputs, start, stop, extra)

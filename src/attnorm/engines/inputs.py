@@ -6,6 +6,7 @@ D width of queries and keys, E width of values, C width of the layer input. q_BH
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,8 +78,10 @@ class Inputs:
         It combines the given mask and causality. None if these queries see all of these keys.
         """
         mask = self.mask
-        if mask is not None:
-            mask = mask[..., :keys] if mask.shape[-2] == 1 else mask[..., start:stop, :keys]
+        if mask is not None and keys < self.keys:
+            mask = mask[..., :keys]
+        if mask is not None and mask.shape[-2] != 1 and stop - start < self.queries:
+            mask = mask[..., start:stop, :]
         if not self.causal or keys <= self.offset + start + 1:
             return mask
         device = self.q_BHQD.device
@@ -102,18 +105,19 @@ class Inputs:
         if self.mask is None:
             n = torch.arange(self.offset + 1, self.keys + 1, dtype=dtype, device=device)[:, None]
             return n if self.offset >= 0 else n.clamp(min=0)
-        last_seen = torch.arange(self.offset, self.keys, device=device)
         if self.mask.shape[-2] != 1 or not self.causal:
-            return torch.cat([v.sum(-1, keepdim=True, dtype=dtype) for v in self._masks()], dim=-2)
+            counts = [v.sum(-1, keepdim=True, dtype=dtype) for v in self._masks()]
+            return counts[0] if len(counts) == 1 else torch.cat(counts, dim=-2)
+        last_seen = torch.arange(self.offset, self.keys, device=device)
         up_to = self.mask.cumsum(-1, dtype=dtype)[..., last_seen.clamp(min=0)]
         return torch.where(last_seen < 0, 0.0, up_to).transpose(-1, -2)
 
     def seen(self) -> Tensor:
         """Return which keys at least one query sees, (B or 1, H or 1, K). Needs a mask."""
-        visible_to_any = torch.zeros((), dtype=torch.bool, device=self.q_BHQD.device)
-        for visible in self._masks():
-            visible_to_any = visible_to_any | visible.any(-2)
-        return visible_to_any
+        first, *others = (visible.any(-2) for visible in self._masks())
+        for visible_to_any in others:
+            first = first | visible_to_any
+        return first
 
     def _masks(self) -> Iterator[Tensor]:
         """Yield the combined mask for spans of queries; one mask if it is the same for all queries."""
@@ -182,8 +186,13 @@ def with_rounded_queries(q: Tensor, inputs: Inputs) -> Inputs:
     """
     dtype = inputs.k_BGKD.dtype
     if dtype != torch.float16:
-        return replace(inputs, q_BHQD=q.to(dtype))
+        return replace(inputs, q_BHQD=in_dtype(q, dtype))
     return replace(inputs, q_BHQD=(q / FLOAT16_HEADROOM).to(dtype), scale=inputs.scale * FLOAT16_HEADROOM)
+
+
+def in_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same as t.to(dtype), which takes longer than this where nothing changes."""
+    return t if t.dtype == dtype else t.to(dtype)
 
 
 def in_forward_mode() -> bool:
@@ -196,12 +205,15 @@ def under_transform() -> bool:
     return torch._C._are_functorch_transforms_active() or in_forward_mode()
 
 
-def without_autocast(device: torch.device) -> torch.autocast:
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Turn autocast off: every engine chooses its own precision from the dtype of its inputs.
 
-    In a compiled graph this holds for the forward pass only, see `product`.
+    In a compiled graph this holds for the forward pass only, see `product`. Such a graph may run under autocast later.
+    Elsewhere nothing is done where autocast is off: torch.autocast takes as long as a small operation.
     """
-    return torch.autocast(device.type, enabled=False)
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -287,11 +299,13 @@ def _checked_inputs(
         return replace(inputs, q_BHQD=torch.where(inputs.n() > 0, q, 0.0)) if unseen else inputs
     check_mask(mask, inputs.weights_shape)
     mask = _to_four_dimensions(mask)
-    return _zero_unseen(replace(inputs, mask=mask.expand(*mask.shape[:-1], inputs.keys)))
+    if mask.shape[-1] != inputs.keys:
+        mask = mask.expand(*mask.shape[:-1], inputs.keys)
+    return _zero_unseen(replace(inputs, mask=mask))
 
 
 def _to_four_dimensions(t: Tensor) -> Tensor:
-    return t.reshape(*([1] * (4 - t.dim())), *t.shape)
+    return t if t.dim() == 4 else t.reshape(*([1] * (4 - t.dim())), *t.shape)
 
 
 def _zero_unseen(inputs: Inputs) -> Inputs:

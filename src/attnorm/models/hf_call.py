@@ -53,6 +53,7 @@ def read_call(
     attention_mask: Any = None,
     *,
     read_mask: ReadMask,
+    masks: str | None = None,
     scaling: float | Tensor | None = None,
     is_causal: bool | None = None,
     dropout: float = 0.0,
@@ -63,13 +64,13 @@ def read_call(
 ) -> AttentionCall:
     """Return the call of an attention function as AttentionCall, with layer 0.
 
-    kernel: name of the attention function. read_mask: `mask_as_given` or a `MaskReader`. The other names are those of
-    transformers. indices: keys that the model chose for each query. s_aux: learned sinks. position_bias: added to the
-    logits.
+    kernel: name of the attention function. masks: the kernel that the model builds masks for, if known. read_mask:
+    `mask_as_given` or a `MaskReader`. The other names are those of transformers. indices: keys that the model chose for
+    each query. s_aux: learned sinks. position_bias: added to the logits.
     """
     if kernel == "sdpa":
         options = {name: option for name, option in options.items() if name not in IGNORED_BY_SDPA}
-    masks, queries = mask_kernel(module, kernel), query.shape[2]
+    masks, queries = mask_kernel(module, kernel) if masks is None else masks, query.shape[2]
     causal = bool(is_causal if is_causal is not None else getattr(module, "is_causal", True))
     if masks == "sdpa" and causal and attention_mask is None and 1 < queries < key.shape[2]:
         # The first tokens in a cache of fixed size: the rest of it is still empty.

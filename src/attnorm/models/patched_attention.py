@@ -24,11 +24,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from attnorm.attention import attend
-from attnorm.engines.inputs import Inputs, validate_inputs
+from attnorm.engines.inputs import Inputs, in_dtype, validate_inputs
 from attnorm.mechanisms.differential import DifferentialV2
 from attnorm.mechanisms.forget import Forget
 from attnorm.models.dispatch import KERNEL as KERNEL
-from attnorm.models.dispatch import NORMALIZER, mask_kernel, running_normalizer
+from attnorm.models.dispatch import MODEL_CONFIG, NORMALIZER, running_normalizer
 from attnorm.models.hf_call import mask_as_given, read_call
 from attnorm.models.layer_normalizer import ByHead
 from attnorm.models.private_names import kernel_name, rotary_files
@@ -57,8 +57,8 @@ def check_masks(module: nn.Module) -> str:
     Raises:
         ValueError: attnorm cannot read masks of this implementation.
     """
-    config: Any = module.config
-    masks = mask_kernel(module, kernel_name(config))
+    model_config: Any = getattr(module, MODEL_CONFIG, None)
+    masks = kernel_name(module.config if model_config is None else model_config)
     if masks not in READABLE:
         raise ValueError(
             f"the model runs {masks!r}, whose masks attnorm's normalizers cannot read; "
@@ -82,9 +82,9 @@ def patched_attention(
 
     The arguments are those that transformers passes to every attention function.
     """
-    check_masks(module)
+    masks = check_masks(module)
     _reject_unreadable(module, attention_mask, options)
-    call = read_call(KERNEL, module, query, key, value, attention_mask, read_mask=mask_as_given, **options)
+    call = read_call(KERNEL, module, query, key, value, attention_mask, masks=masks, read_mask=mask_as_given, **options)
     query, key, value = _to_common_dtype(call.query_BHQD, call.key_BGKD, call.value_BGKE)
     inputs = validate_inputs(query, key, value, mask=call.mask, causal=call.causal, scale=call.scale, positions=None)
     normalizer: Any = getattr(module, NORMALIZER)
@@ -93,10 +93,11 @@ def patched_attention(
         return output.transpose(1, 2).contiguous(), None
     bias = None if call.bias is None else call.bias.expand(*call.bias.shape[:2], inputs.queries, inputs.keys)
     positions = _positions_from_mask(normalizer, inputs)
-    inputs = replace(inputs, softcap=call.softcap, bias=bias, dropout=call.dropout, positions=positions)
+    if call.dropout > 0 or any(option is not None for option in (call.softcap, bias, positions)):
+        inputs = replace(inputs, softcap=call.softcap, bias=bias, dropout=call.dropout, positions=positions)
     if call.sinks_H is not None:
         normalizer = with_sinks(normalizer, call.sinks_H)
-    output = attend(inputs, normalizer).to(query.dtype).transpose(1, 2).contiguous()
+    output = in_dtype(attend(inputs, normalizer), query.dtype).transpose(1, 2).contiguous()
     return output, _compute_weights(inputs, normalizer) if output_attentions else None
 
 
@@ -156,7 +157,7 @@ def _to_common_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
         dtype = torch.get_autocast_dtype(device)
     else:
         dtype = tensors[-1].dtype
-    return tuple(t.to(dtype) for t in tensors)
+    return tuple(in_dtype(t, dtype) for t in tensors)
 
 
 def _positions_from_mask(normalizer: Normalizer, inputs: Inputs) -> Positions | None:

@@ -140,7 +140,7 @@ class ScaleRule(LogitRule):
                 f"{type(self).__name__} has factors of shape {tuple(factor.shape)}, one per head, but got rows of "
                 f"shape {tuple(rows.shape)}; expected (..., heads, queries, width) with the same number of heads"
             )
-        return rows * factor.to(rows.dtype)
+        return rows * (factor if factor.dtype == rows.dtype else factor.to(rows.dtype))
 
     def gain(self, n: int) -> float | None:
         device = next((tensor.device for tensor in (*self.parameters(), *self.buffers())), None)
