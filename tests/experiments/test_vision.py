@@ -292,11 +292,13 @@ def test_a_failed_model_is_counted_and_drawn(trained: tuple[Path, list[vision.Re
     assert {finding.verdict for finding in made.findings} == {"not tested"}
 
 
-def test_the_command_trains_a_model_that_analyze_reads(tmp_path: Path) -> None:
+def test_the_command_trains_a_model_that_analyze_reads(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "textures"
     words = ["train", "vision", "--quick", "--epochs", "1", "--layers", "1", "--normalizer", "soft:landmarks=4"]
     done = CliRunner().invoke(app, [*words, "--out", str(out), "--json"])
     assert done.exit_code == 0, done.output
+    notices = [line for line in (done.stderr + capfd.readouterr().err).splitlines() if line]
+    assert {line.split()[0] for line in notices} <= {"training:", "wrote"}, "none of transformers"
     record = json.loads((out / "vision.json").read_text())
     assert record["settings"]["normalizer"] == "soft:landmarks=4"
     assert (out / "preprocessor_config.json").exists()

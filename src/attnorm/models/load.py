@@ -87,13 +87,13 @@ def load(
     precision = _parse_dtype(dtype)
     source, name, local_only = find(model)
     options = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local_only}
-    with _explain_errors(name, source, local_only), _silence_transformers():
+    with _explain_errors(name, source, local_only), silence_transformers():
         location, as_gguf = in_its_folder(Path(source)) if is_gguf(source) else (source, {})
         options |= as_gguf
         config = AutoConfig.from_pretrained(location, **options)
     if isinstance(source, Path) and not as_gguf:
         _check_weights(source, name)
-    with _explain_errors(name, source, local_only), _silence_transformers():
+    with _explain_errors(name, source, local_only), silence_transformers():
         pretrained = _load_weights(location, config, precision, device, options)
         if not as_gguf:
             restore_normalizers(pretrained, source, revision=revision, local_files_only=local_only)
@@ -279,7 +279,7 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
-def _silence_transformers() -> Iterator[None]:
+def silence_transformers() -> Iterator[None]:
     """Turn off progress bars and warnings of transformers."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]

@@ -21,6 +21,7 @@ from torch.nn.functional import adaptive_avg_pool2d, cross_entropy
 
 from attnorm.files import write_json, write_text
 from attnorm.mechanisms.soft import Soft
+from attnorm.models.load import silence_transformers
 from attnorm.models.patch import patch
 from attnorm.models.patch_state import normalizer_of, patched_modules
 from attnorm.normalizers.registry import entries
@@ -371,10 +372,11 @@ def save_vit(model: Any, record: Record, side: int, folder: Path, *, images: str
 
     images: the source of the images, for the card. command: the command line, for the card.
     """
-    from transformers import ViTImageProcessor
+    with silence_transformers():
+        from transformers import ViTImageProcessor  # without torchvision the import has a notice
 
-    model.save_pretrained(folder)
-    ViTImageProcessor(size={"height": side, "width": side}).save_pretrained(folder)
+        model.save_pretrained(folder)
+        ViTImageProcessor(size={"height": side, "width": side}).save_pretrained(folder)
     write_text(folder / "README.md", model_card(record, list(model.config.id2label.values()), side, images, command))
     write_json(folder / "vision.json", record)
 
