@@ -223,10 +223,10 @@ def test_a_run_whose_first_steps_show_that_it_cannot_finish_is_stopped(
     said: list[str] = []
     options: dict[str, Any] = {"normalizers": ["softmax"], "device": "cpu", "whole": True, "log": said.append}
     assert not stages.run_works(workspace, "everything", max_minutes=59, **options)
-    assert "3600 s" in said[-1]
+    assert said[-1].startswith("stopped")
     assert not workspace.results(stage="main")
     assert not workspace.results(stage="problem")
-    assert stages.run_works(workspace, "everything", max_minutes=61, **options)
+    assert stages.run_works(workspace, "everything", max_minutes=600, **options)
     assert workspace.results(stage="main")[0]["steps"] == 20
 
 
@@ -446,11 +446,11 @@ def test_a_given_tokenizer_encodes_the_texts(texts: tuple[Path, Path, Path], tmp
 @pytest.mark.parametrize("normalizer", LARGE.normalizers)
 def test_every_model_of_the_large_plan_can_be_built_and_trained(normalizer: str) -> None:
     settings = LARGE.model_settings(
-        normalizer, rate=1e-3, tokens=16, seed=0, layers=1, width=24, context=16, vocab=300, dtype="float32"
+        normalizer, rate=1e-3, tokens=16, seed=0, layers=1, heads=1, width=64, context=16, vocab=300, dtype="float32"
     )
     model = build_model(settings, 300, 0)
     way = fastest_attention(normalizer, torch.device("cpu"))
-    assert (way == "engine") == (normalizer in ("softmax", "ssmax", "log_scaled", "sink", "gaussian", "linear"))
+    assert (way == "engine") == (normalizer.split(":")[0] in ("softmax", "ssmax", "sink", "gaussian", "soft", "linear"))
     with in_training(model, attention=way):
         loss = model(input_ids=torch.arange(16)[None], labels=torch.arange(16)[None]).loss
         loss.backward()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import attnorm
+from attnorm.mechanisms import linear
 from attnorm.mechanisms.soft import RIDGE, Soft, gaussian_logits, newton_inverse, segment_means
 from tests.attention.calls import Call, assert_all_close, outputs_and_gradients
 from tests.attention.reference import HEADS
@@ -150,6 +151,71 @@ def test_with_every_token_a_landmark_only_the_ridge_separates_soft_from_the_gaus
     kernel = torch.exp(gaussian_logits(x, x, 16**-0.5))
     smoothed = kernel @ torch.linalg.solve(ridge(kernel), kernel @ v)
     torch.testing.assert_close(low_rank, smoothed, atol=1e-8, rtol=0)
+
+
+@pytest.mark.parametrize("normalised", [False, True], ids=["soft", "soft++"])
+@pytest.mark.parametrize("heads", [None, HEADS])
+@pytest.mark.parametrize(("queries", "keys", "chunk"), [(12, 12, 5), (12, 12, 128), (3, 12, 2), (12, 9, 4)])
+def test_learned_landmarks_are_causal_and_equal_the_masked_matrix(
+    normalised: bool, heads: int | None, queries: int, keys: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "CHUNK", chunk)
+    tensors = apart(Call(key_heads=2, queries=queries, keys=keys, width=8, value_width=3))
+    soft = Soft(5, normalised=normalised, learned=8, heads=heads).double()
+    assert soft.points is not None
+    points = soft.points.detach().expand(HEADS, 5, 8)[None]
+    visible = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+
+    def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (t.repeat_interleave(HEADS // t.shape[1], dim=1) for t in (k, v))
+        identity = torch.eye(keys, dtype=torch.float64).expand(*k.shape[:-2], keys, keys)
+        return (reference.soft(q, k, identity, points, torch.ones(1), normalised) * visible) @ v
+
+    assert_all_close(
+        outputs_and_gradients(lambda q, k, v: attnorm.attention(q, k, v, soft, causal=True), tensors),
+        outputs_and_gradients(definition, tensors),
+        atol=1e-8,
+    )
+    mask = torch.arange(keys)[None, None, None] > 0
+    q, k, v = tensors
+    hidden = attnorm.attention(q, k[..., 1:, :], v[..., 1:, :], soft, causal=True)
+    torch.testing.assert_close(attnorm.attention(q, k, v, soft, causal=True, mask=mask), hidden, atol=1e-12, rtol=0)
+
+
+def test_landmarks_that_pool_all_tokens_show_later_tokens_even_below_a_causal_mask() -> None:
+    """Proposition 1 of docs/theory/causal-soft.md: one landmark, and rows of the lower triangle alone."""
+    x = torch.tensor([0.0, 1.0], dtype=torch.float64)[:, None].requires_grad_()
+    landmark = x.mean(0, keepdim=True)
+    kernel = torch.exp(gaussian_logits(x, landmark, 1.0))
+    first = (kernel @ kernel.T)[0, 0] / (1 + RIDGE)  # row 1 sees token 1 alone
+    (gradient,) = torch.autograd.grad(first, x)
+    assert gradient[1].abs() > 0.1
+    learned = Soft(1, learned=1).double()
+    tokens = x.detach().requires_grad_()
+    output = attnorm.attention(*(tokens[None, None],) * 3, learned, causal=True)[0, 0, 0]
+    (gradient,) = torch.autograd.grad(output.sum() + 0 * tokens.sum(), tokens)
+    assert gradient[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"learned": 0}, "learned.*0"),
+        ({"learned": 8, "stride": 2}, "learned=8"),
+        ({"landmarks": lambda keys: keys, "learned": 8}, "learned=8"),
+        ({"heads": 2}, "learned=.*heads=2"),
+    ],
+)
+def test_learned_landmarks_are_not_computed(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Soft(**options)
+
+
+def test_learned_landmarks_have_the_width_and_the_heads_of_the_layer() -> None:
+    q, k, v = apart()
+    for options in ({"learned": 4}, {"learned": 8, "heads": HEADS + 1}):
+        with pytest.raises(ValueError, match=f"learned=8.*heads={HEADS}"):
+            attnorm.attention(q, k, v, Soft(**options).double(), causal=True)
 
 
 def test_one_sequence_does_not_change_another() -> None:

@@ -8,7 +8,7 @@ import torch
 from transformers import AttentionInterface
 
 from attnorm.models.patched_attention import KERNEL, patched_attention
-from attnorm.training.lm.attention import Attention, dense_attention, in_training
+from attnorm.training.lm.attention import Attention, dense_attention, in_training, is_traceable
 from attnorm.training.lm.model import build_model
 from tests.training.conftest import tiny
 from tests.training.test_lm import metrics
@@ -62,6 +62,28 @@ def test_it_is_traced_into_the_block_without_a_break(backend: str) -> None:
     for block in model.model.layers:
         block.compile(dynamic=False, backend=backend, fullgraph=True)
     compiled_loss, compiled_gradient = loss_and_gradient(model, windows, "dense")
+    assert compiled_loss == pytest.approx(loss, rel=1e-5)
+    assert torch.allclose(compiled_gradient, gradient, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.as_installed
+@pytest.mark.parametrize(
+    ("name", "options"), [("linear", {}), ("soft", {"landmarks": 4, "learned": 16, "normalised": True})]
+)
+def test_sums_over_tokens_are_traced_into_the_block_without_a_break(name: str, options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    settings = tiny(
+        architecture="llama", normalizer=name, normalizer_options=options, context=264, layers=1, width=32, heads=2
+    )
+    model = build_model(settings, vocabulary=300, end_of_text=0)
+    assert is_traceable(model)
+    windows = torch.randint(0, 300, (1, 264), generator=torch.Generator().manual_seed(0))
+    loss, gradient = loss_and_gradient(model, windows, "engine")
+    for block in model.model.layers:
+        block.compile(dynamic=False, backend="eager", fullgraph=True)
+    with in_training(model, compiled=True):
+        assert AttentionInterface()[KERNEL] is patched_attention
+    compiled_loss, compiled_gradient = loss_and_gradient(model, windows, "engine")
     assert compiled_loss == pytest.approx(loss, rel=1e-5)
     assert torch.allclose(compiled_gradient, gradient, rtol=1e-3, atol=1e-6)
 

@@ -91,15 +91,15 @@ class Linear(Mechanism):
         if inputs.mask is not None:
             k = torch.where(inputs.mask.transpose(-1, -2), k, 0.0)
         v = torch.cat([v, torch.ones_like(v[..., :1])], dim=-1)  # the last column sums the weights themselves
-        summed = _causal_sums(q, k, v, inputs.offset) if inputs.causal else product(q, sum_over_tokens(k, v))
+        summed = causal_sums(q, k, v, inputs.offset) if inputs.causal else product(q, sum_over_tokens(k, v))
         total = summed[..., -1:]
         return (summed[..., :-1] / torch.where(total > 0, total, 1.0)).to(dtype)
 
 
-def _causal_sums(q: Tensor, k: Tensor, v: Tensor, offset: int) -> Tensor:
+def causal_sums(q: Tensor, k: Tensor, v: Tensor, offset: int) -> Tensor:
     """sum_{j <= offset + i} (q_i . k_j) v_j, chunk by chunk with the sum of k v^T carried along."""
     if offset < 0:  # the first queries see nothing
-        later = _causal_sums(q[..., -offset:, :], k, v, 0)
+        later = causal_sums(q[..., -offset:, :], k, v, 0)
         return torch.cat([later.new_zeros(*later.shape[:-2], -offset, later.shape[-1]), later], dim=-2)
     state = product(k[..., :offset, :].transpose(-1, -2), v[..., :offset, :])
     k, v = k[..., offset:, :], v[..., offset:, :]

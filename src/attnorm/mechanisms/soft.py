@@ -11,7 +11,10 @@ from https://arxiv.org/abs/2207.03341. P and A are Gaussian kernels of the token
 comes from Newton's iteration V <- 2V - V A V. By default a landmark is the mean of a segment of visible keys. On images
 the papers share K = Q and sample landmarks by a learned convolution over squares of the grid: `stride` and
 `convolution`. Theirs is followed by a layer norm and GELU; here the convolution starts as the mean of its square.
-Bidirectional only.
+
+Landmarks that are computed from all keys show later tokens to earlier ones, so these forms are bidirectional only. With
+learned points (`learned`) the sum over the keys up to a query is carried from chunk to chunk, as in linear attention:
+causal, in linear time (docs/theory/causal-soft.md).
 """
 
 import math
@@ -27,7 +30,7 @@ from attnorm.engines import one_pass
 from attnorm.engines.blocked import blocked
 from attnorm.engines.execution import kernel_operator, runs_triton
 from attnorm.engines.inputs import Inputs, product, under_transform, validate_inputs, without_autocast
-from attnorm.mechanisms.linear import sum_over_tokens
+from attnorm.mechanisms.linear import causal_sums, sum_over_tokens
 from attnorm.normalizers.block import Block, Positions, is_exporting
 from attnorm.normalizers.contract import KernelForm, Map, Mechanism, Normalizer, Properties
 from attnorm.normalizers.declaration import WarmStart, declare
@@ -151,13 +154,19 @@ def _widen(x: Tensor, *columns: Tensor) -> Tensor:
     return pad(wide, (0, 2 ** (wide.shape[-1] - 1).bit_length() - wide.shape[-1]))
 
 
-@declare(warm_start=WarmStart("far", "nothing to set: no function of the logits"))
+@declare(
+    warm_start=WarmStart(
+        "far", "nothing to set: no function of the logits",
+        options=lambda layer, given_options: {"heads": layer.heads} if "learned" in given_options else {},
+    )
+)  # fmt: skip
 class Soft(Mechanism):
     """P A^+ P^T with Gaussian kernels and m landmarks: SOFT's linear-time attention; normalised=True for SOFT++.
 
     stride: for square images, one landmark for each square of stride x stride patches instead of `landmarks`; a class
     token is a landmark itself. convolution: width of a head; landmarks are then sampled by a learned convolution, which
-    all heads share, instead of means.
+    all heads share, instead of means. learned: width of a head; landmarks are then learned points, with which the
+    attention can be causal. heads: number of heads, each with points of its own (default: all heads share them).
     """
 
     name = "soft"
@@ -170,16 +179,29 @@ class Soft(Mechanism):
         normalised: bool = False,
         stride: int | None = None,
         convolution: int | None = None,
+        learned: int | None = None,
+        heads: int | None = None,
     ) -> None:
         super().__init__()
-        for name, value in (("landmarks", landmarks), ("stride", stride), ("convolution", convolution)):
+        sizes = {
+            "landmarks": landmarks, "stride": stride, "convolution": convolution, "learned": learned, "heads": heads,
+        }  # fmt: skip
+        for name, value in sizes.items():
             if isinstance(value, int) and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if convolution is not None and stride is None:
             raise ValueError(f"expected stride= with convolution={convolution}: the side of its square of patches")
+        if learned is not None and (stride is not None or not isinstance(landmarks, int)):
+            raise ValueError(f"expected the number of landmarks alone with learned={learned}: they are not computed.")
+        if heads is not None and learned is None:
+            raise ValueError(f"expected learned= with heads={heads}: only learned landmarks belong to a head.")
         self.landmarks = landmarks
         self.normalised = normalised
         self.stride = stride
+        self.points: nn.Parameter | None = None
+        if learned is not None and isinstance(landmarks, int):
+            # With the usual scale 1/sqrt(D), two points have a kernel of about exp(-2), a point and the origin exp(-1).
+            self.points = nn.Parameter(math.sqrt(2) * learned**-0.25 * torch.randn(heads or 1, landmarks, learned))
         self.sampling: nn.Parameter | None = None
         if convolution is not None and stride is not None:
             means = torch.eye(convolution)[:, :, None, None].expand(-1, -1, stride, stride) / stride**2
@@ -196,8 +218,11 @@ class Soft(Mechanism):
         scale: float | None = None,
         positions: Tensor | Positions | None = None,
     ) -> Tensor:
-        if causal:
-            raise ValueError("soft has no causal form: its landmarks pool all tokens; use causal=False or 'gaussian'")
+        if causal and self.points is None:
+            raise ValueError(
+                "soft has no causal form with landmarks that pool all tokens; use causal=False, learned landmarks "
+                f"(learned={q.shape[-1]}) or 'gaussian'"
+            )
         if mask is not None and mask.dim() > 1 and mask.shape[-2] > 1:
             raise ValueError(
                 f"soft can hide keys from all queries at once, mask (B, 1, 1, keys), but got {tuple(mask.shape)}; "
@@ -205,7 +230,7 @@ class Soft(Mechanism):
             )
         if mask is not None and self.stride is not None:
             raise ValueError(f"expected whole images with stride={self.stride}, got a mask. Use landmarks= with masks.")
-        inputs = validate_inputs(q, k, v, mask=mask, causal=False, scale=scale, positions=positions)
+        inputs = validate_inputs(q, k, v, mask=mask, causal=causal, scale=scale, positions=positions)
         with without_autocast(q.device):
             output = self._attend(inputs)
         return output.to(q.dtype).reshape(*q.shape[:-1], v.shape[-1])
@@ -224,12 +249,27 @@ class Soft(Mechanism):
         if self.normalised:
             root = among.sum(-1).rsqrt()
             inverse = root[..., :, None] * inverse * root[..., None, :]
+        if inputs.causal:
+            return causal_sums(product(from_q, inverse), from_k, v, inputs.offset)
         return product(from_q, product(inverse, sum_over_tokens(from_k, v)))
 
     def _landmarks(self, k: Tensor, visible: Tensor) -> Tensor:
+        if self.points is not None:
+            return self._points_for(k)
         if self.stride is not None:
             return patch_landmarks(k, self.stride, self.sampling)
         return segment_means(k, visible, self.landmarks) if isinstance(self.landmarks, int) else self.landmarks(k)
+
+    def _points_for(self, k: Tensor) -> Tensor:
+        """Return the learned points, (1, H, m, D): the same for every sequence."""
+        assert self.points is not None
+        heads, _, width = self.points.shape
+        if width != k.shape[-1] or heads not in (1, k.shape[1]):
+            raise ValueError(
+                f"expected learned={k.shape[-1]}, the width of a head, and heads={k.shape[1]} or none, got "
+                f"learned={width} and heads={heads}."
+            )
+        return self.points.to(k.dtype)[None]
 
 
 def _visible_keys(inputs: Inputs, k: Tensor) -> Tensor:

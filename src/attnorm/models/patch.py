@@ -19,6 +19,7 @@ from torch import nn
 
 from attnorm.mechanisms.differential import DifferentialV2
 from attnorm.mechanisms.forget import Forget
+from attnorm.mechanisms.soft import Soft
 from attnorm.models.dispatch import Site, attention_sites, check_model, check_observable, is_paused
 from attnorm.models.layer_normalizer import (
     SOFTMAX,
@@ -368,8 +369,11 @@ def _check_supported(part: Normalizer | Mechanism, module: nn.Module, path: str)
     _check_architecture(part)
     if isinstance(part, Forget | DifferentialV2) and part.reads_hidden_states:
         check_readable(module, part, path)
-    if part.name == "soft" and getattr(module, "is_causal", True):
-        raise ValueError(f"'soft' has no causal form, and {path} is causal; take 'gaussian', or an encoder")
+    if isinstance(part, Soft) and part.points is None and getattr(module, "is_causal", True):
+        raise ValueError(
+            f"'soft' has no causal form without learned landmarks, and {path} is causal; give learned=WIDTH, the width "
+            "of a head, or take 'gaussian', or an encoder"
+        )
     if part.name == "forget" and not getattr(module, "is_causal", True):
         raise ValueError(f"'forget' has a causal form only, and {path} sees keys ahead of its queries")
     rules = part.modules() if isinstance(part, Normalizer) else ()

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from attnorm.attention import choose_engine
 from attnorm.engines.execution import MIN_QUERIES
 from attnorm.engines.inputs import validate_inputs
-from attnorm.mechanisms.soft import Gaussian
+from attnorm.mechanisms.linear import Linear
+from attnorm.mechanisms.soft import Gaussian, Soft
 from attnorm.models.dispatch import NORMALIZER
 from attnorm.models.layer_normalizer import USUAL_LENGTH, build
 from attnorm.normalizers.block import Block
@@ -79,7 +80,7 @@ def in_training(
 
 
 def is_traceable(model: Any, dtype: str | None = None) -> bool:
-    """Whether the attention of every layer can be part of a compiled block: a rescaled softmax, or our kernels.
+    """Whether every layer's attention can be part of a compiled block: a rescaled softmax, our kernels, or sums.
 
     dtype: dtype of the products; None: any of DTYPES.
     """
@@ -90,7 +91,9 @@ def is_traceable(model: Any, dtype: str | None = None) -> bool:
     width = config.hidden_size // config.num_attention_heads
     dtypes = DTYPES if dtype is None else (dtype,)
     return all(
-        _is_rescaled_softmax(normalizer) or _runs_on_kernels(normalizer, width, device, dtypes)
+        isinstance(normalizer, Linear | Soft)
+        or _is_rescaled_softmax(normalizer)
+        or _runs_on_kernels(normalizer, width, device, dtypes)
         for normalizer in normalizers
     )
 
