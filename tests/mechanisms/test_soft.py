@@ -160,6 +160,7 @@ def test_learned_landmarks_are_causal_and_equal_the_masked_matrix(
     normalised: bool, heads: int | None, queries: int, keys: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "CHUNK", chunk)
+    monkeypatch.setattr(linear, "_chunks_at_once", lambda q: 2)
     tensors = apart(Call(key_heads=2, queries=queries, keys=keys, width=8, value_width=3))
     soft = Soft(5, normalised=normalised, learned=8, heads=heads).double()
     assert soft.points is not None

@@ -18,6 +18,7 @@ from attnorm.normalizers.declaration import WarmStart, declare
 from attnorm.normalizers.kernel import FUNCTIONS
 
 CHUNK = 128  # queries and keys between two sums that the causal form carries
+CHUNKS_AT_ONCE = 32  # in one product on a GPU, which would wait for Python between small ones
 SUM_CHUNK = 512  # tokens of one product in a sum over all tokens
 ENOUGH_PRODUCTS = 256  # that keep a GPU busy
 
@@ -97,18 +98,40 @@ class Linear(Mechanism):
 
 
 def causal_sums(q: Tensor, k: Tensor, v: Tensor, offset: int) -> Tensor:
-    """sum_{j <= offset + i} (q_i . k_j) v_j, chunk by chunk with the sum of k v^T carried along."""
+    """sum_{j <= offset + i} (q_i . k_j) v_j, by chunks with the sum of k v^T carried along."""
     if offset < 0:  # the first queries see nothing
         later = causal_sums(q[..., -offset:, :], k, v, 0)
         return torch.cat([later.new_zeros(*later.shape[:-2], -offset, later.shape[-1]), later], dim=-2)
     state = product(k[..., :offset, :].transpose(-1, -2), v[..., :offset, :])
     k, v = k[..., offset:, :], v[..., offset:, :]
     outputs = []
-    for q_chunk, k_chunk, v_chunk in zip(*(t.split(CHUNK, dim=-2) for t in (q, k, v)), strict=True):
-        within = product(q_chunk, k_chunk.transpose(-1, -2)).tril()
-        outputs.append(product(q_chunk, state) + product(within, v_chunk))
-        state = state + product(k_chunk.transpose(-1, -2), v_chunk)
+    for parts in zip(*(t.split(CHUNK * _chunks_at_once(q), dim=-2) for t in (q, k, v)), strict=True):
+        tokens = parts[0].shape[-2]
+        chunked_length = tokens // CHUNK * CHUNK
+        if chunked_length:
+            chunks = [t[..., :chunked_length, :].unflatten(-2, (-1, CHUNK)) for t in parts]
+            output, state = _chunk_sums(state, *chunks)
+            outputs.append(output.flatten(-3, -2))
+        if chunked_length < tokens or not tokens:  # the end of the text
+            rest = [t[..., None, chunked_length:, :] for t in parts]
+            output, state = _chunk_sums(state, *rest)
+            outputs.append(output.flatten(-3, -2))
     return torch.cat(outputs, dim=-2)
+
+
+def _chunks_at_once(q: Tensor) -> int:
+    return CHUNKS_AT_ONCE if q.is_cuda else 1
+
+
+def _chunk_sums(state: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sums of chunks (..., chunk, token, width), and the state after them.
+
+    state: sum of k v^T before them.
+    """
+    products = product(k.transpose(-1, -2), v)
+    states = torch.cat([state.unsqueeze(-3), products], dim=-3).cumsum(-3)
+    within = product(q, k.transpose(-1, -2)).tril()
+    return product(q, states[..., :-1, :, :]) + product(within, v), states[..., -1, :, :]
 
 
 def sum_over_tokens(a: Tensor, b: Tensor) -> Tensor:
