@@ -154,7 +154,7 @@ def copy_without(finished: LMWorkspace, folder: Path, plan: LanguageModelPlan = 
     workspace = LMWorkspace.open(folder, plan)
     (folder / "data").symlink_to(finished.data)
     for line in finished.results():
-        if not all(line.get(key) == value for key, value in left_out.items()):
+        if not left_out or any(line.get(key) != value for key, value in left_out.items()):
             workspace.add(line)
     return workspace
 
@@ -173,6 +173,21 @@ def test_a_model_that_lost_its_checkpoint_before_its_tests_is_trained_again(
     again, first = (place.results(stage="main", normalizer="kneemax:knee=0.25") for place in (workspace, finished))
     assert again[-1]["course"] == first[0]["course"]
     assert len(main_runs(workspace.results())) == 2
+
+
+@pytest.mark.parametrize("name", ["soft:landmarks=4:learned=16:normalised=true", "linear"])
+def test_mechanisms_are_tested_without_statistics(name: str, finished: LMWorkspace, tmp_path: Path) -> None:
+    plan = replace(TINY, normalizers=(*TINY.normalizers, name), rates=(1e-3,))
+    workspace = copy_without(finished, tmp_path, plan)
+    assert stages.run_works(workspace, "everything", [name], device="cpu"), workspace.results(stage="problem")
+    (measured,) = workspace.results(stage="measure", normalizer=name)
+    assert measured["attention_statistics"] is None
+    assert measured["losses"]["valid"].keys() == {"96", "192", "384"}
+    assert workspace.results(stage="needle", normalizer=name)
+    made = outcome(workspace.results(), plan)
+    assert made.tables["models"].num_rows == 4
+    stages.write_tables(tmp_path)
+    assert name in (tmp_path / "tables.md").read_text()
 
 
 def test_a_diverged_model_is_neither_tested_nor_trained_again(finished: LMWorkspace, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from attnorm.experiments.language_models.train import Worker, free_memory, machine, trained_model, unfinished_variants
 from attnorm.experiments.language_models.workspace import ModelPlan
 from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.normalized import NoRowsError
 from attnorm.metrics.rows import measure_rows
 from attnorm.metrics.sampling import evenly_spaced, length_bins
 from attnorm.models.observe import observe
@@ -33,7 +34,10 @@ KEPT = (
 
 
 def measure(worker: Worker, normalizer: str, seed: int = 0) -> None:
-    """Measure losses by length on every held-out text and attention statistics, also with replacements at inference."""
+    """Measure losses by length on every held-out text and attention statistics, also with replacements at inference.
+
+    A mechanism has no rows of logits and therefore no statistics.
+    """
     variants = unfinished_variants(worker.workspace, "measure", normalizer, seed)
     if not variants:
         return
@@ -46,11 +50,11 @@ def measure(worker: Worker, normalizer: str, seed: int = 0) -> None:
                 name: losses_at(worker.workspace.plan, model, settings, tokens, worker.device)
                 for name, tokens in worker.texts.held_out.items()
             }
-            statistics = attention_statistics(
-                model,
-                observed_windows(worker.texts.valid, worker.workspace.plan.observed, settings.context),
-                worker.device,
-            )
+            windows = observed_windows(worker.texts.valid, worker.workspace.plan.observed, settings.context)
+            try:
+                statistics = attention_statistics(model, windows, worker.device)
+            except NoRowsError:  # a mechanism, such as `linear`
+                statistics = None
         worker.workspace.add(
             {
                 "stage": "measure", "normalizer": normalizer, "at_inference": instead, "seed": seed,
