@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
@@ -19,6 +20,7 @@ from attnorm.cli import app
 from attnorm.experiments import vision
 from attnorm.experiments.catalogue import experiment
 from attnorm.experiments.experiment import ExperimentSubject
+from attnorm.experiments.run import reproduce
 from attnorm.files import append_jsonl, read_jsonl
 from attnorm.models.patch_state import patched_modules
 from attnorm.run_folder import try_lock
@@ -230,6 +232,42 @@ def test_published_records_are_drawn_without_images(tmp_path: Path, monkeypatch:
     append_jsonl(tmp_path / vision.RECORDS, [records[0] | {"images": "other.tar 0123"}])
     with pytest.raises(ValueError, match=r"cifar10.* and of other\.tar"):
         vision.run(ExperimentSubject(device="cpu"), silent, tmp_path / "parts" / "vision")
+
+
+def test_what_a_run_with_images_left_is_drawn_without_them(
+    trained: tuple[Path, list[vision.Record]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it is unfinished, and with --fresh once it has finished."""
+    trained_record = {name: value for name, value in trained[1][0].items() if name not in ("model", "images")}
+    images, out = tmp_path / "images.tar", tmp_path / "out"
+    images.write_bytes(b"read by the stub only")
+    kept = {"softmax": 1, "soft": 2}
+
+    def train(settings: VisionSettings, *_: Any, **__: Any) -> tuple[None, vision.Record]:
+        name = settings.normalizer.partition(":")[0]
+        if name not in kept:
+            raise KeyboardInterrupt
+        return None, trained_record | {"settings": settings.as_dict(), "correct": kept[name]}
+
+    monkeypatch.setattr(vision, "FULL", PLAN)
+    monkeypatch.setattr(vision, "read_images", lambda _: None)
+    monkeypatch.setattr(vision, "train_vit", train)
+    with_images, without = ExperimentSubject(images=images, device="cpu"), ExperimentSubject(device="cpu")
+    with pytest.raises(KeyboardInterrupt):
+        reproduce(["vision"], with_images, out)
+
+    def drawn(**options: Any) -> dict[str, float]:
+        reproduce(["vision"], without, out, **options)
+        rows = pq.read_table(out / "vision" / "models.parquet").to_pylist()
+        return {row["model"]: row["accuracy"] for row in rows}
+
+    accuracies = {name: correct / 64 for name, correct in kept.items()}
+    assert drawn() == accuracies
+    kept["linear"] = 3
+    reproduce(["vision"], with_images, out, fresh=True)
+    with pytest.raises(ValueError, match="--fresh"):
+        drawn()
+    assert drawn(fresh=True) == {**accuracies, "linear": 3 / 64}
 
 
 def test_every_mean_lies_within_its_panel() -> None:

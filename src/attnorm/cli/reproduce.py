@@ -69,7 +69,7 @@ def reproduce(
             "--images",
             metavar="FILE",
             help="vision: .tar or .tar.xz archive of train/CLASS/*.jpg and test/CLASS/*.jpg (default: train nothing, "
-            "draw the records in DIR/records.jsonl).",
+            "draw the records of earlier runs in DIR and those in DIR/records.jsonl).",
         ),
     ] = None,
     out: Annotated[

@@ -137,10 +137,11 @@ def records_of(plan: VisionPlan, subject: ExperimentSubject, progress: ProgressC
     if device.type != "cuda":
         plan = replace(plan, settings=replace(plan.settings, dtype="float32"))
     planned = plan.trained(subject.seed, subject.only)
-    finished = _finished_records(parts)
+    only_draws = subject.images is None and not subject.quick
+    finished = _finished_records(parts, of_all_images=only_draws)
     source = image_source(subject, finished.values(), parts.parent.parent)
     missing = [(model, settings) for model, settings in planned if _key(settings.as_dict(), source) not in finished]
-    if subject.images is None and not subject.quick:
+    if only_draws:
         missing = []
     images = None
     for done, (model, settings) in enumerate(missing):
@@ -158,13 +159,16 @@ def records_of(plan: VisionPlan, subject: ExperimentSubject, progress: ProgressC
                 append_jsonl(parts / RESULTS, [record])
             torch.compiler.reset()  # or torch stops compiling after eight models
             free_memory()
-    finished = _finished_records(parts)
+    finished = _finished_records(parts, of_all_images=only_draws)
     keys = [(model, _key(settings.as_dict(), source)) for model, settings in planned]
     return [finished[key] | {"model": model.name} for model, key in keys if key in finished]
 
 
-def _finished_records(parts: Path) -> dict[str, Record]:
+def _finished_records(parts: Path, *, of_all_images: bool = False) -> dict[str, Record]:
+    """Return the records by their key. of_all_images: those that runs with any --images left in the folder too."""
     files = [parts.parent.parent / name for name in (RECORDS, f"{RECORDS}.xz")] + [parts / RESULTS]
+    if of_all_images:
+        files += sorted(parts.parent.glob(f"vision-*/{RESULTS}"))
     records = [record for file in files if file.exists() for record in read_jsonl(file) if "images" in record]
     return {_key(record["settings"], record["images"]): record for record in records}
 
