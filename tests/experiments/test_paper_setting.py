@@ -7,6 +7,7 @@ import pytest
 
 from attnorm.experiments.experiment import PAPER_EXPERIMENTS, ExperimentSubject, default_model, paper_setting
 from attnorm.experiments.fig2 import experiment as fig2
+from attnorm.experiments.fig2 import measure
 
 GPT2 = {"name": "gpt2", "layers": 12, "heads": 12, "head_dim": 64, "max_positions": 1024, "kv_heads": 12}
 NOVEL = "CONTENTS\n\nCHAPTER I\n\n“Well, Prince, so Genoa and\nLucca are now just family estates of the Buonapartes."
@@ -70,7 +71,7 @@ def test_later_windows_of_the_text_need_tokens_not_positions() -> None:
 def test_the_lengths_of_figure_2_are_the_papers() -> None:
     assert set(fig2.FULL.lengths) >= {32, 64, 128, 256, 512, 1024}
     assert (fig2.PANEL_N, fig2.PANEL_LENGTH, fig2.PANEL_NS) == (5, 1024, (1, 5, 10, 20, 100))
-    assert (fig2.PAPER_HEADS, fig2.LEVEL) == (144, 0.01)
+    assert (measure.PAPER_HEADS, fig2.LEVEL) == (144, 0.01)
 
 
 def test_the_shared_novel_is_recognised(shared: Path) -> None:
