@@ -156,7 +156,10 @@ def test_the_bundled_model_learns_a_text(name: str) -> None:
     assert all(not torch.equal(p, old) for p, old in zip(handle.parameters(), before, strict=True))
 
 
-@pytest.mark.parametrize("name", ["softmax", "ssmax", "entmax15", "sigmoid"])
+@pytest.mark.parametrize(
+    "name",
+    ["softmax", "ssmax", "entmax15", "sigmoid", "gaussian", "linear", "soft:landmarks=8:learned=32:normalised=true"],
+)
 def test_a_captured_step_trains_as_the_step_itself_does(name: str) -> None:
     settings = LMSettings(
         layers=2, heads=2, width=64, context=128, vocab=300, batch=4, dtype="bfloat16", normalizer=name, steps=8
