@@ -42,6 +42,7 @@ from attnorm.training.lm.train import CHECKPOINTS, LOG_EVERY, Run
 Log = Callable[[str], None]
 OFTEN = 4  # validation losses per main run; short runs have one at the end
 SETTLED = 5 * LOG_EVERY  # steps after which the speed of a run is known: the first ones compile kernels
+MOST_LEARNED = 256  # numbers of one parameter in a record: a few per head
 AS_TRAINED = None  # instead of a normalizer that replaces softmax at inference
 ATTENTION = "attention.json"  # how each normalizer is computed while training, from choose_engines
 
@@ -295,13 +296,13 @@ def _log_values(entry: dict[str, float]) -> list[float | None]:
 
 
 def learned(model: Any) -> dict[str, list[float]]:
-    """Return the parameters of the normalizers, by layer."""
+    """Return the parameters of the normalizers, by layer; without matrices, such as the landmarks of `soft`."""
     from attnorm.models.dispatch import NORMALIZER
 
     values_by_name = {
         name: [round(value, 5) for value in parameter.detach().flatten().float().tolist()]
         for name, parameter in model.named_parameters()
-        if NORMALIZER in name.split(".")
+        if NORMALIZER in name.split(".") and parameter.numel() <= MOST_LEARNED
     }
     return {name.removeprefix("model.layers."): values for name, values in values_by_name.items()}
 
