@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import attnorm
+from attnorm.engines import blocked as blocked_engine
 from attnorm.mechanisms import linear
 from attnorm.mechanisms.soft import RIDGE, Soft, gaussian_logits, newton_inverse, segment_means
 from tests.attention.calls import Call, assert_all_close, outputs_and_gradients
@@ -181,6 +182,31 @@ def test_learned_landmarks_are_causal_and_equal_the_masked_matrix(
     q, k, v = tensors
     hidden = attnorm.attention(q, k[..., 1:, :], v[..., 1:, :], soft, causal=True)
     torch.testing.assert_close(attnorm.attention(q, k, v, soft, causal=True, mask=mask), hidden, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("normalised", [False, True], ids=["soft", "soft++"])
+@pytest.mark.parametrize("rows", [2, 9], ids=["blocks", "one block"])
+def test_learned_landmarks_take_any_mask(normalised: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models fold causality and padding into one mask per query."""
+    q, k, v = apart(Call(key_heads=2, queries=9, keys=12, width=8, value_width=3))
+    monkeypatch.setattr(blocked_engine, "BLOCK_ELEMENTS", rows * 12 * q.shape[0] * HEADS)
+    mask = torch.rand(q.shape[0], 1, 9, 12, generator=torch.Generator().manual_seed(0)) > 0.4
+    mask[0, 0, 3] = False
+    soft = Soft(5, normalised=normalised, learned=8, heads=HEADS).double()
+    points = soft.points
+    assert points is not None
+
+    def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (t.repeat_interleave(HEADS // t.shape[1], dim=1) for t in (k, v))
+        identity = torch.eye(12, dtype=torch.float64).expand(*k.shape[:-2], 12, 12)
+        assert points is not None
+        return (reference.soft(q, k, identity, points[None], torch.ones(1), normalised) * mask) @ v
+
+    assert_all_close(
+        outputs_and_gradients(lambda q, k, v: attnorm.attention(q, k, v, soft, mask=mask), [q, k, v], [points]),
+        outputs_and_gradients(definition, [q, k, v], [points]),
+        atol=1e-8,
+    )
 
 
 def test_landmarks_that_pool_all_tokens_show_later_tokens_even_below_a_causal_mask() -> None:

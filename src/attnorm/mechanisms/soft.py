@@ -154,6 +154,15 @@ def _widen(x: Tensor, *columns: Tensor) -> Tensor:
     return pad(wide, (0, 2 ** (wide.shape[-1] - 1).bit_length() - wide.shape[-1]))
 
 
+class Unchanged(Map):
+    """The logits themselves as weights."""
+
+    properties = Properties(row_sum="free", signed=True, shift_invariant=False)
+
+    def forward(self, block: Block) -> Tensor:
+        return block.hide(block.logits)
+
+
 @declare(
     warm_start=WarmStart(
         "far", "nothing to set: no function of the logits",
@@ -202,6 +211,7 @@ class Soft(Mechanism):
         if learned is not None and isinstance(landmarks, int):
             # With the usual scale 1/sqrt(D), two points have a kernel of about exp(-2), a point and the origin exp(-1).
             self.points = nn.Parameter(math.sqrt(2) * learned**-0.25 * torch.randn(heads or 1, landmarks, learned))
+        self._unchanged = Normalizer(Unchanged(), name="soft")
         self.sampling: nn.Parameter | None = None
         if convolution is not None and stride is not None:
             means = torch.eye(convolution)[:, :, None, None].expand(-1, -1, stride, stride) / stride**2
@@ -223,16 +233,20 @@ class Soft(Mechanism):
                 "soft has no causal form with landmarks that pool all tokens; use causal=False, learned landmarks "
                 f"(learned={q.shape[-1]}) or 'gaussian'"
             )
-        if mask is not None and mask.dim() > 1 and mask.shape[-2] > 1:
+        per_query = mask is not None and mask.dim() > 1 and mask.shape[-2] > 1
+        if mask is not None and per_query and self.points is None:
             raise ValueError(
-                f"soft can hide keys from all queries at once, mask (B, 1, 1, keys), but got {tuple(mask.shape)}; "
-                "'gaussian' takes any mask"
+                "with landmarks that pool tokens soft hides keys from all queries at once, mask (B, 1, 1, keys), but "
+                f"got {tuple(mask.shape)}; learned landmarks (learned={q.shape[-1]}) and 'gaussian' take any mask"
             )
         if mask is not None and self.stride is not None:
             raise ValueError(f"expected whole images with stride={self.stride}, got a mask. Use landmarks= with masks.")
         inputs = validate_inputs(q, k, v, mask=mask, causal=causal, scale=scale, positions=positions)
-        with without_autocast(q.device):
-            output = self._attend(inputs)
+        if per_query:  # in blocks: a sum over tokens has one value for all queries
+            output = blocked(inputs, self._unchanged, scores=_Weights(self, inputs.scale))
+        else:
+            with without_autocast(q.device):
+                output = self._attend(inputs)
         return output.to(q.dtype).reshape(*q.shape[:-1], v.shape[-1])
 
     def _attend(self, inputs: Inputs) -> Tensor:
@@ -244,23 +258,28 @@ class Soft(Mechanism):
         centres = self._landmarks(k, visible)
         from_q = torch.exp(gaussian_logits(q, centres, inputs.scale))
         from_k = torch.where(visible, torch.exp(gaussian_logits(k, centres, inputs.scale)), 0.0)
-        among = torch.exp(gaussian_logits(centres, centres, inputs.scale))
-        inverse = newton_inverse(among)
-        if self.normalised:
-            root = among.sum(-1).rsqrt()
-            inverse = root[..., :, None] * inverse * root[..., None, :]
+        inverse = self.inverse_among(centres, inputs.scale)
         if inputs.causal:
             return causal_sums(product(from_q, inverse), from_k, v, inputs.offset)
         return product(from_q, product(inverse, sum_over_tokens(from_k, v)))
 
+    def inverse_among(self, centres: Tensor, scale: float) -> Tensor:
+        """Return A^+, between D^-1/2 in the normalised form, (..., m, m)."""
+        among = torch.exp(gaussian_logits(centres, centres, scale))
+        inverse = newton_inverse(among)
+        if not self.normalised:
+            return inverse
+        root = among.sum(-1).rsqrt()
+        return root[..., :, None] * inverse * root[..., None, :]
+
     def _landmarks(self, k: Tensor, visible: Tensor) -> Tensor:
         if self.points is not None:
-            return self._points_for(k)
+            return self.points_for(k)
         if self.stride is not None:
             return patch_landmarks(k, self.stride, self.sampling)
         return segment_means(k, visible, self.landmarks) if isinstance(self.landmarks, int) else self.landmarks(k)
 
-    def _points_for(self, k: Tensor) -> Tensor:
+    def points_for(self, k: Tensor) -> Tensor:
         """Return the learned points, (1, H, m, D): the same for every sequence."""
         assert self.points is not None
         heads, _, width = self.points.shape
@@ -270,6 +289,19 @@ class Soft(Mechanism):
                 f"learned={width} and heads={heads}."
             )
         return self.points.to(k.dtype)[None]
+
+
+class _Weights(nn.Module):
+    """P_q A^+ P_k^T with learned landmarks: a module, so that they are seen as parameters."""
+
+    def __init__(self, soft: Soft, scale: float) -> None:
+        super().__init__()
+        self.soft, self.scale = soft, scale
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        centres = self.soft.points_for(k)
+        from_q, from_k = (torch.exp(gaussian_logits(t, centres, self.scale)) for t in (q, k))
+        return product(product(from_q, self.soft.inverse_among(centres, self.scale)), from_k.transpose(-1, -2))
 
 
 def _visible_keys(inputs: Inputs, k: Tensor) -> Tensor:
