@@ -80,7 +80,8 @@ def test_half_precision_rounds_q_for_speed_after_factors_of_ordinary_size_only(
 
     rounded = {"ssmax": "fused", "log_scaled": "fused"}
     assert choices() == {"softmax": "triton", "adaptive_temperature": "triton", **rounded}
-    assert choose_engine(on_cuda(dtype), normalizer("ssmax")) == "fused", "with the gradient of s"
+    with_gradient = choose_engine(on_cuda(dtype), normalizer("ssmax"))  # in float16 that of q might overflow
+    assert with_gradient == ("fused" if dtype == torch.bfloat16 else "triton")
     capability["gpu"] = (7, 5)
     assert choices() == {"softmax": "blocked", "adaptive_temperature": "blocked", **rounded}
 

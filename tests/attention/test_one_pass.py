@@ -525,6 +525,12 @@ def test_rows_times_their_factors(dtype: torch.dtype) -> None:
         torch.testing.assert_close(found, true, rtol=1e-5, atol=1e-5)
 
 
+def test_rows_that_overlap_are_scaled_too() -> None:
+    rows = torch.randn(83).to(DEVICE).as_strided((1, 1, 20, 64), (0, 0, 1, 1))
+    factor = torch.rand(1, 1, 20).to(DEVICE)
+    assert torch.equal(one_pass_operators.scaled_rows(rows, factor, 1.0), rows * factor[..., None])
+
+
 @pytest.mark.parametrize("deviation", [1.0, 4.0, 32.0])
 @pytest.mark.parametrize("s", [0.1, 0.43, 2.0])
 def test_rounded_queries_err_less_than_the_formula_in_half_precision(s: float, deviation: float) -> None:

@@ -175,6 +175,16 @@ def test_a_model_that_lost_its_checkpoint_before_its_tests_is_trained_again(
     assert len(main_runs(workspace.results())) == 2
 
 
+def test_a_model_is_tested_at_its_last_step_only(finished: LMWorkspace, tmp_path: Path) -> None:
+    """Its checkpoint was lost, and training it again was interrupted."""
+    workspace = copy_without(finished, tmp_path, stage="needle", normalizer="softmax")
+    (steps,) = (line["steps"] for line in finished.results(stage="main", normalizer="softmax"))
+    checkpoints = workspace.run_folder("softmax", "main-seed-0") / training.CHECKPOINTS
+    for step, unfinished in ((steps - 1, True), (steps, False)):
+        (checkpoints / f"step-{step:08d}").mkdir(parents=True)
+        assert training._must_be_trained(workspace, "softmax", 0) == unfinished
+
+
 @pytest.mark.parametrize("name", ["soft:landmarks=32:learned=16:normalised=true", "linear"])
 def test_mechanisms_are_tested_without_statistics(name: str, finished: LMWorkspace, tmp_path: Path) -> None:
     plan = replace(TINY, normalizers=(*TINY.normalizers, name), rates=(1e-3,))

@@ -79,6 +79,7 @@ class Task:
 
     def remote(self, *given: Any) -> Any:
         future: Future[Any] = Future()
+        given = pickle.loads(pickle.dumps(given))  # as Ray sends it to a worker
         read, write = os.pipe()
         pid = os.fork()
         if pid == 0:

@@ -51,8 +51,11 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
     if len(others) > 1 or others[0] is not normalizer.rules[-1] or not isinstance(others[0], EntropyRule):
         return False
     # The entropy of SDPA carries no gradient, and ONNX has no logsumexp of SDPA.
-    trains = torch.is_grad_enabled() and any(p.requires_grad for p in normalizer.parameters())
-    return normalizer.sink is None and not inputs.needs_grad and not trains and not is_exporting()
+    return normalizer.sink is None and not _needs_gradient(inputs, normalizer) and not is_exporting()
+
+
+def _needs_gradient(inputs: Inputs, normalizer: Normalizer) -> bool:
+    return inputs.needs_grad or (torch.is_grad_enabled() and any(p.requires_grad for p in normalizer.parameters()))
 
 
 def is_plain(inputs: Inputs, normalizer: Normalizer) -> bool:
@@ -67,7 +70,7 @@ def is_worth_rounding(inputs: Inputs, normalizer: Normalizer) -> bool:
 
     cuDNN takes 0.6 to 0.8 of the time of our kernel, which keeps the factor in float32. With q rounded once, as in
     q * s * log(n) written by hand, the error is 0.3 to 0.9 of that of the formula in the same dtype, where every step
-    rounds.
+    rounds. In float16 the gradient of the scaled q could overflow, by the headroom of `with_rounded_queries`.
     """
     q, v = inputs.q_BHQD, inputs.v_BGKE
     return (
@@ -79,6 +82,7 @@ def is_worth_rounding(inputs: Inputs, normalizer: Normalizer) -> bool:
         and inputs.queries >= MIN_QUERIES
         and (not inputs.causal or inputs.queries == inputs.keys)
         and inputs.scale >= MIN_SCALE
+        and not (q.dtype == torch.float16 and _needs_gradient(inputs, normalizer))
         and all(isinstance(rule, ScaleRule) and rule.may_round_queries for rule in normalizer.rules)
         and q.shape[-1] == v.shape[-1] <= MAX_WIDTH
         and q.shape[-1] % 8 == 0

@@ -86,6 +86,12 @@ def in_rows(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
+def empty_rows(t: Tensor) -> Tensor:
+    """Return an uninitialised tensor like t with contiguous rows, in the order of its strides if they allow it."""
+    like = torch.empty_like(t)
+    return like if like.stride(-1) == 1 else torch.empty_like(t, memory_format=torch.contiguous_format)
+
+
 def padded(t: Tensor) -> int:
     """Return the width of t in a tile: the next power of two, at least 16."""
     return max(16, 1 << (t.shape[-1] - 1).bit_length())

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnorm.kernels.blocks import load_tile, matrix_of_head, store_tile
-from attnorm.kernels.launch import device_of, in_rows, padded
+from attnorm.kernels.launch import device_of, empty_rows, in_rows, padded
 
 ROWS = 64  # of one program
 
@@ -40,7 +40,7 @@ def scaled_rows(a: Tensor, factor: Tensor, constant: float) -> Tensor:
     """Return each row of a times constant times its factor, (B, H, Q) in float32, rounded once to the dtype of a."""
     a, factor = in_rows(a), factor.contiguous()
     batch, heads, queries, width = a.shape
-    scaled = torch.empty_like(a)  # keeps the strides of q, which is often a view of (B, Q, H, D)
+    scaled = empty_rows(a)  # q is often a view of (B, Q, H, D)
     with device_of(a):
         _scaled_rows[(triton.cdiv(queries, ROWS) * batch * heads,)](
             a, factor, scaled, *a.stride()[:3], *scaled.stride()[:3], heads, queries, width, constant,

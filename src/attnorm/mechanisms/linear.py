@@ -102,8 +102,12 @@ def causal_sums(q: Tensor, k: Tensor, v: Tensor, offset: int) -> Tensor:
     if offset < 0:  # the first queries see nothing
         later = causal_sums(q[..., -offset:, :], k, v, 0)
         return torch.cat([later.new_zeros(*later.shape[:-2], -offset, later.shape[-1]), later], dim=-2)
-    state = product(k[..., :offset, :].transpose(-1, -2), v[..., :offset, :])
+    state = k.new_zeros(*k.shape[:-2], k.shape[-1], v.shape[-1])
+    if offset:  # onnxruntime does not return zeros for an empty product
+        state = product(k[..., :offset, :].transpose(-1, -2), v[..., :offset, :])
     k, v = k[..., offset:, :], v[..., offset:, :]
+    if is_exporting():  # a graph would keep the number of chunks that the length of the example has
+        return _chunk_sums(state, *(t.unsqueeze(-3) for t in (q, k, v)))[0].flatten(-3, -2)
     outputs = []
     for parts in zip(*(t.split(CHUNK * _chunks_at_once(q), dim=-2) for t in (q, k, v)), strict=True):
         tokens = parts[0].shape[-2]

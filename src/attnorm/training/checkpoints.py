@@ -43,7 +43,11 @@ def save_checkpoint(
 
 def finished_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints of a folder, oldest first."""
-    return sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(folder.glob("step-*"), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def load_checkpoint(

@@ -31,6 +31,7 @@ from attnorm.training.checkpoints import (
     finished_checkpoints,
     load_weights,
     speed_and_memory,
+    step_of,
 )
 from attnorm.training.device import accelerated, chosen_device
 from attnorm.training.lm.attention import Attention, fastest_attention
@@ -155,8 +156,14 @@ def _must_be_trained(workspace: LMWorkspace, normalizer: str, seed: int) -> bool
     untested = unfinished_variants(workspace, "measure", normalizer, seed)
     untested += unfinished_variants(workspace, "needle", normalizer, seed)
     trained = workspace.results(stage="main", normalizer=normalizer, seed=seed)
-    lost = not finished_checkpoints(workspace.run_folder(normalizer, main_name(seed)) / CHECKPOINTS)
-    return not trained or (bool(untested) and lost)
+    return not trained or (bool(untested) and _last_checkpoint(workspace, normalizer, seed) is None)
+
+
+def _last_checkpoint(workspace: LMWorkspace, normalizer: str, seed: int) -> Path | None:
+    """Return the checkpoint of the last step of a main run; None if it is lost, or being trained again."""
+    saved = finished_checkpoints(workspace.run_folder(normalizer, main_name(seed)) / CHECKPOINTS)
+    steps = main_settings(workspace, normalizer, seed).steps
+    return saved[-1] if saved and step_of(saved[-1]) == steps else None
 
 
 def _train_main(worker: Worker, normalizer: str, seed: int) -> None:
@@ -206,16 +213,18 @@ def trained_model(worker: Worker, normalizer: str, seed: int) -> tuple[Any, LMSe
     """Load the model of a finished main run in float32.
 
     Raises:
-        ValueError: There is no checkpoint.
+        ValueError: There is no checkpoint of its last step.
     """
     settings = main_settings(worker.workspace, normalizer, seed)
-    folder = worker.workspace.run_folder(normalizer, main_name(seed))
-    saved = finished_checkpoints(folder / CHECKPOINTS)
-    if not saved:
-        raise ValueError(f"{folder} holds no checkpoint; run 'main' for {normalizer}, seed {seed} first")
+    last = _last_checkpoint(worker.workspace, normalizer, seed)
+    if last is None:
+        folder = worker.workspace.run_folder(normalizer, main_name(seed))
+        raise ValueError(
+            f"{folder} holds no checkpoint of step {settings.steps}; run 'main' for {normalizer}, seed {seed} first"
+        )
     corpus = worker.texts.corpus
     model = build_model(settings, corpus.vocabulary, corpus.end_of_text).to(worker.device)
-    load_weights(saved[-1], model, worker.device)
+    load_weights(last, model, worker.device)
     return model.eval(), settings
 
 
