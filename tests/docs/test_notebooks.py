@@ -20,12 +20,11 @@ def test_there_are_three() -> None:
 
 
 @pytest.mark.as_installed
-@pytest.mark.parametrize("name", ["own-normalizer"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "swap-and-finetune"])
 def test_the_cells_of_a_notebook_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, which has imported the libraries. All of them run in a kernel at night.
 
-    What swap-and-finetune does, docs/examples/finetune.py does too (tests/monitor/test_example.py); what measure does,
-    docs/reference/measuring.md and docs/how-to (tests/docs/test_examples.py).
+    What swap-and-finetune does, docs/examples/finetune.py does too (tests/monitor/test_example.py).
     """
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "__main__"}
