@@ -213,17 +213,17 @@ def test_a_diverged_model_is_neither_tested_nor_trained_again(finished: LMWorksp
     assert workspace.results() == before
 
 
+def timed_main(seed: int, *, seconds: float, steps: int = 10) -> dict[str, Any]:
+    return {
+        "stage": "main", "normalizer": "softmax", "seed": seed, "problem": None, "valid_loss": 3.0,
+        "steps": steps, "training_seconds": seconds, "wall_seconds": 1.0,  # resumed: the last part took a second
+    }  # fmt: skip
+
+
 def test_only_models_that_can_finish_in_time_are_started(finished: LMWorkspace, tmp_path: Path) -> None:
     workspace = copy_without(finished, tmp_path, normalizer="kneemax:knee=0.25")
     for line in (
-        {
-            "stage": "main",
-            "normalizer": "softmax",
-            "seed": 1,
-            "wall_seconds": 300.0,
-            "problem": None,
-            "valid_loss": 3.0,
-        },
+        timed_main(1, seconds=300.0),
         {"stage": "measure", "normalizer": "softmax", "seed": 1, "at_inference": None, "wall_seconds": 20.0},
         {"stage": "needle", "normalizer": "softmax", "seed": 1, "at_inference": None, "wall_seconds": 30.0},
         {"stage": "needle", "normalizer": "softmax", "seed": 1, "at_inference": "log_scaled", "wall_seconds": 40.0},
@@ -237,6 +237,21 @@ def test_only_models_that_can_finish_in_time_are_started(finished: LMWorkspace, 
     assert stages.run_works(workspace, "everything", max_minutes=60, **options)
 
 
+def test_the_time_of_an_unfinished_run_is_that_of_its_remaining_steps(tmp_path: Path) -> None:
+    workspace = LMWorkspace.open(tmp_path, replace(TINY, main_tokens=1000 * 192))
+    assert training._seconds_needed(workspace, "softmax", 2) == 0.0
+    workspace.add(timed_main(1, seconds=3000.0, steps=1000))
+    assert training._seconds_needed(workspace, "softmax", 2) == 3000.0
+    assert training._seconds_needed(workspace, "kneemax:knee=0.25", 2) == 3000.0, "the fastest that is known"
+    workspace.add({"stage": "measure", "normalizer": "softmax", "seed": 1, "wall_seconds": 7.0})
+    checkpoints = workspace.run_folder("softmax", "main-seed-2") / training.CHECKPOINTS
+    for step, needed in ((10, 990 * 3 + 7), (800, 200 * 2 + 7)):  # the speed of so few steps would be that of compiling
+        checkpoint = checkpoints / f"step-{step:08d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "state.json").write_text(json.dumps({"step": step, "seconds": 1600.0}))
+        assert training._seconds_needed(workspace, "softmax", 2) == needed
+
+
 def test_a_run_whose_first_steps_show_that_it_cannot_finish_is_stopped(
     finished: LMWorkspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,11 +259,15 @@ def test_a_run_whose_first_steps_show_that_it_cannot_finish_is_stopped(
     workspace = copy_without(finished, tmp_path, plan, stage="main")
     for stage in ("measure", "needle"):
         assert workspace.results(stage=stage)
-    monkeypatch.setattr(training, "SETTLED", 10)
+    monkeypatch.setattr(training, "SETTLED", 15)
     monkeypatch.setattr(training, "seconds_of_tests", lambda workspace: 3600.0)
     monkeypatch.setattr(training, "_seconds_needed", lambda *_: 0.0)
     said: list[str] = []
     options: dict[str, Any] = {"normalizers": ["softmax"], "device": "cpu", "whole": True, "log": said.append}
+    assert not stages.run_works(workspace, "everything", max_minutes=59, **options)
+    assert said[-1].startswith("stopped")
+    monkeypatch.setattr(training, "SETTLED", 2)  # from the checkpoint of step 10 on; the next log entry is at step 15
+    said.clear()
     assert not stages.run_works(workspace, "everything", max_minutes=59, **options)
     assert said[-1].startswith("stopped")
     assert not workspace.results(stage="main")
@@ -262,13 +281,14 @@ def test_the_time_of_a_run_is_known_after_its_first_steps(finished: LMWorkspace,
     (tmp_path / "untested" / "results.jsonl").write_text("")
     settings = TINY.settings("softmax", rate=1e-3, tokens=1000 * 192, seed=0)
 
-    def check(workspace: LMWorkspace, seconds: float) -> None:
+    def check(workspace: LMWorkspace, seconds: float, step: int = 50) -> None:
         worker = Worker.at(workspace, stages.read_texts(workspace), device="cpu", max_minutes=seconds / 60, whole=True)
-        training._check_remaining_time(worker, settings, tokens_per_second=192.0)
+        training._check_remaining_time(worker, settings, step, tokens_per_second=192.0)
 
     check(untested, 950 + 250 + 30)
     with pytest.raises(OutOfTimeError):
         check(untested, 950 + 250)
+    check(untested, 100 + 250 + 30, step=900)
     tests = seconds_of_tests(finished) or 0.0
     check(finished, 950 + tests + 30)
     with pytest.raises(OutOfTimeError):

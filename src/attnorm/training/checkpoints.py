@@ -59,15 +59,25 @@ def load_checkpoint(
         ValueError: The checkpoint is damaged or belongs to another model.
     """
     moments = _tensors(path / "optimizer.safetensors", device)
-    try:
-        record: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise _unreadable_error(path, error) from None
+    record = read_state(path)
     load_weights(path, model, device)
     parameters = dict(model.named_parameters())
     for key, value in moments.items():
         name, _, moment = key.rpartition("/")
         optimizer.state[parameters[name]][moment] = value
+    return record
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Return the record of a checkpoint with its `step`, without its tensors.
+
+    Raises:
+        ValueError: It cannot be read.
+    """
+    try:
+        record: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise _unreadable_error(path, error) from None
     return record
 
 

@@ -30,6 +30,7 @@ from attnorm.training.checkpoints import (
     TrainingInterrupted,
     finished_checkpoints,
     load_weights,
+    read_state,
     speed_and_memory,
     step_of,
 )
@@ -42,7 +43,7 @@ from attnorm.training.lm.train import CHECKPOINTS, LOG_EVERY, Run
 
 Log = Callable[[str], None]
 OFTEN = 4  # validation losses per main run; short runs have one at the end
-SETTLED = 5 * LOG_EVERY  # steps after which the speed of a run is known: the first ones compile kernels
+SETTLED = 5 * LOG_EVERY  # steps, from the start or a resumed checkpoint, until the speed is known: compiling is over
 MOST_LEARNED = 256  # numbers of one parameter in a record: a few per head
 AS_TRAINED = None  # instead of a normalizer that replaces softmax at inference
 ATTENTION = "attention.json"  # how each normalizer is computed while training, from choose_engines
@@ -146,7 +147,7 @@ def check_whole(worker: Worker, normalizer: str, seed: int = 0) -> None:
     The first steps of the run decide about a model that is slower than the finished ones.
     """
     if worker.whole and _must_be_trained(worker.workspace, normalizer, seed):
-        needed, left = _seconds_needed(worker.workspace, normalizer), worker.deadline - time.monotonic()
+        needed, left = _seconds_needed(worker.workspace, normalizer, seed), worker.deadline - time.monotonic()
         if needed >= left:
             worker.log(f"{normalizer} seed {seed}: not started, needs {needed:.0f} s, and {left:.0f} s are left")
             raise OutOfTimeError
@@ -161,9 +162,18 @@ def _must_be_trained(workspace: LMWorkspace, normalizer: str, seed: int) -> bool
 
 def _last_checkpoint(workspace: LMWorkspace, normalizer: str, seed: int) -> Path | None:
     """Return the checkpoint of the last step of a main run; None if it is lost, or being trained again."""
-    saved = finished_checkpoints(workspace.run_folder(normalizer, main_name(seed)) / CHECKPOINTS)
-    steps = main_settings(workspace, normalizer, seed).steps
-    return saved[-1] if saved and step_of(saved[-1]) == steps else None
+    saved = _main_checkpoints(workspace, normalizer, seed)
+    return saved[-1] if saved and step_of(saved[-1]) == _main_steps(workspace, normalizer) else None
+
+
+def _main_checkpoints(workspace: LMWorkspace, normalizer: str, seed: int) -> list[Path]:
+    return finished_checkpoints(workspace.run_folder(normalizer, main_name(seed)) / CHECKPOINTS)
+
+
+def _main_steps(workspace: LMWorkspace, normalizer: str) -> int:
+    """Return the number of steps of a main run, which its learning rate does not change."""
+    plan = workspace.plan
+    return plan.settings(normalizer, rate=plan.rates[0], tokens=plan.main_tokens, seed=0).steps
 
 
 def _train_main(worker: Worker, normalizer: str, seed: int) -> None:
@@ -188,13 +198,23 @@ def unfinished_variants(workspace: LMWorkspace, stage: str, normalizer: str, see
     return [variant for variant in (AS_TRAINED, *swaps) if variant not in done]
 
 
-def _seconds_needed(workspace: LMWorkspace, normalizer: str) -> float:
-    """Return how long a main run and its tests take at least, from the finished ones; 0 if there is none."""
-    seconds: dict[str, float] = {
-        line["normalizer"]: line["wall_seconds"] for line in workspace.results(stage="main") if not line["problem"]
+def _seconds_needed(workspace: LMWorkspace, normalizer: str, seed: int) -> float:
+    """Return how long the remaining steps of a main run and its tests take at least; 0 for steps of unknown speed.
+
+    The speed is that of the run's own checkpoint, unless its few steps were spent on compiling, else of this
+    normalizer's last record, else of the fastest record.
+    `training_seconds` count all parts of a run that was resumed, `wall_seconds` only the last one.
+    """
+    per_step: dict[str, float] = {
+        line["normalizer"]: line["training_seconds"] / line["steps"]
+        for line in workspace.results(stage="main")
+        if not line["problem"]
     }
-    fastest = min(seconds.values(), default=0.0)
-    return seconds.get(normalizer, fastest) + (seconds_of_tests(workspace) or 0.0)
+    done, seconds = 0, per_step.get(normalizer, min(per_step.values(), default=0.0))
+    if saved := _main_checkpoints(workspace, normalizer, seed):
+        done = step_of(saved[-1])
+        seconds = read_state(saved[-1])["seconds"] / done if done >= SETTLED else seconds
+    return (_main_steps(workspace, normalizer) - done) * seconds + (seconds_of_tests(workspace) or 0.0)
 
 
 def seconds_of_tests(workspace: LMWorkspace) -> float | None:
@@ -249,19 +269,22 @@ def _train(
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     problem = None
+    checked = not (worker.whole and stage == "main")
     with accelerated(worker.device, settings.dtype) as accelerator, StopRequest() as stop:
         run = Run(
             folder, settings, worker.texts.corpus, accelerator,
             compiled=worker.workspace.plan.compiled, attention=attention,
         )  # fmt: skip
+        settled = run.step + SETTLED
         try:
             with contextlib.closing(run.steps(worker.deadline, stop, evaluate_every, checkpoint_every)) as entries:
                 for entry in entries:
                     if "valid_loss" in entry:
                         reached = f"step {run.step} of {settings.steps}, {entry['valid_loss']:.3f}"
                         worker.log(f"{normalizer} {name}: {reached}")
-                    if worker.whole and stage == "main" and run.step == SETTLED:
-                        _check_remaining_time(worker, settings, entry["tokens_per_second"])
+                    if not checked and settled <= run.step < settings.steps:
+                        checked = True
+                        _check_remaining_time(worker, settings, run.step, entry["tokens_per_second"])
         except ValueError as error:  # a loss that is not finite
             problem = str(error)
     if stop.asked:
@@ -286,14 +309,14 @@ def _train(
     free_memory()
 
 
-def _check_remaining_time(worker: Worker, settings: LMSettings, tokens_per_second: float) -> None:
+def _check_remaining_time(worker: Worker, settings: LMSettings, step: int, tokens_per_second: float) -> None:
     """Raise OutOfTimeError if the run and its tests cannot finish at this speed.
 
-    Until a model has been tested, the tests count as a quarter of the training.
+    Until a model has been tested, the tests count as a quarter of the whole training.
     """
-    total = settings.steps * settings.tokens_per_step / tokens_per_second
+    per_step = settings.tokens_per_step / tokens_per_second
     tests = seconds_of_tests(worker.workspace)
-    needed = total * (1 - SETTLED / settings.steps) + (total / 4 if tests is None else tests)
+    needed = (settings.steps - step) * per_step + (settings.steps * per_step / 4 if tests is None else tests)
     left = worker.deadline - time.monotonic()
     if needed > left:
         worker.log(f"stopped: training and tests need {needed:.0f} s, and {left:.0f} s are left")
