@@ -240,8 +240,12 @@ def test_learned_landmarks_are_not_computed(options: dict[str, Any], message: st
 
 def test_learned_landmarks_have_the_width_and_the_heads_of_the_layer() -> None:
     q, k, v = apart()
-    for options in ({"learned": 4}, {"learned": 8, "heads": HEADS + 1}):
-        with pytest.raises(ValueError, match=f"learned=8.*heads={HEADS}"):
+    wrong: list[tuple[dict[str, int], str]] = [
+        ({"learned": 4}, "learned=4"),
+        ({"learned": 8, "heads": HEADS + 1}, f"learned=8, heads={HEADS + 1}"),
+    ]
+    for options, shown in wrong:
+        with pytest.raises(ValueError, match=rf"learned=8.*heads={HEADS}.*got {shown}\."):
             attnorm.attention(q, k, v, Soft(**options).double(), causal=True)
 
 

@@ -252,6 +252,14 @@ def test_vmap_over_any_dimension_of_logits_and_masks_equals_a_loop(name: str) ->
         ("norm_softmax", {"temperature": 0.5}, "temperature=0.5"),
         ("entmax", {"alpha": 1.25}, "alpha=1.25"),
         ("entmax", {"alpha": 1.25, "learned": True}, "alpha learned from 1.25"),
+        ("soft", {}, "landmarks=49\n"),
+        ("soft", {"stride": 2, "convolution": 16}, "stride=2, convolution=16\n"),
+        ("soft", {"landmarks": 8, "learned": 16}, "landmarks=8, learned=16\n"),
+        (
+            "soft",
+            {"landmarks": 8, "learned": 16, "heads": 2, "normalised": True},
+            "landmarks=8, learned=16, heads=2, normalised=True\n",
+        ),
     ],
 )
 def test_a_normalizer_prints_its_options(name: str, options: dict[str, Any], printed: str) -> None:

@@ -217,6 +217,14 @@ class Soft(Mechanism):
             means = torch.eye(convolution)[:, :, None, None].expand(-1, -1, stride, stride) / stride**2
             self.sampling = nn.Parameter(means.clone())
 
+    def extra_repr(self) -> str:
+        parts = [f"landmarks={self.landmarks}"] if self.stride is None else [f"stride={self.stride}"]
+        if self.sampling is not None:
+            parts.append(f"convolution={self.sampling.shape[0]}")
+        if self.points is not None:
+            parts.append(_point_options(self.points))
+        return ", ".join([*parts, "normalised=True"] if self.normalised else parts)
+
     def forward(
         self,
         q: Tensor,
@@ -286,9 +294,15 @@ class Soft(Mechanism):
         if width != k.shape[-1] or heads not in (1, k.shape[1]):
             raise ValueError(
                 f"expected learned={k.shape[-1]}, the width of a head, and heads={k.shape[1]} or none, got "
-                f"learned={width} and heads={heads}."
+                f"{_point_options(self.points)}."
             )
         return self.points.to(k.dtype)[None]
+
+
+def _point_options(points: Tensor) -> str:
+    """Return learned= and heads= of these points; points that all heads share need no heads=."""
+    heads, _, width = points.shape
+    return f"learned={width}" if heads == 1 else f"learned={width}, heads={heads}"
 
 
 class _Weights(nn.Module):
