@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnorm.bench.attention import SOFTMAX, independent_tokens, means_of_squares, measure_errors, smooth_tokens
+from attnorm.bench.linear import SOFTMAX, independent_tokens, means_of_squares, measure_errors, smooth_tokens
 from attnorm.bench.results import ApproximationError, CostCurve, CostPoint, benchmark_markdown
 from attnorm.bench.suites import run_benchmarks
 

@@ -9,8 +9,9 @@ from typing import Literal
 import torch
 
 from attnorm.bench.analyze import measure_analysis, measure_sweep
-from attnorm.bench.attention import compare_attention, measure_footprints, measure_linear
+from attnorm.bench.attention import compare_attention, measure_footprints
 from attnorm.bench.cuda import compare_cuda, measure_cuda_analysis
+from attnorm.bench.linear import measure_linear
 from attnorm.bench.normalizers import compare_normalizers
 from attnorm.bench.results import (
     ApproximationError,
