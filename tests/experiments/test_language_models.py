@@ -11,10 +11,17 @@ import torch
 
 from attnorm.analysis.analyze import analyze
 from attnorm.experiments.experiment import ExperimentSubject
-from attnorm.experiments.language_models import stages
 from attnorm.experiments.language_models import train as training
 from attnorm.experiments.language_models.evaluate import attention_statistics, spread_chunks
-from attnorm.experiments.language_models.experiment import EXPERIMENT, outcome, texts_of
+from attnorm.experiments.language_models.experiment import (
+    EXPERIMENT,
+    closest,
+    outcome,
+    run_stage,
+    run_works,
+    texts_of,
+    write_tables,
+)
 from attnorm.experiments.language_models.results import main_runs
 from attnorm.experiments.language_models.train import (
     OutOfTimeError,
@@ -33,6 +40,7 @@ from attnorm.experiments.language_models.workspace import (
     change_plan,
     prepare_texts,
     read_results,
+    read_texts,
 )
 from attnorm.models.load import load
 from attnorm.models.patch_state import normalizer_of, patched_modules
@@ -64,10 +72,10 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
 def finished(texts: tuple[Path, Path, Path], tmp_path_factory: pytest.TempPathFactory) -> LMWorkspace:
     workspace = LMWorkspace.open(tmp_path_factory.mktemp("lm"), TINY)
     prepare_texts(workspace, texts[:1], texts[1], texts[2:])
-    assert not stages.run_works(workspace, "everything", max_minutes=0.0, device="cpu")
+    assert not run_works(workspace, "everything", max_minutes=0.0, device="cpu")
     assert [line["stage"] for line in workspace.results()] == ["texts"]
-    assert stages.run_works(workspace, "rates", ["softmax"], device="cpu")
-    assert stages.run_works(workspace, "everything", device="cpu"), workspace.results(stage="problem")
+    assert run_works(workspace, "rates", ["softmax"], device="cpu")
+    assert run_works(workspace, "everything", device="cpu"), workspace.results(stage="problem")
     return workspace
 
 
@@ -96,7 +104,7 @@ def test_every_piece_of_work_is_one_line(finished: LMWorkspace) -> None:
 
 def test_what_is_finished_is_not_done_again(finished: LMWorkspace) -> None:
     before = len(finished.results())
-    assert stages.run_works(finished, "everything", device="cpu")
+    assert run_works(finished, "everything", device="cpu")
     assert len(finished.results()) == before
 
 
@@ -119,7 +127,7 @@ def test_losses_at_all_lengths_are_of_the_same_tokens(finished: LMWorkspace) -> 
     swapped = finished.results(stage="measure", at_inference="log_scaled")[0]["losses"]["valid"]
     assert swapped["96"] == losses["valid"]["96"]  # softmax itself up to the training length
     assert swapped["384"] != losses["valid"]["384"]
-    tokens = stages.read_texts(finished).valid
+    tokens = read_texts(finished).valid
     chunks = spread_chunks(tokens, 160, 3)
     assert [len(chunk) for chunk in chunks] == [161, 161, 161]
     assert chunks[0].tolist() == tokens[:161].tolist()
@@ -128,8 +136,8 @@ def test_losses_at_all_lengths_are_of_the_same_tokens(finished: LMWorkspace) -> 
 
 
 def test_models_are_exported_in_half_precision_with_what_they_learned(finished: LMWorkspace) -> None:
-    assert stages.run_works(finished, "export", ["kneemax:knee=0.25"], device="cpu")
-    worker = Worker.at(finished, stages.read_texts(finished), device="cpu")
+    assert run_works(finished, "export", ["kneemax:knee=0.25"], device="cpu")
+    worker = Worker.at(finished, read_texts(finished), device="cpu")
     trained, _ = trained_model(worker, "kneemax:knee=0.25", 0)
     exported = load(finished.model_folder("kneemax:knee=0.25", 0), dtype="auto", device="cpu")
     assert exported.model.dtype == torch.bfloat16
@@ -145,7 +153,7 @@ def test_two_processes_do_not_do_the_same(finished: LMWorkspace, tmp_path: Path)
         other = LMWorkspace.open(finished.folder, TINY)
         with other.claimed("softmax-seed-7") as also_mine:
             assert not also_mine
-        assert not stages.run_works(other, "main", ["softmax"], seeds=[7], device="cpu")
+        assert not run_works(other, "main", ["softmax"], seeds=[7], device="cpu")
     assert not finished.results(seed=7)
 
 
@@ -164,9 +172,9 @@ def test_a_model_that_lost_its_checkpoint_before_its_tests_is_trained_again(
 ) -> None:
     workspace = copy_without(finished, tmp_path, stage="needle", normalizer="kneemax:knee=0.25")
     before = len(workspace.results())
-    assert stages.run_works(workspace, "main", device="cpu")
+    assert run_works(workspace, "main", device="cpu")
     assert len(workspace.results()) == before, "the stage alone has nothing to do"
-    assert stages.run_works(workspace, "everything", device="cpu")
+    assert run_works(workspace, "everything", device="cpu")
     assert [(line["stage"], line["normalizer"]) for line in workspace.results()[before:]] == [
         ("main", "kneemax:knee=0.25"), ("needle", "kneemax:knee=0.25"),
     ]  # fmt: skip
@@ -189,7 +197,7 @@ def test_a_model_is_tested_at_its_last_step_only(finished: LMWorkspace, tmp_path
 def test_mechanisms_are_tested_without_statistics(name: str, finished: LMWorkspace, tmp_path: Path) -> None:
     plan = replace(TINY, normalizers=(*TINY.normalizers, name), rates=(1e-3,))
     workspace = copy_without(finished, tmp_path, plan)
-    assert stages.run_works(workspace, "everything", [name], device="cpu"), workspace.results(stage="problem")
+    assert run_works(workspace, "everything", [name], device="cpu"), workspace.results(stage="problem")
     (measured,) = workspace.results(stage="measure", normalizer=name)
     assert measured["attention_statistics"] is None
     assert measured["losses"]["valid"].keys() == {"96", "192", "384"}
@@ -198,7 +206,7 @@ def test_mechanisms_are_tested_without_statistics(name: str, finished: LMWorkspa
     assert not trained["learned"], "matrices are too large for a record"
     made = outcome(workspace.results(), plan)
     assert made.tables["models"].num_rows == 4
-    stages.write_tables(tmp_path)
+    write_tables(tmp_path)
     assert name in (tmp_path / "tables.md").read_text()
 
 
@@ -209,7 +217,7 @@ def test_a_diverged_model_is_neither_tested_nor_trained_again(finished: LMWorksp
         if line["stage"] in ("rate", "main"):
             workspace.add(line | ({"valid_loss": None} if line["stage"] == "main" else {}))
     before = workspace.results()
-    assert stages.run_works(workspace, "everything", device="cpu")
+    assert run_works(workspace, "everything", device="cpu")
     assert workspace.results() == before
 
 
@@ -232,9 +240,9 @@ def test_only_models_that_can_finish_in_time_are_started(finished: LMWorkspace, 
     assert seconds_of_tests(workspace) == 60.0
     before = workspace.results()
     options: dict[str, Any] = {"normalizers": ["kneemax:knee=0.25"], "device": "cpu", "whole": True}
-    assert not stages.run_works(workspace, "everything", max_minutes=359 / 60, **options)
+    assert not run_works(workspace, "everything", max_minutes=359 / 60, **options)
     assert workspace.results() == before, "not even short runs"
-    assert stages.run_works(workspace, "everything", max_minutes=60, **options)
+    assert run_works(workspace, "everything", max_minutes=60, **options)
 
 
 def test_the_time_of_an_unfinished_run_is_that_of_its_remaining_steps(tmp_path: Path) -> None:
@@ -264,15 +272,15 @@ def test_a_run_whose_first_steps_show_that_it_cannot_finish_is_stopped(
     monkeypatch.setattr(training, "_seconds_needed", lambda *_: 0.0)
     said: list[str] = []
     options: dict[str, Any] = {"normalizers": ["softmax"], "device": "cpu", "whole": True, "log": said.append}
-    assert not stages.run_works(workspace, "everything", max_minutes=59, **options)
+    assert not run_works(workspace, "everything", max_minutes=59, **options)
     assert said[-1].startswith("stopped")
     monkeypatch.setattr(training, "SETTLED", 2)  # from the checkpoint of step 10 on; the next log entry is at step 15
     said.clear()
-    assert not stages.run_works(workspace, "everything", max_minutes=59, **options)
+    assert not run_works(workspace, "everything", max_minutes=59, **options)
     assert said[-1].startswith("stopped")
     assert not workspace.results(stage="main")
     assert not workspace.results(stage="problem")
-    assert stages.run_works(workspace, "everything", max_minutes=600, **options)
+    assert run_works(workspace, "everything", max_minutes=600, **options)
     assert workspace.results(stage="main")[0]["steps"] == 20
 
 
@@ -282,7 +290,7 @@ def test_the_time_of_a_run_is_known_after_its_first_steps(finished: LMWorkspace,
     settings = TINY.settings("softmax", rate=1e-3, tokens=1000 * 192, seed=0)
 
     def check(workspace: LMWorkspace, seconds: float, step: int = 50) -> None:
-        worker = Worker.at(workspace, stages.read_texts(workspace), device="cpu", max_minutes=seconds / 60, whole=True)
+        worker = Worker.at(workspace, read_texts(workspace), device="cpu", max_minutes=seconds / 60, whole=True)
         training._check_remaining_time(worker, settings, step, tokens_per_second=192.0)
 
     check(untested, 950 + 250 + 30)
@@ -298,7 +306,7 @@ def test_the_time_of_a_run_is_known_after_its_first_steps(finished: LMWorkspace,
 def test_a_plan_with_one_rate_has_no_short_runs(finished: LMWorkspace, tmp_path: Path) -> None:
     workspace = LMWorkspace.open(tmp_path, replace(TINY, rates=(2e-3,)))
     (tmp_path / "data").symlink_to(finished.data)
-    assert stages.run_works(workspace, "rates", ["softmax"], device="cpu")
+    assert run_works(workspace, "rates", ["softmax"], device="cpu")
     assert not workspace.results(stage="rate")
     assert best_rate(workspace, "softmax") == 2e-3
 
@@ -321,13 +329,13 @@ def test_one_that_fails_does_not_keep_the_others_from_their_turn(finished: LMWor
                     "valid_loss": None if name == "local" else 1.0,
                 }
             )
-    assert not stages.run_works(workspace, "main", device="cpu")
+    assert not run_works(workspace, "main", device="cpu")
     assert "diverged at every learning rate" in workspace.results(stage="problem")[0]["problem"]
     assert workspace.results(stage="main", normalizer="softmax")
 
 
 def test_the_statistics_are_those_of_analyze(finished: LMWorkspace) -> None:
-    worker = Worker.at(finished, stages.read_texts(finished), device="cpu")
+    worker = Worker.at(finished, read_texts(finished), device="cpu")
     model, _ = trained_model(worker, "kneemax:knee=0.25", 0)
     window = torch.from_numpy(worker.texts.valid[:96].astype("int64"))
     ours = attention_statistics(model, window[None], torch.device("cpu"))
@@ -367,7 +375,7 @@ def test_the_closest_get_a_second_seed(tmp_path: Path) -> None:
     workspace = LMWorkspace.open(tmp_path, FULL)
     for name, loss in {"softmax": 3.0, "ssmax": 2.0, "sigmoid": 2.5, "sink": 4.0, "kneemax": None}.items():
         workspace.add({"stage": "main", "normalizer": name, "seed": 0, "valid_loss": loss})
-    assert stages.closest(workspace, 2) == ("softmax", "ssmax", "sigmoid")
+    assert closest(workspace, 2) == ("softmax", "ssmax", "sigmoid")
 
 
 def test_the_outcome_compares_with_softmax(finished: LMWorkspace) -> None:
@@ -413,10 +421,10 @@ def test_texts_may_be_packed_and_several_held_out(tmp_path: Path) -> None:
 
 def test_the_stages_run_by_name(finished: LMWorkspace, texts: tuple[Path, Path, Path], tmp_path: Path) -> None:
     def run(stage: str, folder: Path, **options: Any) -> bool:
-        return stages.run_stage(stage, folder, TINY, device="cpu", **options)
+        return run_stage(stage, folder, TINY, device="cpu", **options)
 
     assert run("prepare", tmp_path, texts=texts[:1], held_out=texts[1:])
-    assert list(stages.read_texts(LMWorkspace.open(tmp_path, TINY)).held_out) == ["valid", "other"]
+    assert list(read_texts(LMWorkspace.open(tmp_path, TINY)).held_out) == ["valid", "other"]
     assert not run("main", tmp_path, only=["softmax"], max_minutes=0.0)
     for stage in ("rates", "main", "measure", "needle", "everything"):
         assert run(stage, finished.folder)
@@ -431,7 +439,7 @@ def test_the_stages_run_by_name(finished: LMWorkspace, texts: tuple[Path, Path, 
 
 def test_the_tables_need_nothing_but_the_lines(finished: LMWorkspace, tmp_path: Path) -> None:
     (tmp_path / "results.jsonl").write_text((finished.folder / "results.jsonl").read_text())
-    assert stages.run_stage("tables", tmp_path, FULL)
+    assert run_stage("tables", tmp_path, FULL)
     assert "## Loss" in (tmp_path / "tables.md").read_text()
     assert (tmp_path / "course.svg").exists()
 
