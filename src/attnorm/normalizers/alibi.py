@@ -3,6 +3,14 @@
 Press, Smith & Lewis 2022, https://arxiv.org/abs/2108.12409. Each head has a slope of its own: 2^(-8 h / H) for head h
 of H = 2, 4, 8, ... heads. The penalty limits how far a head looks, whatever the length, so that a row does not become
 flatter with n beyond that distance.
+
+Nearmax is kneemax with a fixed knee behind this penalty.
+
+    p = kneemax(z - m |distance|),   knee 1/4,   m = 2^(-8 h / H) for head h of H
+
+With logits of spread D, keys farther than (D + 2.5) / m from the query get the weight 0, exactly. So no more keys than
+that share the weight of a row. The Jacobian norm is at most 1/2, as kneemax's. Theorem 6 of docs/theory/kneemax.md;
+language models that were trained with it: docs/results/language-models.md.
 """
 
 from typing import Any
@@ -14,6 +22,7 @@ from attnorm.normalizers.block import Block
 from attnorm.normalizers.composition import add_rule
 from attnorm.normalizers.contract import LogitRule, Normalizer, per_head
 from attnorm.normalizers.declaration import HEADS, LayerFacts, Options, Row, WarmStart, declare
+from attnorm.normalizers.kneemax import Kneemax, kneemax_row
 from attnorm.normalizers.registry import get
 from attnorm.normalizers.softmax import softmax_row
 
@@ -77,3 +86,17 @@ def slope_per_head(layer: LayerFacts, given_options: Options) -> dict[str, Any]:
 def alibi(map: str = "softmax", *, heads: int | None = None) -> Normalizer:
     """softmax, or another map, of logits minus a slope times the distance; for models without other positions."""
     return add_rule(LinearBias(heads), map, name="alibi")
+
+
+def _nearmax_reference(row: Row, knee: float = 0.25, heads: int | None = None) -> Tensor:
+    return kneemax_row(penalized_row(row, heads), knee)
+
+
+@declare(
+    reference=_nearmax_reference,
+    examples=[{}, {"heads": HEADS}, {"knee": 0.1, "heads": HEADS}],
+    warm_start=WarmStart("far", "nothing to set: for models that are trained with it", options=slope_per_head),
+)
+def nearmax(knee: float = 0.25, *, heads: int | None = None) -> Normalizer:
+    """Kneemax with a penalty on the distance: sparse, softmax's gradient bound, a reach that does not grow with n."""
+    return Normalizer(Kneemax(knee=knee), scale=[LinearBias(heads)], name="nearmax")

@@ -116,7 +116,7 @@ BUILT_IN: dict[str, NormalizerEntry] = {
         ("scale_invariant", "normalizers.scale_invariant:scale_invariant", "Anson et al. 2025", _arxiv("2505.17083")),
         ("kernel", "normalizers.kernel:kernel", "Mudarisov et al. 2025", _arxiv("2508.17821")),
         ("kneemax", "normalizers.kneemax:kneemax", "attnorm", "docs/theory/kneemax.md"),
-        ("nearmax", "normalizers.nearmax:nearmax", "attnorm", "docs/theory/kneemax.md"),
+        ("nearmax", "normalizers.alibi:nearmax", "attnorm", "docs/theory/kneemax.md"),
         ("local", "normalizers.local:local", "Beltagy et al. 2020", _arxiv("2004.05150")),
         ("softcap", "normalizers.softcap:softcap", "Gemma 2 2024", _arxiv("2408.00118")),
         ("ssa", "normalizers.ssa:ssa", "Zhang et al. 2024", _arxiv("2411.12892")),
