@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from attnorm.analysis.collect import Collector
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.settings import settings_of
 from attnorm.metrics.call import AttentionCall, call_bytes
+from attnorm.models.dispatch import UnsupportedModel
 from attnorm.models.forward_pass import run
 from attnorm.models.inputs import prepared, texts_from
 from attnorm.models.load import load
@@ -384,6 +386,17 @@ def test_a_patched_model_is_measured_as_it_runs() -> None:
     assert layer0 == pytest.approx(expected, rel=1e-4)  # the first layer gets the same input either way
     handle.remove()
     assert analyze(model, tokens, **CORE).manifest["model"]["runs"] == "softmax"
+
+
+def test_a_model_with_a_mechanism_is_rejected_before_any_work(tmp_path: Path) -> None:
+    model, inputs = llama(), ids(24)
+    patch(model, "linear", layers=1)
+    progress: list[AnalysisProgress] = []
+    with pytest.raises(UnsupportedModel, match=r"layers\.1\.self_attn.*'linear'.*--normalizers softmax"):
+        analyze(model, inputs, normalizers=("softmax", "model"), out=tmp_path / "run", progress=progress.append)
+    assert not progress
+    assert not (tmp_path / "run").exists()
+    assert analyze(model, inputs, normalizers="softmax", **CORE).heads.num_rows == 8
 
 
 def test_broken_weights_are_flagged_and_never_averaged() -> None:

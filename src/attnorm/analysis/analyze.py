@@ -45,7 +45,7 @@ from attnorm.analysis.tables import Part, merge_parts
 from attnorm.analysis.verdicts import Thresholds
 from attnorm.metrics.normalized import MODEL
 from attnorm.metrics.sampling import query_masks
-from attnorm.models.dispatch import check_observable
+from attnorm.models.dispatch import check_has_rows, check_observable
 from attnorm.models.forward_pass import reading, run
 from attnorm.models.inputs import Text, texts_from
 from attnorm.models.load import BUNDLED, LoadedModel, load
@@ -163,6 +163,8 @@ def analyze(
     if isinstance(model, LoadedModel):
         source = model.asked or model.model
     check_observable(loaded.model)
+    if MODEL in named:
+        check_has_rows(loaded.model)
     named = started_at_length(named, loaded.model, normalizers)
     source_texts = texts_from(default_text(bundled=source == BUNDLED) if inputs is None else inputs)
     texts = [with_model_inputs(text, loaded) for text in source_texts]

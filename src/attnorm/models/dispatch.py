@@ -31,6 +31,7 @@ from attnorm.models.private_names import (
     is_tensor_parallel,
     kernel_name,
 )
+from attnorm.normalizers.contract import Mechanism
 
 # Attributes of a patched attention module: its normalizer, and the config of its model. `module.config` is then a copy
 # that names our kernel (models/patch_state.py).
@@ -93,6 +94,20 @@ def check_observable(model: object) -> None:
         f"{type(model).__name__}{f' (model type {kind!r})' if kind else ''} does not compute attention through "
         f"transformers' attention interface, so attnorm cannot see it. {describe_support()}"
     )
+
+
+def check_has_rows(model: nn.Module) -> None:
+    """Raise UnsupportedModel if a layer runs a mechanism, which has no rows of logits that could be measured."""
+    running = {path: running_normalizer(module) for path, module in model.named_modules()}
+    mechanisms = {path: part.name for path, part in running.items() if isinstance(part, Mechanism)}
+    if mechanisms:
+        path, name = next(iter(mechanisms.items()))
+        others = f" ({len(mechanisms)} layers run a mechanism)" if len(mechanisms) > 1 else ""
+        raise UnsupportedModel(
+            f"{path}: expected softmax or another row normalizer, got the mechanism {name!r}, which has no rows of "
+            f"logits to measure{others}. Measure another model, or other normalizers on the queries and keys of this "
+            "one: normalizers='softmax' (--normalizers softmax)."
+        )
 
 
 def _reject_partial_heads(model: Any) -> None:
