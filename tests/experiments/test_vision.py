@@ -282,6 +282,10 @@ def test_every_mean_lies_within_its_panel() -> None:
         assert all(any(number == x for x in drawn) for number in numbers)
         assert all(low < x < high for x in drawn)
     assert panels[0].get_xlim()[0] > 20  # an interval from 0 to 100 does not decide the axis
+    points: list[Any] = [line for line in panels[0].lines if line.get_marker() in ("<", ">")]
+    arrows = [(point.get_marker(), point.get_xdata()[0]) for point in points]
+    assert arrows == list(zip("<>", panels[0].get_xlim(), strict=True)), "where the interval of soft goes on"
+    assert not {"<", ">"} & {line.get_marker() for panel in panels[1:] for line in panel.lines}
 
 
 def record(model: str, correct: int | None, seed: int = 0) -> vision.Record:

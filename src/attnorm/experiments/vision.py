@@ -355,7 +355,11 @@ def figure(records: Sequence[Record]) -> Figure:
     panels[0].invert_yaxis()
     handles, labels = panels[0].get_legend_handles_labels()
     drawn.legend(handles, labels, loc="lower right", ncols=len(labels), fontsize=8)
-    note(drawn, "(a) 95 % intervals; (b), (c) from the lowest to the highest seed. attnorm reproduce vision")
+    note(
+        drawn,
+        "(a) 95 % intervals, an arrow at the edge where one goes on; (b), (c) from the lowest to the highest seed. "
+        "attnorm reproduce vision",
+    )
     drawn.tight_layout(rect=(0, 0.06, 1, 1))
     return drawn
 
@@ -363,6 +367,7 @@ def figure(records: Sequence[Record]) -> Figure:
 def _draw(axes: Axes, groups: dict[tuple[int, str], list[Record]], models: Sequence[str], panel: int) -> None:
     sizes = sorted({tokens for tokens, _ in groups})
     shown: list[float] = []  # every seed
+    intervals: list[tuple[float, float, float, str]] = []  # left end, right end, height, colour
     for tokens, colour, marker in zip(sizes, (INK, "#0a6ab4", "#d9731a"), "osD", strict=False):
         rows = [(row, groups[tokens, model]) for row, model in enumerate(models) if (tokens, model) in groups]
         offset = 0.22 * (sizes.index(tokens) - (len(sizes) - 1) / 2)
@@ -373,11 +378,17 @@ def _draw(axes: Axes, groups: dict[tuple[int, str], list[Record]], models: Seque
             markersize=4, capsize=2, elinewidth=1, label=f"{tokens:,} tokens",
         )  # fmt: skip
         shown += [value for _, group in rows for value in _values(group, panel)]
+        intervals += [(low, high, row + offset, colour) for (row, _), (_, low, high) in zip(rows, spans, strict=True)]
     if panel:
         axes.set_xlim(left=0)
     elif shown:  # an interval over seeds of which some do not learn covers everything: it is cut off
         margin = 0.05 * (max(shown) - min(shown)) + 1
-        axes.set_xlim(max(0, min(shown) - margin), min(100, max(shown) + margin))
+        left, right = max(0, min(shown) - margin), min(100, max(shown) + margin)
+        axes.set_xlim(left, right)
+        for low, high, height, colour in intervals:
+            for edge, marker, is_cut in ((left, "<", low < left), (right, ">", high > right)):
+                if is_cut:
+                    axes.plot(edge, height, marker=marker, color=colour, markersize=6, clip_on=False)
     if panel == 2 and not shown:
         axes.text(0.5, 0.5, "measured on a GPU only", ha="center", transform=axes.transAxes, color=PALE)
 
