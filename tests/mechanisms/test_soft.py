@@ -249,6 +249,19 @@ def test_learned_landmarks_have_the_width_and_the_heads_of_the_layer() -> None:
             attnorm.attention(q, k, v, Soft(**options).double(), causal=True)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_compiled_vmap_over_learned_landmarks_works_without_their_gradient(causal: bool) -> None:
+    several = [torch.stack([t, 1.1 * t]) for t in apart(Call(queries=9, keys=9, width=8))]
+    soft = Soft(5, learned=8).double().requires_grad_(False)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return soft(q, k, v, causal=causal)
+
+    expected = torch.stack([attend(*item) for item in zip(*several, strict=True)])
+    compiled = torch.compile(torch.func.vmap(attend), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*several), expected)
+
+
 def test_one_sequence_does_not_change_another() -> None:
     q, k, v = apart(Call(queries=12, keys=12, width=8))
     q, k = (t * torch.tensor([0.05, 1.0])[:, None, None, None] for t in (q, k))

@@ -176,6 +176,9 @@ class Soft(Mechanism):
     token is a landmark itself. convolution: width of a head; landmarks are then sampled by a learned convolution, which
     all heads share, instead of means. learned: width of a head; landmarks are then learned points, with which the
     attention can be causal. heads: number of heads, each with points of its own (default: all heads share them).
+
+    A compiled torch.func.vmap over learned landmarks fails in torch (https://github.com/pytorch/pytorch/issues/129845,
+    still in torch 2.13). Use vmap without torch.compile, under torch.no_grad(), or after `.requires_grad_(False)`.
     """
 
     name = "soft"
