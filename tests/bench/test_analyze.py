@@ -12,20 +12,21 @@ from typer.testing import CliRunner
 
 import attnorm
 from attnorm.bench import analyze as bench_analyze
-from attnorm.bench import model_passes, timing
-from attnorm.bench.analyze import WORDS, measure_analysis
-from attnorm.bench.figures import save_growth_figure
-from attnorm.bench.model_passes import (
+from attnorm.bench import timing
+from attnorm.bench.analyze import (
     TOP_N,
+    WORDS,
     Cost,
     Shape,
     Way,
     cost_in_new_process,
+    measure_analysis,
     pass_of,
     random_model,
     statistics_by_layer,
     tokens,
 )
+from attnorm.bench.figures import save_growth_figure
 from attnorm.bench.results import (
     Benchmarks,
     Growth,
@@ -121,8 +122,7 @@ def test_the_plain_pass_is_the_model_itself() -> None:
 def _process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fork has the libraries, which a new interpreter imports for 5 s."""
     if request.param == "fork":
-        for module in (bench_analyze, model_passes):
-            monkeypatch.setattr(module, "run_and_read_json", forked_json)
+        monkeypatch.setattr(bench_analyze, "run_and_read_json", forked_json)
 
 
 @pytest.mark.usefixtures("_process")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnorm.bench.model_passes import Shape, random_model, tokens
+from attnorm.bench.analyze import Shape, random_model, tokens
 from attnorm.bench.results import Ratio, benchmark_markdown
 from attnorm.bench.suites import run_benchmarks
 from attnorm.bench.training import EVERY, MAX_SLOWDOWN, training_step

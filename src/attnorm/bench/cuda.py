@@ -21,8 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnorm.attention import attention, choose_engine
+from attnorm.bench.analyze import LOGIT_DEVIATION, TOP_N, VOCABULARY, tokens
 from attnorm.bench.attention import WAYS, attention_call
-from attnorm.bench.model_passes import LOGIT_DEVIATION, TOP_N, VOCABULARY, tokens
 from attnorm.bench.results import ModelRun, Ratio
 from attnorm.bench.timing import Call, Timed, time_alternating
 from attnorm.engines.inputs import validate_inputs

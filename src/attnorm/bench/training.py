@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from attnorm.bench.model_passes import Shape, random_model, tokens
+from attnorm.bench.analyze import Shape, random_model, tokens
 from attnorm.bench.results import Ratio
 from attnorm.bench.timing import time_alone, time_alternating
 
