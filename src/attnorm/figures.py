@@ -1,26 +1,95 @@
-"""Shared functions for figures: colours, fonts, reproducible files, and labels next to the ends of lines.
+"""The common style of figures: colours, fonts, line styles, reproducible files, and labels next to the ends of lines.
 
-Text is drawn as paths and files have no date: the same numbers give the same bytes.
+Every quantity has its own line style and marker besides its colour, so that figures can be read in grey. Text is drawn
+as paths and files have no date: the same numbers give the same bytes.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-INK, PALE = "#1b2129", "#8b939d"
-LETTERING: dict[Any, Any] = {"font.family": "DejaVu Sans", "svg.fonttype": "path", "svg.hashsalt": "attnorm"}
+INK, PALE = "#1f2023", "#7d8088"
+FONTS: dict[Any, Any] = {"font.family": "DejaVu Sans", "svg.fonttype": "path", "svg.hashsalt": "attnorm"}
+LETTERING: dict[Any, Any] = {
+    **FONTS, "pdf.fonttype": 42, "axes.edgecolor": PALE, "xtick.color": PALE, "ytick.color": PALE,
+    "xtick.labelcolor": INK, "ytick.labelcolor": INK, "text.color": INK, "axes.labelcolor": INK,
+}  # fmt: skip
+
+# Keyword arguments of a line for each quantity that figures compare; they differ in lightness too.
+MEASURED: dict[str, Any] = {"color": INK, "linestyle": "-", "marker": "o", "markersize": 4, "linewidth": 1.8}
+CORRECTED: dict[str, Any] = {"color": "#0a6ab4", "linestyle": "--", "marker": "s", "markersize": 4, "linewidth": 1.5}
+PRINTED: dict[str, Any] = {
+    "color": "#d9731a", "linestyle": ":", "marker": "^", "markersize": 4.5, "linewidth": 1.7,
+    "markerfacecolor": "white",
+}  # fmt: skip
+NULL: dict[str, Any] = {
+    "color": "#8b939d", "linestyle": "-.", "marker": "D", "markersize": 3.5, "linewidth": 1.3,
+    "markerfacecolor": "white",
+}  # fmt: skip
+
+# Lines of several models; dashed blue is reserved for theory.
+MODELS: tuple[dict[str, Any], ...] = (
+    MEASURED,
+    {"color": "#d9731a", "linestyle": (0, (1, 1)), "marker": "^", "markersize": 4.5, "linewidth": 1.8},
+    {"color": "#0b8466", "linestyle": "-.", "marker": "v", "markersize": 4.5, "linewidth": 1.6},
+    {"color": "#9a62c7", "linestyle": (0, (5, 1)), "marker": "P", "markersize": 4.5, "linewidth": 1.6},
+    {"color": "#b0305c", "linestyle": (0, (3, 1, 1, 1, 1, 1)), "marker": "X", "markersize": 4.5, "linewidth": 1.6},
+)
+BARE = {"marker": None}  # a line without markers
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """Apply the style of the experiments to figures that are made and saved inside."""
+    sizes: dict[Any, Any] = {
+        "font.size": 8.5, "mathtext.fontset": "dejavusans", "axes.linewidth": 0.7, "axes.titlesize": 9.5,
+        "axes.labelsize": 9, "legend.frameon": False, "legend.fontsize": 8,
+    }  # fmt: skip
+    with matplotlib.rc_context(LETTERING | sizes):
+        yield
+
+
+def save(figure: Figure, stem: Path) -> list[Path]:
+    """Save as SVG, PNG and PDF without dates: the same figure gives the same bytes."""
+    svg, png, pdf = (stem.with_name(f"{stem.name}.{suffix}") for suffix in ("svg", "png", "pdf"))
+    figure.savefig(svg, metadata={"Date": None}, facecolor="white")
+    figure.savefig(png, dpi=160, facecolor="white")
+    figure.savefig(pdf, metadata={"CreationDate": None}, facecolor="white")
+    return [svg, png, pdf]
+
+
+def tidy(axes: Axes, *, grid: bool = True) -> None:
+    """Remove the box and draw a pale grid behind the data."""
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    if grid:
+        axes.grid(color="#e9ebee", linewidth=0.7)
+        axes.set_axisbelow(True)
+
+
+def letter(axes: Axes, which: str, title: str) -> None:
+    """Write the panel's letter and title above it on the left."""
+    axes.set_title(f"({which})  {title}", loc="left")
+
+
+def note(figure: Figure, text: str) -> None:
+    """Write a line in small print at the bottom: model, text, rows."""
+    # A dollar sign in the name of a model or text must not start a formula.
+    figure.text(0.01, 0.008, text, fontsize=7, color=PALE, parse_math=False)
 
 
 def save_figure_files(draw: Callable[[], Figure], folder: Path, name: str) -> list[Path]:
     """Write NAME.svg and NAME.png to the folder; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     svg, png = folder / f"{name}.svg", folder / f"{name}.png"
-    with matplotlib.rc_context(LETTERING):
+    with matplotlib.rc_context(FONTS):
         figure = draw()
         figure.savefig(svg, metadata={"Date": None})
         figure.savefig(png, dpi=150, pil_kwargs={"optimize": True})

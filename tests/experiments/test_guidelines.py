@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnorm.experiments.experiment import ExperimentFinding, ExperimentSubject, Outcome
-from attnorm.experiments.figure_style import TEMPERATURES
+from attnorm.experiments.gradients import TEMPERATURES
 from attnorm.experiments.guidelines import experiment
 from attnorm.experiments.guidelines.experiment import EXPERIMENT, judge_claims
 from attnorm.experiments.guidelines.measure import (

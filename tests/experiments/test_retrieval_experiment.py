@@ -12,7 +12,6 @@ import torch
 
 from attnorm.experiments import catalogue
 from attnorm.experiments.experiment import ExperimentSubject
-from attnorm.experiments.figure_style import style
 from attnorm.experiments.retrieval import experiment, plan
 from attnorm.experiments.retrieval.experiment import RetrievalNumbers, findings, summary
 from attnorm.experiments.retrieval.plan import (
@@ -24,6 +23,7 @@ from attnorm.experiments.retrieval.plan import (
     TrainingRecords,
 )
 from attnorm.experiments.retrieval.results import lines_of, scales_of
+from attnorm.figures import style
 from attnorm.files import read_jsonl
 from tests.experiments.retrieval_records import SEEDS, found, record, training
 

@@ -22,7 +22,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from attnorm.bench.dispersion import MEANING, Curve, Dispersion, Verdict, percent, printed_lengths
 from attnorm.bench.results import Growth
-from attnorm.figures import INK, LETTERING, PALE, place_labels, save_figure_files, wrapped
+from attnorm.claims.figures import INK, PALE
+from attnorm.figures import FONTS, place_labels, save_figure_files, wrapped
 
 FLOOR = 3e-6  # below the equal share of 131,072 keys, 7.6e-6
 CEILING = 1.3
@@ -226,7 +227,7 @@ def save_growth_figure(growth: Growth, folder: Path) -> Path:
     """Write growth.svg to the folder; return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "growth.svg"
-    with matplotlib.rc_context(LETTERING):
+    with matplotlib.rc_context(FONTS):
         growth_figure(growth).savefig(path, metadata={"Date": None})
     return path
 

@@ -19,10 +19,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from attnorm.claims.tables import MEASURED, label
-from attnorm.figures import INK, PALE, place_labels, save_figure_files, wrapped
+from attnorm.figures import place_labels, save_figure_files, wrapped
 from attnorm.theory.frontier import Frontier
 from attnorm.theory.search import ROUNDING, Finding
 
+INK, PALE = "#1b2129", "#8b939d"
 SAME = 1.01  # efforts that never differ by more than this factor are one line
 SHADES = ("#0a4a8c", "#3f7fb8", "#cf7426", "#a8551a", "#7d858f")
 DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)), (0, (8, 3)))

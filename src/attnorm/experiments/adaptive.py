@@ -27,7 +27,6 @@ from attnorm.experiments.experiment import (
     ProgressCallback,
     Verdict,
 )
-from attnorm.experiments.figure_style import CORRECTED, INK, MEASURED, NULL, PALE, letter, note, tidy
 from attnorm.experiments.model_runs import (
     AS_IT_RUNS,
     SampledRows,
@@ -38,6 +37,7 @@ from attnorm.experiments.model_runs import (
     sample_rows,
     windows_of,
 )
+from attnorm.figures import CORRECTED, INK, MEASURED, NULL, PALE, letter, note, tidy
 from attnorm.normalizers.adaptive_temperature import MIN_ENTROPY, EntropyRule, adaptive_temperature, fit
 from attnorm.normalizers.adaptive_temperature import PRINTED as PRINTED_COEFFICIENTS
 from attnorm.normalizers.contract import Normalizer

@@ -36,7 +36,7 @@ from attnorm.experiments.experiment import (
     Outcome,
     ProgressCallback,
 )
-from attnorm.experiments.figure_style import INK, letter, note, tidy
+from attnorm.figures import INK, letter, note, tidy
 from attnorm.files import atomic_replace
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.forward_pass import run as run_model

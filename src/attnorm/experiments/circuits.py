@@ -30,7 +30,7 @@ from attnorm.experiments.experiment import (
     ProgressCallback,
     Verdict,
 )
-from attnorm.experiments.figure_style import CORRECTED, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
+from attnorm.figures import CORRECTED, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
 from attnorm.files import atomic_replace
 from attnorm.models.describe import longest_context
 

@@ -27,8 +27,8 @@ from attnorm.experiments.experiment import (
     Outcome,
     ProgressCallback,
 )
-from attnorm.experiments.figure_style import INK, PALE, note
 from attnorm.experiments.model_runs import LastRows, last_rows
+from attnorm.figures import INK, PALE, note
 from attnorm.theory.geometry import distinguishable, nearest_outsider, on_sphere, separability, separability_null
 from attnorm.theory.selection import SelectedRows, select
 

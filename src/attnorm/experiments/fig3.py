@@ -29,8 +29,8 @@ from attnorm.experiments.experiment import (
     ProgressCallback,
     Verdict,
 )
-from attnorm.experiments.figure_style import CORRECTED, INK, NULL, PALE, PRINTED, letter, note, tidy
 from attnorm.experiments.model_runs import LastRows, last_rows
+from attnorm.figures import CORRECTED, INK, NULL, PALE, PRINTED, letter, note, tidy
 from attnorm.theory.geometry import (
     minimum_separation,
     nearest_outsider,

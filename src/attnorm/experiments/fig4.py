@@ -25,8 +25,8 @@ from attnorm.experiments.experiment import (
     Outcome,
     ProgressCallback,
 )
-from attnorm.experiments.figure_style import CORRECTED, INK, MEASURED, PALE, PRINTED, note, tidy
 from attnorm.experiments.model_runs import longest_rows, run_forward_pass
+from attnorm.figures import CORRECTED, INK, MEASURED, PALE, PRINTED, note, tidy
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import MODEL
 from attnorm.metrics.sensitivity import measure_sensitivity

@@ -23,19 +23,18 @@ from attnorm.experiments.experiment import (
     Outcome,
     ProgressCallback,
 )
-from attnorm.experiments.figure_style import (
+from attnorm.experiments.model_runs import SampledRows, sample_rows
+from attnorm.figures import (
+    BARE,
     CORRECTED,
     INK,
     MEASURED,
     PALE,
     PRINTED,
-    TEMPERATURES,
-    draw_norms,
     letter,
     note,
     tidy,
 )
-from attnorm.experiments.model_runs import SampledRows, sample_rows
 from attnorm.theory.gradient import (
     corollary3_corrected,
     corollary3_printed,
@@ -52,8 +51,13 @@ HEIGHTS = (0.0, 2.0, 4.0, 8.0, 16.0)  # a/T: height of the two above the rest
 TOY_KEYS = 1024
 ROUNDING = 1e-6
 ROOM = {"left": 0.075, "right": 0.985, "top": 0.94, "bottom": 0.115, "wspace": 0.24, "hspace": 0.42}
-BARE = {"marker": None}
 MARKERS = "vsD^o"
+
+# The panel of norms against temperature
+TEMPERATURES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+TOP = 1e5  # the legend stands above the lines
+BELOW_LEGEND = 0.76  # of the height
+LOWEST = 1e-6
 
 
 @dataclass(frozen=True)
@@ -313,3 +317,22 @@ def _draw_cooling(axes: Axes, gradients: Gradients) -> None:
     axes.set_ylabel("exact norm of the Jacobian")
     letter(axes, "d", "Cooling freezes most rows")
     tidy(axes)
+
+
+def draw_norms(axes: Axes, norms: Floats, of: str) -> None:
+    """norms: (temperatures, what `of` names)."""
+    T = np.array(TEMPERATURES)
+    low, centre, high = np.quantile(np.maximum(norms, LOWEST / 100), (0.25, 0.5, 0.75), axis=1)
+    axes.fill_between(T, low, high, color=INK, alpha=0.15, linewidth=0)
+    axes.plot(T, centre, **MEASURED, label=f"median {of}, quartiles")
+    largest = {**MEASURED, "linestyle": "-.", "marker": "x", "linewidth": 1.0}
+    axes.plot(T, norms.max(1), **largest, label=f"largest {of}")
+    axes.plot(T, 1 / (2 * T), **{**CORRECTED, **BARE}, label="1/(2T), correct")
+    axes.plot(T, 1 / (4 * T), **{**PRINTED, **BARE}, label="1/(4T), printed")
+    axes.axvline(1, ymax=BELOW_LEGEND, color=PALE, linewidth=0.8, linestyle=(0, (4, 3)))
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_ylim(max(LOWEST, float(low.min()) / 2), TOP)
+    axes.set_yticks([10.0**power for power in range(-6, 3, 2)])
+    axes.set_xlabel("temperature, 1 = as trained")
+    axes.legend(loc="upper left", fontsize=7, ncols=2, columnspacing=1.2)

@@ -26,7 +26,7 @@ from markupsafe import Markup
 
 from attnorm.experiments.catalogue import EXPERIMENTS, check_text_lengths, check_unused_options, named
 from attnorm.experiments.experiment import Experiment, ExperimentSubject, Outcome, ProgressCallback, paper_setting
-from attnorm.experiments.figure_style import save, style
+from attnorm.figures import save, style
 from attnorm.files import atomic_replace, finite, remove_abandoned, write_text
 from attnorm.provenance import now, settings_hash, versions
 from attnorm.run_folder import make_writable, read_record, require_folder, require_same_run

@@ -32,8 +32,8 @@ from attnorm.experiments.experiment import (
     Verdict,
     combine_verdicts,
 )
-from attnorm.experiments.figure_style import CORRECTED, INK, MODELS, NULL, PALE, letter, note, tidy
 from attnorm.experiments.model_runs import longest_rows, run_forward_pass
+from attnorm.figures import CORRECTED, INK, MODELS, NULL, PALE, letter, note, tidy
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import MODEL
 from attnorm.metrics.rows import measure_rows

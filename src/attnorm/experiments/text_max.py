@@ -29,7 +29,7 @@ from attnorm.experiments.experiment import (
     ProgressCallback,
     Verdict,
 )
-from attnorm.experiments.figure_style import CORRECTED, INK, MEASURED, NULL, PRINTED, letter, note, tidy
+from attnorm.figures import CORRECTED, INK, MEASURED, NULL, PRINTED, letter, note, tidy
 from attnorm.metrics.call import AttentionCall, logit_blocks
 from attnorm.metrics.normalized import as_normalizer, resolve_normalizers, rows_block
 from attnorm.models.describe import longest_context

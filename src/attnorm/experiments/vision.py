@@ -27,9 +27,9 @@ from attnorm.experiments.experiment import (
     ProgressCallback,
     Verdict,
 )
-from attnorm.experiments.figure_style import INK, PALE, letter, note, tidy
 from attnorm.experiments.language_models.results import wilson_interval
 from attnorm.experiments.language_models.train import free_memory, machine
+from attnorm.figures import INK, PALE, letter, note, tidy
 from attnorm.files import append_jsonl, read_jsonl
 from attnorm.provenance import file_hash
 from attnorm.run_folder import lock, try_lock

@@ -27,18 +27,14 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from numpy.typing import NDArray
 
 from attnorm.analysis.result import Analysis
+from attnorm.figures import INK, LETTERING, PALE
 from attnorm.metrics.catalogue import BY_NAME, PER_ROW, Metric
 from attnorm.report.views import (
-    ACCENT,
-    INK,
-    LETTERING,
     OTHER_COLOURS,
-    PALE,
     PANEL_METRICS,
     SCALE,
     VERDICT_COLOURS,
     VERDICTS,
-    WARM,
     chosen_rows,
     column,
     default_choice,
@@ -52,6 +48,11 @@ KINDS = ("verdicts", "heads", "curves", "head")
 METRIC = "entropy_ratio"
 _CHOICE = {"text": "text", "length": "length", "normalizer": "normalizer", "attention": "kind"}
 _FIGURE_DPI = 144
+ACCENT, WARM = "#3a49b0", "#a4430c"
+STYLE: dict[Any, Any] = {
+    **LETTERING, "font.size": 8, "axes.linewidth": 0.6,
+    "text.parse_math": False,  # a dollar sign in the name of a text must not start a formula
+}  # fmt: skip
 
 
 class ShownFigure(Figure):
@@ -83,7 +84,7 @@ def plot(
         raise ValueError(f"metric: expected none for the kind {kind!r}, got {metric!r}. Use 'heads' or 'curves'.")
     if kind in ("verdicts", "heads") and (layer is not None or head is not None):
         raise ValueError(f"layer, head: expected none for the kind {kind!r}. Use 'curves' or 'head'.")
-    with matplotlib.rc_context(LETTERING):
+    with matplotlib.rc_context(STYLE):
         if kind == "verdicts":
             figure = verdict_map(analysis, conditions)
         elif kind == "heads":
@@ -223,7 +224,7 @@ def worst_head(heads: pa.Table) -> tuple[int, int]:
 def _save_formats(draw: Callable[[], Figure], stem: Path) -> list[Path]:
     stem.parent.mkdir(parents=True, exist_ok=True)
     svg, pdf = stem.parent / f"{stem.name}.svg", stem.parent / f"{stem.name}.pdf"
-    with matplotlib.rc_context(LETTERING):
+    with matplotlib.rc_context(STYLE):
         figure = draw()
         figure.savefig(svg, metadata={"Date": None})
         figure.savefig(pdf, metadata={"CreationDate": None})

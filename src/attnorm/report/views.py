@@ -85,14 +85,7 @@ PANEL_METRICS = (
 )  # fmt: skip
 TABLE_METRICS = tuple(name for name in PANEL_METRICS if name != "weight_ceiling")
 
-# Colours and fonts of the figures; verdicts and scale have the colours of the HTML page.
-INK, PALE, ACCENT, WARM = "#1f2023", "#7d8088", "#3a49b0", "#a4430c"
-LETTERING: dict[Any, Any] = {
-    "font.family": "DejaVu Sans", "font.size": 8, "svg.fonttype": "path", "svg.hashsalt": "attnorm", "pdf.fonttype": 42,
-    "axes.edgecolor": PALE, "axes.linewidth": 0.6, "xtick.color": PALE, "ytick.color": PALE,
-    "xtick.labelcolor": INK, "ytick.labelcolor": INK, "text.color": INK, "axes.labelcolor": INK,
-    "text.parse_math": False,  # a dollar sign in the name of a text must not start a formula
-}  # fmt: skip
+# Colours, as in the HTML page.
 SCALE = ("#2a1a5e", "#34438c", "#2c6a94", "#25908c", "#4bb573", "#a3d04d", "#f6e34b")
 VERDICT_COLOURS: dict[str, tuple[str, str]] = {  # fill, ink
     "broken": ("#1c1c1f", "#ffffff"),

@@ -9,8 +9,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from attnorm.report import plots
-from attnorm.report.plots import head_curves, heat_map, save_figures, verdict_map, worst_head
-from attnorm.report.views import LETTERING, chosen_rows, default_choice
+from attnorm.report.plots import STYLE, head_curves, heat_map, save_figures, verdict_map, worst_head
+from attnorm.report.views import chosen_rows, default_choice
 from tests.report.html.sample import HOSTILE, core_only, empty, hostile, sample
 
 
@@ -62,7 +62,7 @@ def test_a_choice_that_was_not_measured_is_refused_by_name() -> None:
 
 @pytest.mark.filterwarnings("ignore:Glyph:UserWarning")  # the font has no owl
 def test_names_are_no_formulas(tmp_path: Path) -> None:
-    with matplotlib.rc_context(LETTERING):
+    with matplotlib.rc_context(STYLE):
         figure = verdict_map(hostile())
         figure.savefig(tmp_path / "a.svg")
     assert any(HOSTILE[:20] in text for text in texts(figure))

@@ -43,7 +43,7 @@ from attnorm.experiments.experiment import (
     ProgressCallback,
     Verdict,
 )
-from attnorm.experiments.figure_style import CORRECTED, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
+from attnorm.figures import CORRECTED, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
 from attnorm.training.clrs.evaluate import OWN, REFITTED
 
 ALGORITHMS = 30

@@ -12,11 +12,10 @@ from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter
 from attnorm.analysis.collect_rows import SHORTEST_IN_SLOPE
 from attnorm.experiments.dispersion.measure import CEILING_LENGTHS, CONTENT, KEYS, RUNS, Key, bins, column
 from attnorm.experiments.experiment import Floats
-from attnorm.experiments.figure_style import CORRECTED, INK, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
+from attnorm.figures import BARE, CORRECTED, INK, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
 from attnorm.theory.dispersion import horizon
 
 ROOM = {"left": 0.065, "right": 0.985, "top": 0.95, "bottom": 0.105, "wspace": 0.27, "hspace": 0.42}
-BARE = {"marker": None}
 
 
 def overview(

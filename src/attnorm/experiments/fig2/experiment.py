@@ -39,8 +39,8 @@ from attnorm.experiments.fig2.measure import (
     n_grid,
     over_grid,
 )
-from attnorm.experiments.figure_style import CORRECTED, INK, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
 from attnorm.experiments.model_runs import LastRows, join_layers, last_rows
+from attnorm.figures import CORRECTED, INK, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
 from attnorm.metrics.vectors import Vectors
 
 PANEL_NS = (1, 5, 10, 20, 100)

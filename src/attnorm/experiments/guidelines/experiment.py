@@ -22,20 +22,7 @@ from attnorm.experiments.experiment import (
     ProgressCallback,
     Verdict,
 )
-from attnorm.experiments.figure_style import (
-    BELOW_LEGEND,
-    CORRECTED,
-    INK,
-    MEASURED,
-    NULL,
-    PALE,
-    PRINTED,
-    TEMPERATURES,
-    draw_norms,
-    letter,
-    note,
-    tidy,
-)
+from attnorm.experiments.gradients import BELOW_LEGEND, TEMPERATURES, draw_norms
 from attnorm.experiments.guidelines.measure import (
     MIN_KEYS,
     PAPERS_LEVEL,
@@ -50,6 +37,18 @@ from attnorm.experiments.guidelines.measure import (
     measure,
 )
 from attnorm.experiments.model_runs import judge_loss_change
+from attnorm.figures import (
+    BARE,
+    CORRECTED,
+    INK,
+    MEASURED,
+    NULL,
+    PALE,
+    PRINTED,
+    letter,
+    note,
+    tidy,
+)
 
 Answer = Literal["yes", "partly", "no"]
 AS_VERDICT: dict[Answer, Verdict] = {"yes": "reproduces", "partly": "partly", "no": "does not"}
@@ -232,7 +231,6 @@ EXPERIMENT = Experiment(
 )
 
 ROOM = {"left": 0.065, "right": 0.985, "top": 0.945, "bottom": 0.105, "wspace": 0.27, "hspace": 0.42}
-BARE = {"marker": None}
 COVERED = 0.99  # by three heads, as printed
 
 

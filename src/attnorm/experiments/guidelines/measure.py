@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnorm.experiments.experiment import ExperimentSubject, Floats, ProgressCallback
-from attnorm.experiments.figure_style import TEMPERATURES
+from attnorm.experiments.gradients import TEMPERATURES
 from attnorm.experiments.model_runs import (
     AS_IT_RUNS,
     WindowMean,

@@ -21,7 +21,6 @@ from attnorm.experiments.experiment import (
     ProgressCallback,
     Verdict,
 )
-from attnorm.experiments.figure_style import save, style
 from attnorm.experiments.language_models.evaluate import measure, needle
 from attnorm.experiments.language_models.figure import comparison_figure, course_figure
 from attnorm.experiments.language_models.results import Line, LMContender, all_tables, contenders, summary
@@ -49,6 +48,7 @@ from attnorm.experiments.language_models.workspace import (
     read_results,
     read_texts,
 )
+from attnorm.figures import save, style
 from attnorm.files import write_text
 from attnorm.text import did_you_mean
 

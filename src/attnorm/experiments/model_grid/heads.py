@@ -19,7 +19,6 @@ from attnorm.experiments.experiment import (
     ProgressCallback,
     Verdict,
 )
-from attnorm.experiments.figure_style import CORRECTED, MEASURED, PRINTED, letter, note, tidy
 from attnorm.experiments.model_grid.grid import (
     TINY,
     GridModel,
@@ -33,6 +32,7 @@ from attnorm.experiments.model_grid.grid import (
     select_records,
     table,
 )
+from attnorm.figures import CORRECTED, MEASURED, PRINTED, letter, note, tidy
 
 NORMALIZERS = ("softmax", "entmax15", "ssmax")
 HEADS = (4, 8, 16, 32)

@@ -20,7 +20,6 @@ from attnorm.experiments.experiment import (
     ProgressCallback,
     Verdict,
 )
-from attnorm.experiments.figure_style import CORRECTED, MEASURED, NULL, PRINTED, letter, note, tidy
 from attnorm.experiments.model_grid.grid import (
     TINY,
     GridModel,
@@ -37,6 +36,7 @@ from attnorm.experiments.model_grid.grid import (
     values,
     variance_shares,
 )
+from attnorm.figures import CORRECTED, MEASURED, NULL, PRINTED, letter, note, tidy
 
 NORMALIZERS = ("softmax", "ssmax", "entmax15")
 LONGER = (1, 2, 4, 8)

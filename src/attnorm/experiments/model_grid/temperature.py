@@ -21,7 +21,6 @@ from attnorm.experiments.experiment import (
     ProgressCallback,
     Verdict,
 )
-from attnorm.experiments.figure_style import CORRECTED, MEASURED, NULL, PRINTED, letter, note, tidy
 from attnorm.experiments.model_grid.grid import (
     TINY,
     GridModel,
@@ -36,6 +35,7 @@ from attnorm.experiments.model_grid.grid import (
     table,
     values,
 )
+from attnorm.figures import CORRECTED, MEASURED, NULL, PRINTED, letter, note, tidy
 
 MAPS = {"softmax": "softmax", "entmax15": "entmax15", "kneemax": "kneemax+share=1"}  # name in the results -> map
 TEMPERATURES = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0)

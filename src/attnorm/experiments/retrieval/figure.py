@@ -8,10 +8,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from attnorm.experiments.figure_style import CORRECTED, INK, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
 from attnorm.experiments.retrieval.plan import BASELINE, GOALS, PRINTED_SOFTMAX, Section
 from attnorm.experiments.retrieval.results import RetrievalLine, Scale
-from attnorm.figures import place_labels
+from attnorm.figures import CORRECTED, INK, MEASURED, NULL, PALE, PRINTED, letter, note, place_labels, tidy
 from attnorm.training.retrieval.evaluate import OWN
 
 CHANCE = 10.0  # %
