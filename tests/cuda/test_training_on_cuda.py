@@ -17,13 +17,14 @@ from transformers import PreTrainedModel
 import attnorm
 from attnorm.models.load import load
 from attnorm.models.patch import Patch
-from attnorm.training import vision
 from attnorm.training.device import accelerated
-from attnorm.training.images import as_model_input, generated_textures
 from attnorm.training.lm.attention import in_training
 from attnorm.training.lm.model import LMSettings, build_model
 from attnorm.training.lm.step import CapturedStep, TrainingStep, whole_windows
-from attnorm.training.vision import VisionSettings
+from attnorm.training.vision import model as vision_model
+from attnorm.training.vision.data import as_model_input, generated_textures
+from attnorm.training.vision.model import VisionSettings
+from attnorm.training.vision.train import _Update, repeated_blocks
 from tests.cuda.on_device import DEVICE, FAMILIES, NEEDS_DEVICE, relative_error, tiny, tokens, wide
 from tests.models.tiny import LEARNED, logits
 
@@ -194,8 +195,8 @@ def test_a_captured_image_classifier_has_the_gradients_of_the_step_itself(name: 
         dtype="bfloat16" if DEVICE == "cuda" else "float32",
     )  # fmt: skip
     images = generated_textures(train=256, test=32, side=32).train.to(torch.device(DEVICE))
-    model = vision.build_model(settings, images.classes, images.side).to(DEVICE).train()
-    update = vision._Update(model, settings)
+    model = vision_model.build_model(settings, images.classes, images.side).to(DEVICE).train()
+    update = _Update(model, settings)
     batches = list(zip(images.pixels.split(32), images.labels.split(32), strict=True))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*CUDA graph")
@@ -217,8 +218,8 @@ def test_compiled_layers_of_an_image_classifier_have_the_gradients_of_the_others
     pixels = as_model_input(images.pixels)
     gradients = []
     for compiled in (False, True):
-        model = vision.build_model(settings, images.classes, images.side).to(DEVICE).train()
-        update = vision._Update(model, settings, vision.repeated_blocks(model) if compiled else ())
+        model = vision_model.build_model(settings, images.classes, images.side).to(DEVICE).train()
+        update = _Update(model, settings, repeated_blocks(model) if compiled else ())
         gradients.append(_loss_and_gradients(update._gradients, model, pixels, images.labels))
     for compiled_part, eager_part in zip(*reversed(gradients), strict=True):
         assert float((compiled_part - eager_part).norm()) <= 1e-3 * float(eager_part.norm())

@@ -12,9 +12,11 @@ from typer.testing import CliRunner
 import attnorm
 from attnorm.cli import app
 from attnorm.models.patch_state import normalizer_of, patched_modules
-from attnorm.training import vision
-from attnorm.training.images import generated_textures
-from attnorm.training.vision import VisionSettings, build_model, save_vit, train_vit
+from attnorm.training.vision import train
+from attnorm.training.vision.data import generated_textures
+from attnorm.training.vision.export import model_card, save_vit
+from attnorm.training.vision.model import VisionSettings, build_model
+from attnorm.training.vision.train import train_vit
 
 SIDE = 16
 CLASSES = ("a", "b", "c")
@@ -136,7 +138,7 @@ def test_the_command_line_shows_losses_and_writes_a_card(tmp_path: Path) -> None
 
 
 def test_training_reports_the_mean_loss_of_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vision, "LOSS_EVERY", 3)
+    monkeypatch.setattr(train, "LOSS_EVERY", 3)
     reports: list[tuple[int, int, float]] = []
     images = generated_textures(64, 16, SIDE)
     chosen = settings(normalizer="softmax", layers=3, epochs=2, batch=16)
@@ -153,7 +155,7 @@ def test_the_card_of_a_training_that_failed() -> None:
     images = generated_textures(32, 16, SIDE)
     _, record = train_vit(settings(learning_rate=1e30, epochs=3), images, torch.device("cpu"))
     assert record["correct"] is None
-    assert record["problem"] in vision.model_card(record, CLASSES, SIDE, "", "")
+    assert record["problem"] in model_card(record, CLASSES, SIDE, "", "")
 
 
 def test_compiled_layers_train_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +167,7 @@ def test_compiled_layers_train_the_same_model(monkeypatch: pytest.MonkeyPatch) -
         graphs.append(graph)
         return graph
 
-    monkeypatch.setitem(vision.COMPILE_OPTIONS, "backend", backend)
+    monkeypatch.setitem(train.COMPILE_OPTIONS, "backend", backend)
     torch.compiler.reset()
     _, eager = train_vit(chosen, images, torch.device("cpu"))
     model, compiled = train_vit(chosen, images, torch.device("cpu"), compiled=True)

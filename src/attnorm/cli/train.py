@@ -316,8 +316,10 @@ def vision(
         if dtype not in (None, "float32", "bfloat16"):
             raise ValueError(f"--dtype: expected float32 or bfloat16, got {dtype!r}")
     from attnorm.training.device import chosen_device
-    from attnorm.training.images import generated_textures, read_archive
-    from attnorm.training.vision import VisionSettings, save_vit, train_vit
+    from attnorm.training.vision.data import generated_textures, read_archive
+    from attnorm.training.vision.export import save_vit
+    from attnorm.training.vision.model import VisionSettings
+    from attnorm.training.vision.train import train_vit
 
     options = {
         "layers": layers, "heads": heads, "width": width, "epochs": epochs, "batch": batch, "learning_rate": lr,

@@ -34,8 +34,9 @@ from attnorm.files import append_jsonl, read_jsonl
 from attnorm.provenance import file_hash
 from attnorm.run_folder import lock, try_lock
 from attnorm.training.device import chosen_device
-from attnorm.training.images import ImageSplits, generated_textures, read_archive
-from attnorm.training.vision import Record, VisionSettings, train_vit
+from attnorm.training.vision.data import ImageSplits, generated_textures, read_archive
+from attnorm.training.vision.model import VisionSettings
+from attnorm.training.vision.train import Record, train_vit
 
 RECORDS = "records.jsonl"  # in the output folder: records of other runs, plain or .xz
 RESULTS = "results.jsonl"  # in the folder of intermediate results: records of this one
