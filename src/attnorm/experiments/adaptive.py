@@ -17,7 +17,6 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from attnorm.experiments import figure_style as style
 from attnorm.experiments.experiment import (
     Experiment,
     ExperimentFinding,
@@ -38,6 +37,7 @@ from attnorm.experiments.model_runs import (
     windows_of,
 )
 from attnorm.figures import CORRECTED, INK, MEASURED, NULL, PALE, letter, note, tidy
+from attnorm.figures import PRINTED as PRINTED_LINE
 from attnorm.normalizers.adaptive_temperature import MIN_ENTROPY, EntropyRule, adaptive_temperature, fit
 from attnorm.normalizers.adaptive_temperature import PRINTED as PRINTED_COEFFICIENTS
 from attnorm.normalizers.contract import Normalizer
@@ -245,7 +245,7 @@ def _summary(adaptive: Adaptive) -> str:
 
 
 LOOKS: dict[str, dict[str, Any]] = {
-    PRINTED: style.PRINTED,
+    PRINTED: PRINTED_LINE,
     MONOTONE[PRINTED]: NULL,
     REFIT: CORRECTED,
     MONOTONE[REFIT]: {**MEASURED, "linewidth": 1.2},
