@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 import attnorm
-from attnorm.mechanisms.forget import Forget
+from attnorm.mechanisms.forget import Forget, KeyGates
 from attnorm.mechanisms.laser import Laser
 from attnorm.normalizers.softmax import softmax_row
 from tests.attention.calls import Call, assert_all_close, mask_per_head, mask_with_an_empty_row, outputs_and_gradients
@@ -247,6 +247,34 @@ def test_forget_decodes_with_a_cache_of_log_gates() -> None:
         torch.testing.assert_close(one, whole[:, :, i : i + 1])
     with pytest.raises(ValueError, match=r"9 keys.*3"):
         attnorm.attention(q, k, v, mechanism, causal=True, hidden_states=x[:, :3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_gates_in_a_cache_keep_their_digits(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    gates = torch.randn(2, 6, 3)
+    held = KeyGates(gates)
+    columns = held.columns(torch.zeros(2, 2, 3, 5, dtype=dtype))
+    assert columns.shape == (2, 2, 3, 6 if dtype in (torch.float16, torch.bfloat16) else 3)
+    assert columns.dtype == dtype
+    for head in range(6):
+        assert torch.equal(columns[:, head // 3, :, head % 3], gates[:, head].to(dtype))
+    held.read(columns.repeat(1, 1, 2, 1))  # as many earlier keys
+    tolerance = {torch.float16: 2**-21, torch.bfloat16: 2**-16}.get(dtype, 0.0)
+    torch.testing.assert_close(held.log_gates, gates.repeat(1, 1, 2), rtol=tolerance, atol=tolerance)
+
+
+def test_gates_keep_their_digits_in_a_cache_of_half_precision() -> None:
+    gates = logsigmoid(torch.randn(2, 4, 9, dtype=torch.float32) * 5).requires_grad_()
+    held = KeyGates(gates)
+    columns = held.columns(torch.zeros(2, 2, 9, 8, dtype=torch.bfloat16))
+    assert columns.dtype == torch.bfloat16
+    assert columns.shape == (2, 2, 9, 4)
+    held.read(columns)
+    torch.testing.assert_close(held.log_gates, gates, rtol=2e-5, atol=0)
+    held.log_gates.sum().backward()
+    assert gates.grad is not None
+    torch.testing.assert_close(gates.grad, torch.ones_like(gates))
 
 
 def test_what_stands_in_padding_does_not_reach_forget_or_laser() -> None:

@@ -13,7 +13,6 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCach
 
 import attnorm
 from attnorm.models.patch_state import normalizer_of, patched_modules
-from attnorm.models.patched_attention import KeyGates
 from tests.models.tiny import tiny
 
 WIDTH, HEADS = 32, 4
@@ -126,19 +125,6 @@ def test_generation_is_the_same_with_and_without_a_cache(beams: int) -> None:
     options = {"max_new_tokens": 8, "do_sample": False, "num_beams": beams, "pad_token_id": 0}
     one, other = (model.generate(ids, use_cache=cached, **options) for cached in (True, False))
     assert torch.equal(one, other)
-
-
-def test_gates_keep_their_digits_in_a_cache_of_half_precision() -> None:
-    gates = logsigmoid(torch.randn(2, 4, 9, dtype=torch.float32) * 5).requires_grad_()
-    held = KeyGates(gates)
-    columns = held.columns(torch.zeros(2, 2, 9, 8, dtype=torch.bfloat16))
-    assert columns.dtype == torch.bfloat16
-    assert columns.shape == (2, 2, 9, 4)
-    held.read(columns)
-    assert_close(held.log_gates, gates, rtol=2e-5, atol=0)
-    held.log_gates.sum().backward()
-    assert gates.grad is not None
-    assert_close(gates.grad, torch.ones_like(gates))
 
 
 def test_a_cache_from_before_the_patch_is_refused() -> None:

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from attnorm.engines.inputs import Inputs
-from attnorm.models.patched_attention import KeyGates, SecondQueries, _compute_weights, _run_mechanism, _to_common_dtype
+from attnorm.mechanisms.differential import SecondQueries
+from attnorm.mechanisms.forget import KeyGates
+from attnorm.models.patched_attention import _compute_weights, _run_mechanism, _to_common_dtype
 from attnorm.normalizers import get
 
 
@@ -106,21 +108,6 @@ def test_gates_of_keys_that_nothing_sees_are_left_out() -> None:
     _run_mechanism(mechanism, inputs(), None, None, KeyGates(gates))
     ((_, options),) = mechanism.calls
     assert torch.equal(options["log_gates"], gates[..., :3])
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_gates_in_a_cache_keep_their_digits(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    gates = torch.randn(2, 6, 3)
-    held = KeyGates(gates)
-    columns = held.columns(torch.zeros(2, 2, 3, 5, dtype=dtype))
-    assert columns.shape == (2, 2, 3, 6 if dtype in (torch.float16, torch.bfloat16) else 3)
-    assert columns.dtype == dtype
-    for head in range(6):
-        assert torch.equal(columns[:, head // 3, :, head % 3], gates[:, head].to(dtype))
-    held.read(columns.repeat(1, 1, 2, 1))  # as many earlier keys
-    tolerance = {torch.float16: 2**-21, torch.bfloat16: 2**-16}.get(dtype, 0.0)
-    torch.testing.assert_close(held.log_gates, gates.repeat(1, 1, 2), rtol=tolerance, atol=tolerance)
 
 
 def test_weights_are_those_of_every_key_without_dropout() -> None:

@@ -19,7 +19,7 @@ any length. Rows are not normalized over keys; an RMS norm per head follows. lam
 """
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -152,6 +152,18 @@ class DifferentialV2(Mechanism):
         outputs = attend(inputs, Normalizer(Softmax(), name=self.name)).to(working)
         output = outputs[:, 0::2] - self.share(hidden_states, working) * outputs[:, 1::2]
         return output.to(q.dtype).reshape(*q.shape[:-3], q.shape[-3] // 2, q.shape[-2], v.shape[-1])
+
+
+@dataclass(frozen=True)
+class SecondQueries:
+    """What `DifferentialV2` needs in a model whose attention has one query per head."""
+
+    query_BHQD: Tensor
+    hidden_states: Tensor  # from which lambda is read
+
+    def paired(self, query_BHQD: Tensor) -> Tensor:
+        """Return first and second query of each head, alternating, (B, 2H, Q, D)."""
+        return torch.stack([query_BHQD, self.query_BHQD.to(query_BHQD.dtype)], 2).flatten(1, 2)
 
 
 class ThresholdDifferential(Mechanism):

@@ -4,9 +4,15 @@ Lin, Nikishin, He & Courville 2025, https://arxiv.org/abs/2503.02130 (Forgetting
 weights of all keys before it by its forget gate f. The sum is F_i - F_j with F the running sum of log f; F_i is the
 same for a whole row and changes nothing, so -F_j enters as one more coordinate of the keys: every fused kernel can do
 it. Without hidden states f is a learned number per head, and the logit falls by -log f per token of distance.
+
+Decoding with a cache needs the gates of all earlier tokens. They are stored as additional columns of the values
+(`CacheWithGates`). So everything that a cache does with values (reorder for beams, crop, repeat, slide) it also does
+with the gates. Columns have the dtype of the values: in half precision a gate is split into its rounded value and the
+remainder.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -147,3 +153,51 @@ def _gates_of_visible_keys(inputs: Inputs, log_gates: Tensor) -> Tensor:
     """Return the gates (B, H, K), 0 for keys that no query sees: padding has no gate."""
     gates = log_gates.expand(*inputs.q_BHQD.shape[:2], inputs.keys)
     return gates if inputs.mask is None else torch.where(inputs.seen(), gates, 0.0)
+
+
+class KeyGates:
+    """Log gates of all keys, (B, H, K). Before the cache adds the earlier ones: gates of the new tokens only."""
+
+    def __init__(self, log_gates: Tensor) -> None:
+        self.log_gates = log_gates
+
+    def columns(self, value_BGKE: Tensor) -> Tensor:
+        """Return the gates as columns of values, (B, G, K, columns); a key head has those of its query heads."""
+        by_head = self.log_gates.unflatten(1, (value_BGKE.shape[1], -1)).mT
+        rounded: Tensor = by_head.to(value_BGKE.dtype)
+        if rounded.dtype.itemsize >= by_head.dtype.itemsize:
+            return rounded
+        return torch.cat([rounded, (by_head - rounded).to(rounded.dtype)], -1)
+
+    def read(self, columns: Tensor) -> None:
+        """Read the gates of all keys from the columns that a cache returns."""
+        heads, working = self.log_gates.shape[1] // columns.shape[1], self.log_gates.dtype
+        parts = columns.to(device=self.log_gates.device, dtype=working).split(heads, -1)
+        self.log_gates = torch.stack(parts).sum(0).mT.flatten(1, 2)
+
+
+class CacheWithGates:
+    """Wraps the cache of a model for one attention module: stores the gates as additional columns of the values."""
+
+    def __init__(self, cache: Any, gates: KeyGates) -> None:
+        self._cache, self._gates = cache, gates
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        width, columns = value.shape[-1], self._gates.columns(value)
+        self._check(layer, width + columns.shape[-1])
+        keys, values = self._cache.update(key, torch.cat([value, columns], -1), layer, *args, **options)
+        self._gates.read(values[..., width:])
+        return keys, values[..., :width]
+
+    def _check(self, layer: int, expected: int) -> None:
+        layers = getattr(self._cache, "layers", [])
+        stored = getattr(layers[layer], "values", None) if layer < len(layers) else None
+        if isinstance(stored, Tensor) and stored.dim() == 4 and stored.shape[-1] != expected:
+            raise ValueError(
+                f"expected a cache with {expected} columns of values in layer {layer}, of which the last ones are "
+                f"forget gates, got {stored.shape[-1]}. Start with an empty cache: the model was patched, paused or "
+                "unpatched since this one was filled, or its sizes were fixed in advance."
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)

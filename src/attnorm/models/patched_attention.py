@@ -3,19 +3,15 @@
 The model still builds masks for its own attention implementation, and models/hf_call.py reads them accordingly. Masks
 of flash and flex attention are rejected: they are not tensors over queries and keys.
 
-`forget` and `differential_v2` need the layer input, but attention functions of transformers receive queries, keys and
-values only. A forward pre-hook of the attention module (`watch_input`) computes the log gates of the new tokens, or the
-second queries, and adds them to the arguments.
-
-Decoding with a cache needs the gates of all earlier tokens. They are stored as additional columns of the values. So
-everything that a cache does with values (reorder for beams, crop, repeat, slide) it also does with the gates. Columns
-have the dtype of the values: in half precision a gate is split into its rounded value and the remainder.
+Attention functions of transformers receive queries, keys and values only. `forget` and `differential_v2` also need the
+input of the layer. For them a forward pre-hook of the attention module (`watch_input`) computes the log gates of the
+new tokens, or the second queries, and adds them to the arguments.
 """
 
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,8 +21,8 @@ from transformers.masking_utils import sdpa_mask
 
 from attnorm.attention import attend
 from attnorm.engines.inputs import Inputs, in_dtype, validate_inputs
-from attnorm.mechanisms.differential import DifferentialV2
-from attnorm.mechanisms.forget import Forget
+from attnorm.mechanisms.differential import DifferentialV2, SecondQueries
+from attnorm.mechanisms.forget import CacheWithGates, Forget, KeyGates
 from attnorm.models.dispatch import KERNEL as KERNEL
 from attnorm.models.dispatch import MODEL_CONFIG, NORMALIZER, running_normalizer
 from attnorm.models.hf_call import mask_as_given, read_call
@@ -223,64 +219,6 @@ def _compute_weights(inputs: Inputs, normalizer: Normalizer) -> Tensor:
     identity = torch.eye(inputs.keys, dtype=inputs.v_BGKE.dtype, device=inputs.v_BGKE.device)
     values = identity.expand(*inputs.v_BGKE.shape[:2], -1, -1)
     return attend(replace(inputs, v_BGKE=values, dropout=0.0), normalizer)
-
-
-class KeyGates:
-    """Log gates of all keys, (B, H, K). Before the cache adds the earlier ones: gates of the new tokens only."""
-
-    def __init__(self, log_gates: Tensor) -> None:
-        self.log_gates = log_gates
-
-    def columns(self, value_BGKE: Tensor) -> Tensor:
-        """Return the gates as columns of values, (B, G, K, columns); a key head has those of its query heads."""
-        by_head = self.log_gates.unflatten(1, (value_BGKE.shape[1], -1)).mT
-        rounded: Tensor = by_head.to(value_BGKE.dtype)
-        if rounded.dtype.itemsize >= by_head.dtype.itemsize:
-            return rounded
-        return torch.cat([rounded, (by_head - rounded).to(rounded.dtype)], -1)
-
-    def read(self, columns: Tensor) -> None:
-        """Read the gates of all keys from the columns that a cache returns."""
-        heads, working = self.log_gates.shape[1] // columns.shape[1], self.log_gates.dtype
-        parts = columns.to(device=self.log_gates.device, dtype=working).split(heads, -1)
-        self.log_gates = torch.stack(parts).sum(0).mT.flatten(1, 2)
-
-
-@dataclass(frozen=True)
-class SecondQueries:
-    query_BHQD: Tensor
-    hidden_states: Tensor  # from which lambda is read
-
-    def paired(self, query_BHQD: Tensor) -> Tensor:
-        """Return first and second query of each head, alternating, (B, 2H, Q, D)."""
-        return torch.stack([query_BHQD, self.query_BHQD.to(query_BHQD.dtype)], 2).flatten(1, 2)
-
-
-class CacheWithGates:
-    """Wraps the cache of a model for one attention module: stores the gates as additional columns of the values."""
-
-    def __init__(self, cache: Any, gates: KeyGates) -> None:
-        self._cache, self._gates = cache, gates
-
-    def update(self, key: Tensor, value: Tensor, layer: int, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        width, columns = value.shape[-1], self._gates.columns(value)
-        self._check(layer, width + columns.shape[-1])
-        keys, values = self._cache.update(key, torch.cat([value, columns], -1), layer, *args, **options)
-        self._gates.read(values[..., width:])
-        return keys, values[..., :width]
-
-    def _check(self, layer: int, expected: int) -> None:
-        layers = getattr(self._cache, "layers", [])
-        stored = getattr(layers[layer], "values", None) if layer < len(layers) else None
-        if isinstance(stored, Tensor) and stored.dim() == 4 and stored.shape[-1] != expected:
-            raise ValueError(
-                f"expected a cache with {expected} columns of values in layer {layer}, of which the last ones are "
-                f"forget gates, got {stored.shape[-1]}. Start with an empty cache: the model was patched, paused or "
-                "unpatched since this one was filled, or its sizes were fixed in advance."
-            )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._cache, name)
 
 
 def check_readable(module: nn.Module, mechanism: Forget | DifferentialV2, place: str) -> None:
