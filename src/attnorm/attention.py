@@ -160,7 +160,8 @@ def attention(
     inputs = validate_inputs(
         q, k, v, mask=mask, causal=causal, scale=scale, positions=positions, hidden_states=hidden_states
     )
-    inputs = replace(inputs, dropout=float(dropout_p))
+    if dropout_p:
+        inputs = replace(inputs, dropout=float(dropout_p))
     if return_statistics:
         if return_weights:
             raise ValueError("expected return_weights or return_statistics, got both. Call attention() twice.")
@@ -273,14 +274,15 @@ def choose_engine(inputs: Inputs, normalizer: Normalizer) -> Engine:
     On a CPU this is SDPA if it applies, else blocks. On a GPU the order is: SDPA if it takes q unchanged or rounding q
     is worth it, our Triton kernels, SDPA with a changed q, FlexAttention, blocks.
     """
-    on_sdpa = fused.applies(inputs, normalizer) and not fused.rounds_q(inputs, normalizer)
+    on_sdpa, rounds_q = fused.applies(inputs, normalizer), fused.rounds_q(inputs, normalizer)
+    keeps_q = on_sdpa and not rounds_q
     if not inputs.q_BHQD.is_cuda or is_exporting():  # an exported graph cannot contain our kernels
-        return "fused" if on_sdpa else "blocked"
-    if fused.is_plain(inputs, normalizer) or fused.is_worth_rounding(inputs, normalizer):
+        return "fused" if keeps_q else "blocked"
+    if on_sdpa and normalizer.sink is None and (keeps_q or fused.is_worth_rounding(inputs, normalizer)):
         return "fused"
     # Our kernel comes before SDPA: a sink is one more key for SDPA, which in decoding copies the cache (2.4 ms, our
     # kernel takes 0.4 ms).
-    order: tuple[Engine, ...] = ("triton", "fused", "sparse", "flex") if on_sdpa else ("triton", "sparse", "flex")
+    order: tuple[Engine, ...] = ("triton", "fused", "sparse", "flex") if keeps_q else ("triton", "sparse", "flex")
     return next((engine for engine in order if _engine_applies(engine, inputs, normalizer)), "blocked")
 
 

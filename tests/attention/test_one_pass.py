@@ -511,17 +511,18 @@ def test_a_dispatch_mode_sees_operators_and_no_launch(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 def test_rows_times_their_factors(dtype: torch.dtype) -> None:
-    """The queries are a view, as in models, with a width and a length that fill no tile."""
+    """The queries are a view, as in models, with width and length that fill no tile; sequences share the factors."""
     generator = torch.Generator().manual_seed(0)
     stored = torch.randn(2, 70, 3, 24, generator=generator).to(DEVICE, dtype)
     q = stored.transpose(1, 2).requires_grad_()
-    factor = torch.rand(2, 3, 70, generator=generator).to(DEVICE).requires_grad_()
+    shared = torch.rand(3, 70, generator=generator).to(DEVICE).requires_grad_()
+    factor = shared.expand(2, 3, 70)
     ours = one_pass_operators.scaled_rows(q, factor, 0.25)
     expected = (0.25 * factor[..., None] * q.float()).to(dtype)
     probe = torch.randn(q.shape, generator=generator).to(DEVICE, dtype)
     assert ours.stride() == q.stride()
     assert torch.equal(ours, expected)
-    for found, true in zip(*(torch.autograd.grad(out, (q, factor), probe) for out in (ours, expected)), strict=True):
+    for found, true in zip(*(torch.autograd.grad(out, (q, shared), probe) for out in (ours, expected)), strict=True):
         torch.testing.assert_close(found, true, rtol=1e-5, atol=1e-5)
 
 

@@ -144,6 +144,16 @@ def test_a_graph_contains_the_kernel_that_eager_mode_runs(name: str) -> None:
     assert any(operator.startswith("attnorm.") and "attention" in operator for operator in operators), operators
 
 
+@pytest.mark.parametrize("name", ["ssmax", "log_scaled"])
+def test_a_rescaled_softmax_is_one_graph_with_its_factor(name: str) -> None:
+    q, k, v = (torch.randn(1, 2, 64, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    call = partial(attnorm.attention, normalizer=attnorm.get(name).cuda(), causal=True)
+    found, expected = torch.compile(call, backend="aot_eager", fullgraph=True)(q, k, v), call(q, k, v)
+    probe = torch.randn_like(found)
+    gradients = (torch.autograd.grad(output, (q, k, v), probe) for output in (found, expected))
+    torch.testing.assert_close((found, *next(gradients)), (expected, *next(gradients)))
+
+
 def test_a_new_thread_works_on_the_stream_of_the_caller() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     stream = torch.cuda.Stream()

@@ -55,7 +55,7 @@ def _factors_need_grad(inputs: Inputs, normalizer: Normalizer) -> bool:
     rules = [rule for rule in normalizer.rules if isinstance(rule, ScaleRule)]
     states = inputs.hidden_states
     learns = any(p.requires_grad for rule in rules for p in rule.parameters())
-    return torch.is_grad_enabled() and bool(rules) and (learns or (states is not None and states.requires_grad))
+    return torch.is_grad_enabled() and len(rules) > 0 and (learns or (states is not None and states.requires_grad))
 
 
 def flex(inputs: Inputs, normalizer: Normalizer) -> Tensor:

@@ -58,26 +58,17 @@ def _needs_gradient(inputs: Inputs, normalizer: Normalizer) -> bool:
     return inputs.needs_grad or (torch.is_grad_enabled() and any(p.requires_grad for p in normalizer.parameters()))
 
 
-def is_plain(inputs: Inputs, normalizer: Normalizer) -> bool:
-    """Whether SDPA loses no precision: softmax alone, or a rescaled softmax without a sink in at least float32."""
-    if not applies(inputs, normalizer) or normalizer.sink is not None:
-        return False
-    return inputs.q_BHQD.dtype not in HALF or not _has_factors(inputs, normalizer)
-
-
 def is_worth_rounding(inputs: Inputs, normalizer: Normalizer) -> bool:
-    """Whether SDPA with rounded queries is the better choice: on CUDA, without a mask, for factors such as s log n.
+    """Whether SDPA is the better choice though it rounds the queries: without a mask, for factors such as s log n.
 
+    For a call without a sink for which `applies` and `rounds_q` are true.
     cuDNN takes 0.6 to 0.8 of the time of our kernel, which keeps the factor in float32. With q rounded once, as in
     q * s * log(n) written by hand, the error is 0.3 to 0.9 of that of the formula in the same dtype, where every step
     rounds. In float16 the gradient of the scaled q could overflow, by the headroom of `with_rounded_queries`.
     """
     q, v = inputs.q_BHQD, inputs.v_BGKE
     return (
-        rounds_q(inputs, normalizer)
-        and applies(inputs, normalizer)
-        and normalizer.sink is None
-        and inputs.mask is None
+        inputs.mask is None
         and inputs.dropout == 0
         and inputs.queries >= MIN_QUERIES
         and (not inputs.causal or inputs.queries == inputs.keys)
@@ -99,7 +90,7 @@ def rounds_q(inputs: Inputs, normalizer: Normalizer) -> bool:
 
 
 def _has_factors(inputs: Inputs, normalizer: Normalizer) -> bool:
-    return bool(normalizer.rules) or inputs.scale < MIN_SCALE
+    return len(normalizer.rules) > 0 or inputs.scale < MIN_SCALE  # torch 2.11 does not trace bool() of a list
 
 
 def fused(inputs: Inputs, normalizer: Normalizer) -> Tensor:
@@ -131,7 +122,7 @@ def fused(inputs: Inputs, normalizer: Normalizer) -> Tensor:
 
 
 def _scales_in_one_kernel(inputs: Inputs, normalizer: Normalizer) -> bool:
-    scales = bool(normalizer.rules) and all(isinstance(rule, ScaleRule) for rule in normalizer.rules)
+    scales = len(normalizer.rules) > 0 and all(isinstance(rule, ScaleRule) for rule in normalizer.rules)
     q = inputs.q_BHQD
     return scales and q.dtype in HALF and runs_kernels(q) and not under_transform() and not is_exporting()
 

@@ -154,15 +154,17 @@ class Inputs:
 
 
 def row_factors(inputs: Inputs, normalizer: Normalizer) -> Tensor | None:
-    """Return the product of all scale rules' factors, (B, H, Q, 1) in at least float32; None without such rules."""
-    rules = [rule for rule in normalizer.rules if isinstance(rule, ScaleRule)]
-    if not rules:
-        return None
+    """Return the product of all scale rules' factors, (B, H, Q, 1) in at least float32; None without such rules.
+
+    Factors that all sequences or heads share are expanded, not copied.
+    """
+    rows, factors = inputs.q_BHQD.shape[:3], None
     dtype = torch.float64 if inputs.q_BHQD.dtype == torch.float64 else torch.float32
-    factor = torch.ones((*inputs.q_BHQD.shape[:3], 1), dtype=dtype, device=inputs.q_BHQD.device)
-    for rule in rules:
-        factor = rule.scaled(factor, inputs.n(), inputs.query_positions(), inputs.hidden_states)
-    return factor
+    for rule in normalizer.rules:
+        if isinstance(rule, ScaleRule):
+            factor = rule.factor_of_rows(rows, dtype, inputs.n(), inputs.query_positions(), inputs.hidden_states)
+            factors = factor if factors is None else factors * factor
+    return None if factors is None else factors.expand(*rows, 1)
 
 
 def head_numbers(numbers: Tensor, inputs: Inputs) -> Tensor:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from attnorm.engines.execution import kernel_operator
+from attnorm.kernels.launch import empty_rows, in_rows
 
 if TYPE_CHECKING:
     from attnorm.kernels.one_pass import Form
@@ -132,9 +133,22 @@ def scaled_rows(a: Tensor, factor: Tensor, constant: float) -> Tensor:
 
 @scaled_rows.register_fake
 def _(a: Tensor, factor: Tensor, constant: float) -> Tensor:
-    from attnorm.kernels.launch import empty_rows, in_rows
-
     return empty_rows(in_rows(a))
+
+
+@kernel_operator("attnorm::scaled_rows_backward")
+def _scaled_rows_backward(
+    grad: Tensor, a: Tensor, factor: Tensor, constant: float, grad_of_factor: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of a and of its factors; the second is empty unless it is asked for."""
+    from attnorm.kernels import linear_algebra
+
+    return linear_algebra.scaled_rows_backward(grad, a, factor, constant, grad_of_factor)
+
+
+@_scaled_rows_backward.register_fake
+def _(grad: Tensor, a: Tensor, factor: Tensor, constant: float, grad_of_factor: bool) -> tuple[Tensor, Tensor]:
+    return empty_rows(in_rows(grad)), a.new_empty(a.shape[:3] if grad_of_factor else (0,), dtype=torch.float32)
 
 
 def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -144,9 +158,9 @@ def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gradients_of_rows(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     a, factor = ctx.saved_tensors
-    grad_a = scaled_rows(grad, factor, ctx.constant)
-    grad_factor = ctx.constant * row_dots(grad, a) if ctx.needs_input_grad[1] else None
-    return grad_a, grad_factor, None
+    learned = ctx.needs_input_grad[1]
+    grad_a, grad_factor = _scaled_rows_backward(grad, a, factor, ctx.constant, learned)
+    return grad_a, grad_factor if learned else None, None
 
 
 scaled_rows.register_autograd(_gradients_of_rows, setup_context=_save_rows)
@@ -217,7 +231,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from attnorm.kernels.maps import MAPS, Reference
 
-    output = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=torch.float32 if precise else q.dtype)
+    output = empty_rows(q, v.shape[-1], torch.float32 if precise else q.dtype)
     scaled = MAPS[map].reference != Reference.NONE
     used = (scaled, MAPS[map].normalised and not scaled)
     return output, *(q.new_empty(q.shape[:3] if needed else (0,), dtype=torch.float32) for needed in used)  # type: ignore[return-value]
@@ -264,7 +278,7 @@ def _(
     used = (grad_of_factor, shift is not None)
     rows = [q.new_empty(q.shape[:3] if needed else (0,), dtype=torch.float32) for needed in used]
     sinks = q.new_empty((q.shape[1],) if sink is not None else (0,), dtype=torch.float32)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), *rows, sinks  # type: ignore[return-value]
+    return empty_rows(q), empty_rows(k), empty_rows(v), *rows, sinks  # type: ignore[return-value]
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -336,7 +350,7 @@ def _(
     soft_factor: Tensor | None, entropy: Tensor, soft_reference: Tensor, slope: Tensor, causal: bool,
     window: int | None, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return empty_rows(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @kernel_operator("attnorm::sharpened_attention_backward")
@@ -364,7 +378,7 @@ def _(
     reference: Tensor, causal: bool, window: int | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     rows = [q.new_empty(q.shape[:3] if used else (0,), dtype=torch.float32) for used in (True, soft_factor is not None)]
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), *rows  # type: ignore[return-value]
+    return empty_rows(q), empty_rows(k), empty_rows(v), *rows  # type: ignore[return-value]
 
 
 def _save_sharpened(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnorm.engines.execution import MIN_QUERIES, kernel_operator, runs_kernels
 from attnorm.engines.inputs import Inputs, head_numbers, row_factors, under_transform
+from attnorm.kernels.launch import empty_rows
 from attnorm.normalizers.alibi import LinearBias
 from attnorm.normalizers.contract import Normalizer, ScaleRule
 
@@ -81,11 +82,10 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     from attnorm.kernels.threshold import saved_shapes
 
-    mean_u, threshold, live = saved_shapes(q, k, v, trains)
-    return (
-        q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(mean_u), q.new_empty(threshold, dtype=torch.float32),
-        q.new_empty(live, dtype=torch.uint8),
-    )  # fmt: skip
+    threshold, live = saved_shapes(q, k, v, trains)
+    mean_u = empty_rows(q, v.shape[-1]) if trains else q.new_empty(0)
+    saved = q.new_empty(threshold, dtype=torch.float32), q.new_empty(live, dtype=torch.uint8)
+    return empty_rows(q, v.shape[-1]), mean_u, *saved
 
 
 @kernel_operator("attnorm::sparse_attention_backward")
@@ -110,7 +110,7 @@ def _(
     rows = [
         q.new_empty(q.shape[:3] if needed else (0,), dtype=torch.float32) for needed in (factor is not None, learned)
     ]
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), *rows  # type: ignore[return-value]
+    return empty_rows(q), empty_rows(k), empty_rows(v), *rows  # type: ignore[return-value]
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

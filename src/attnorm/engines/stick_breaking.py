@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnorm.engines.execution import MIN_QUERIES, kernel_operator, runs_kernels
 from attnorm.engines.inputs import Inputs, row_factors, under_transform
+from attnorm.kernels.launch import empty_rows
 from attnorm.normalizers.contract import Normalizer, ScaleRule
 from attnorm.normalizers.stick_breaking import StickBreaking
 
@@ -66,7 +67,7 @@ def _(
     later, live = kept_shapes(q, k, v, trains)
     rows = q.new_empty(q.shape[:3] if rest else (0,), dtype=torch.float32)
     kept = q.new_empty(later, dtype=torch.float32), q.new_empty(live, dtype=torch.int32)
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), rows, *kept
+    return empty_rows(q, v.shape[-1]), rows, *kept
 
 
 @kernel_operator("attnorm::stick_breaking_attention_backward")
@@ -86,7 +87,7 @@ def _(
     later: Tensor, live: Tensor, rest: bool, causal: bool, window: int | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     rows = q.new_empty(q.shape[:3] if factor is not None else (0,), dtype=torch.float32)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), rows
+    return empty_rows(q), empty_rows(k), empty_rows(v), rows
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

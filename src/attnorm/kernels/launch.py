@@ -57,7 +57,7 @@ class Launch:
         q, k = in_rows(q), in_rows(k)
         return cls(q, k, k, mask, None if factor is None else factor.contiguous(), causal)
 
-    def run(self, kernel: Any, scale: float, *numbers: Tensor, over_keys: bool = False) -> None:
+    def run(self, kernel: Any, scale: float, *numbers: Tensor | int, over_keys: bool = False) -> None:
         """Launch a kernel that reads no values, with one program per block of queries, or of keys (over_keys)."""
         q, k, _, mask, _ = self.tensors
         rows, columns, warps, stages = tile_without_values(q)
@@ -86,10 +86,17 @@ def in_rows(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def empty_rows(t: Tensor) -> Tensor:
-    """Return an uninitialised tensor like t with contiguous rows, in the order of its strides if they allow it."""
-    like = torch.empty_like(t)
-    return like if like.stride(-1) == 1 else torch.empty_like(t, memory_format=torch.contiguous_format)
+def empty_rows(t: Tensor, width: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Return an uninitialised tensor (B, H, L, width) like t with contiguous rows.
+
+    If the heads of a position lie next to each other in t, as in models, they do so in the result: then a model copies
+    neither the output nor a gradient.
+    """
+    batch, heads, length = t.shape[:3]
+    width, dtype = t.shape[-1] if width is None else width, t.dtype if dtype is None else dtype
+    if t.stride(1) < t.stride(2):
+        return torch.empty((batch, length, heads, width), dtype=dtype, device=t.device).transpose(1, 2)
+    return torch.empty((batch, heads, length, width), dtype=dtype, device=t.device)
 
 
 def padded(t: Tensor) -> int:

@@ -38,27 +38,49 @@ def _row_dots(
 
 def scaled_rows(a: Tensor, factor: Tensor, constant: float) -> Tensor:
     """Return each row of a times constant times its factor, (B, H, Q) in float32, rounded once to the dtype of a."""
-    a, factor = in_rows(a), factor.contiguous()
+    return _scale(in_rows(a), factor, constant, None)[0]
+
+
+def scaled_rows_backward(
+    grad: Tensor, a: Tensor, factor: Tensor, constant: float, grad_of_factor: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of a and of its factors, (B, H, Q); the second is empty unless it is asked for."""
+    return _scale(in_rows(grad), factor, constant, in_rows(a) if grad_of_factor else None)
+
+
+def _scale(a: Tensor, factor: Tensor, constant: float, other: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the scaled rows of a, and constant times their products with the rows of the other tensor."""
     batch, heads, queries, width = a.shape
-    scaled = empty_rows(a)  # q is often a view of (B, Q, H, D)
+    scaled = empty_rows(a)
+    dots = torch.empty((0,) if other is None else a.shape[:3], dtype=torch.float32, device=a.device)
+    second = a if other is None else other
     with device_of(a):
         _scaled_rows[(triton.cdiv(queries, ROWS) * batch * heads,)](
-            a, factor, scaled, *a.stride()[:3], *scaled.stride()[:3], heads, queries, width, constant,
-            ROWS=ROWS, WIDTH=padded(a), num_warps=4,
+            a, second, factor, scaled, dots, *a.stride()[:3], *second.stride()[:3], *factor.stride(),
+            *scaled.stride()[:3], heads, queries, width, constant, DOTS=other is not None, ROWS=ROWS, WIDTH=padded(a),
+            num_warps=4,
         )  # fmt: skip
-    return scaled
+    return scaled, dots
 
 
 @triton.jit
 def _scaled_rows(
-    a, factor, scaled, a_batch, a_head, a_row, scaled_batch, scaled_head, scaled_row, heads, queries, width, constant,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    a, b, factor, scaled, dots, a_batch, a_head, a_row, b_batch, b_head, b_row, f_batch, f_head, f_row, scaled_batch,
+    scaled_head, scaled_row, heads, queries, width, constant,
+    DOTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
+    """factor (B, H, Q): of any strides, since it is often the same for all sequences of a batch."""
     batch, head, rows = _rows_of_program(heads, queries, ROWS)
     x = load_tile(matrix_of_head(a, batch, head, a_batch, a_head, a_row, queries, width), rows, WIDTH, True, False)
-    factors = tl.load(factor + (batch * heads + head) * queries + rows, mask=rows < queries, other=0.0) * constant
+    x = x.to(tl.float32)
+    at = factor + batch * f_batch + head * f_head + rows.to(tl.int64) * f_row
+    factors = tl.load(at, mask=rows < queries, other=0.0) * constant
     to = matrix_of_head(scaled, batch, head, scaled_batch, scaled_head, scaled_row, queries, width)
-    store_tile(to, x.to(tl.float32) * factors[:, None], rows, WIDTH)
+    store_tile(to, x * factors[:, None], rows, WIDTH)
+    if DOTS:
+        y = load_tile(matrix_of_head(b, batch, head, b_batch, b_head, b_row, queries, width), rows, WIDTH, True, False)
+        sums = tl.sum(x * y.to(tl.float32), 1) * constant
+        tl.store(dots + (batch * heads + head) * queries + rows, sums, mask=rows < queries)
 
 
 @triton.jit

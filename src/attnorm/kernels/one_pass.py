@@ -37,7 +37,7 @@ from attnorm.kernels.blocks import (
     selected,
     store_tile,
 )
-from attnorm.kernels.launch import Launch, in_rows, padded
+from attnorm.kernels.launch import Launch, empty_rows, in_rows, padded
 from attnorm.kernels.maps import LOG2E, MAPS, RULES, Reference
 
 TOGETHER = tl.constexpr(16)  # parts that are read at a time
@@ -75,7 +75,7 @@ def forward(
     in bits, are hidden.
     """
     call = OnePassLaunch.of(q, k, v, mask, factor, shift, sink, cutoff, parameters, form)
-    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=torch.float32 if precise else q.dtype, device=q.device)
+    out = empty_rows(q, v.shape[-1], torch.float32 if precise else q.dtype)
     map_ = MAPS[form.map]
     scaled = map_.reference != Reference.NONE
     saved = Saved(*(call.rows(used) for used in (scaled, map_.normalised and not scaled)))

@@ -35,7 +35,7 @@ from attnorm.kernels.blocks import (
     store_tile,
     tile_of_head,
 )
-from attnorm.kernels.launch import in_rows, padded
+from attnorm.kernels.launch import empty_rows, in_rows, padded
 from attnorm.kernels.linear_algebra import row_dots
 from attnorm.kernels.maps import LN2, LOG2E, MAPS
 from attnorm.kernels.one_pass import Form, OnePassLaunch, Saved
@@ -64,7 +64,7 @@ def backward(
     grad = in_rows(grad)
     grad_in = grad if grad.dtype == q.dtype else grad.to(q.dtype)  # the gradient of a precise output is float32
     map_ = MAPS[form.map]
-    grad_q, grad_k, grad_v = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    grad_q, grad_k, grad_v = (empty_rows(t) for t in (q, k, v))
     grad_of_factor = grad_of_factor and factor is not None
     grad_factor, grad_shift = call.rows(grad_of_factor), call.rows(shift is not None)
     delta = row_dots(grad, out) if map_.normalised else call.rows(False)

@@ -54,7 +54,7 @@ def add_gradient_of_queries(
     call = Launch.without_values(q, k, mask, factor, causal)
     grad_factor = call.rows(factor is not None)
     given = call.tensors[4], entropy, reference, grad_entropy
-    call.run(entropy_backward, scale * LOG2E.value, *given, grad_q, grad_factor)
+    call.run(entropy_backward, scale * LOG2E.value, *given, grad_q, grad_factor, *grad_q.stride()[:3])
     return grad_factor
 
 
@@ -124,13 +124,13 @@ def _fold_entropy(total, e_log_e, peak, start, stop, q_tile, k, rows, unit, sigh
 
 @triton.jit
 def entropy_backward(
-    q, k, mask, factor, entropy, reference, grad_entropy, grad_q, grad_factor,
+    q, k, mask, factor, entropy, reference, grad_entropy, grad_q, grad_factor, gq_batch, gq_head, gq_row,
     q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_column,
     heads, groups, queries, keys, offset, width, scale,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, FACTORED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """grad_entropy: (B, H, Q); grad_q (B, H, Q, D), contiguous, is added to, grad_factor (B, H, Q) is written."""
+    """grad_entropy: (B, H, Q); grad_q (B, H, Q, D) is added to, grad_factor (B, H, Q) is written."""
     C: tl.constexpr = Constants(CAUSAL, False, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL)
     own, rows, inside, q_tile, k, sight = queries_and_keys(
         q, k, mask, q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_column,
@@ -150,7 +150,7 @@ def entropy_backward(
             row_reference, sight, scale, C, FACTORED, part != 1,
         )  # fmt: skip
     row_grad = load_row(grad_entropy, row_at, inside, True, 0.0)
-    grad_q = Matrix(grad_q + own.batch_head * queries * width, queries, width, width)
+    grad_q = matrix_of_head(grad_q, own.batch, own.head, gq_batch, gq_head, gq_row, queries, width)
     so_far = load_tile(grad_q, rows, WIDTH, True, FULL).to(tl.float32)
     found = so_far + found * (row_grad * row_factor * (scale * LN2))[:, None]
     store_tile(grad_q, found, rows, WIDTH)

@@ -31,7 +31,7 @@ from attnorm.kernels.blocks import (
     store_tile,
     unmasked,
 )
-from attnorm.kernels.launch import Launch, in_rows, padded
+from attnorm.kernels.launch import Launch, empty_rows, in_rows, padded
 from attnorm.kernels.maps import LOG2E, log2
 
 SPENT = tl.constexpr(160.0)  # bits: nothing is left
@@ -63,7 +63,7 @@ def forward(
     first tile that each block of queries reaches, which are empty otherwise.
     """
     call = StickLaunch.of(q, k, v, mask, factor, stick)
-    out = q.new_empty(*q.shape[:-1], v.shape[-1])
+    out = empty_rows(q, v.shape[-1])
     spent = call.rows(stick.rest)
     later_shape, live_shape = kept_shapes(q, k, v, trains)
     later = torch.empty(later_shape, dtype=torch.float32, device=q.device)

@@ -32,7 +32,7 @@ from attnorm.kernels.blocks import (
     store_tile,
     tile_of_head,
 )
-from attnorm.kernels.launch import in_rows
+from attnorm.kernels.launch import empty_rows, in_rows
 from attnorm.kernels.stick_breaking import (
     GROUP,
     NOTHING_LEFT,
@@ -69,8 +69,8 @@ def backward(
     live = torch.empty((heads, chunk // rows), dtype=torch.int32, device=q.device)
     live = kept_live.contiguous() if kept else live
     summed = torch.float32 if chunk < queries else k.dtype  # over chunks
-    grad_q, grad_factor = torch.empty(q.shape, dtype=q.dtype, device=q.device), call.rows(factor is not None)
-    grad_k, grad_v = (torch.empty(t.shape, dtype=summed, device=t.device) for t in (k, v))
+    grad_q, grad_factor = empty_rows(q), call.rows(factor is not None)
+    grad_k, grad_v = (empty_rows(t, dtype=summed) for t in (k, v))
     given, strides = (*call.tensors, grad), (*call.strides, *grad.stride()[:3])
     options = {**call.constants, "ROWS": rows, "COLUMNS": columns, "num_warps": warps, "num_stages": stages}
     with call.device:

@@ -32,7 +32,7 @@ from attnorm.kernels.blocks import (
     seen_keys,
     store_tile,
 )
-from attnorm.kernels.launch import Launch, in_rows, padded
+from attnorm.kernels.launch import Launch, empty_rows, in_rows, padded
 from attnorm.kernels.threshold_maps import (
     MAPS,
     ThresholdConstants,
@@ -78,17 +78,18 @@ ENTMAX_TOLERANCES = {torch.bfloat16: (0.2, 0.15, 0.22), torch.float16: (0.1, 0.0
 class Saved(NamedTuple):
     """Tensors that the backward pass needs; empty if nothing is trained."""
 
-    mean_u: Tensor  # (B, H, Q, E): the mean of the values under u
+    mean_u: Tensor  # (B, H, Q, E), with the strides of the output: the mean of the values under u
     threshold: Tensor  # (B, H, Q, 2): peak and threshold
     live: Tensor  # (B, H, row blocks, key tiles): which tiles of the forward pass hold a weight
 
 
-def saved_shapes(q: Tensor, k: Tensor, v: Tensor, trains: bool) -> tuple[tuple[int, ...], ...]:
+def saved_shapes(q: Tensor, k: Tensor, v: Tensor, trains: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of `threshold` and `live`."""
     if not trains:
-        return (0,), (0,), (0,)
+        return (0,), (0,)
     rows, columns, *_ = tiles(q, v).forward
     blocks = -(-q.shape[2] // rows), -(-k.shape[2] // columns)
-    return (*q.shape[:3], v.shape[-1]), (*q.shape[:3], 2), (*q.shape[:2], *blocks)
+    return (*q.shape[:3], 2), (*q.shape[:2], *blocks)
 
 
 def forward(
@@ -102,13 +103,13 @@ def forward(
     """
     call = ThresholdLaunch.of(q, k, v, mask, factor, parameter, penalties, causal, scale, map)
     batch, heads, queries = q.shape[:3]
-    output = q.new_empty(batch, heads, queries, v.shape[-1])
+    output = empty_rows(q, v.shape[-1])
     rows, columns, warps, stages = tiles(q, v).forward
-    shapes = saved_shapes(q, k, v, trains)
+    threshold_shape, live_shape = saved_shapes(q, k, v, trains)
     saved = Saved(
-        torch.empty(shapes[0], dtype=q.dtype, device=q.device),
-        torch.empty(shapes[1], dtype=torch.float32, device=q.device),
-        torch.zeros(shapes[2], dtype=torch.uint8, device=q.device),
+        torch.empty_like(output) if trains else output.new_empty(0),
+        torch.empty(threshold_shape, dtype=torch.float32, device=q.device),
+        torch.zeros(live_shape, dtype=torch.uint8, device=q.device),
     )
     blocks, across = triton.cdiv(queries, rows), triton.cdiv(k.shape[2], columns)
     gaps = torch.empty((batch, heads, blocks, across), dtype=torch.float32, device=q.device)

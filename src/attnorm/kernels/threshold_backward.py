@@ -8,7 +8,6 @@ number, so results are deterministic.
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,7 +26,7 @@ from attnorm.kernels.blocks import (
     store_tile,
     tile_of_head,
 )
-from attnorm.kernels.launch import in_rows
+from attnorm.kernels.launch import empty_rows, in_rows
 from attnorm.kernels.linear_algebra import row_dots
 from attnorm.kernels.threshold import Saved, ThresholdLaunch, list_of_tiles, tiles
 from attnorm.kernels.threshold_maps import MAPS, ThresholdConstants, list_tiles, minus_penalty, seen_above_threshold
@@ -40,8 +39,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k, v, factor and parameter; the last two are empty if there is none."""
     call = ThresholdLaunch.of(q, k, v, mask, factor, parameter, penalties, causal, scale, map)
-    grad, saved = in_rows(grad), Saved(*(t.contiguous() for t in saved))
-    grad_q, grad_k, grad_v = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    grad, saved = in_rows(grad), Saved(saved.mean_u, saved.threshold.contiguous(), saved.live.contiguous())
+    grad_q, grad_k, grad_v = (empty_rows(t) for t in (q, k, v))
     grad_factor, grad_parameter = call.rows(factor is not None), call.rows(learned)
     delta = row_dots(grad, saved.mean_u)
     batch, heads, queries, keys = *q.shape[:3], k.shape[2]

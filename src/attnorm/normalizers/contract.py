@@ -132,15 +132,30 @@ class ScaleRule(LogitRule):
 
     def scaled(self, rows: Tensor, n: Tensor, positions: Tensor | None, hidden_states: Tensor | None) -> Tensor:
         """Multiply rows, which are logits (..., Q, K) or queries (..., Q, D), by their factors, in the rows' dtype."""
+        return rows * self.factor_of_rows(rows.shape[:-1], rows.dtype, n, positions, hidden_states)
+
+    def factor_of_rows(
+        self,
+        rows: torch.Size,
+        dtype: torch.dtype,
+        n: Tensor,
+        positions: Tensor | None,
+        hidden_states: Tensor | None,
+    ) -> Tensor:
+        """Return the factor in the dtype, (..., 1), after a check that it broadcasts to rows (..., heads, Q).
+
+        Raises:
+            ValueError: It has factors for another number of heads.
+        """
         factor = self.factor(n, positions, hidden_states)
         # Compares shapes itself: torch.broadcast_shapes takes longer than the product, for every token and layer.
-        sizes = zip(reversed(factor.shape), (1, *reversed(rows.shape[:-1])), strict=False)
-        if factor.dim() > rows.dim() or not all(size in (1, expected) for size, expected in sizes):
+        sizes = zip(reversed(factor.shape), (1, *reversed(rows)), strict=False)
+        if factor.dim() > len(rows) + 1 or not all(size in (1, expected) for size, expected in sizes):
             raise ValueError(
                 f"{type(self).__name__} has factors of shape {tuple(factor.shape)}, one per head, but got rows of "
-                f"shape {tuple(rows.shape)}; expected (..., heads, queries, width) with the same number of heads"
+                f"shape {tuple(rows)}; expected (..., heads, queries) with the same number of heads"
             )
-        return rows * (factor if factor.dtype == rows.dtype else factor.to(rows.dtype))
+        return factor if factor.dtype == dtype else factor.to(dtype)
 
     def gain(self, n: int) -> float | None:
         device = next((tensor.device for tensor in (*self.parameters(), *self.buffers())), None)
