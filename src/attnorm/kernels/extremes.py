@@ -286,9 +286,12 @@ def _normal_quantile(share):
 
 @triton.jit
 def _next(cells, start, places, sign: tl.constexpr):
-    """The number that lies so many places behind the start in a row of signed cells, which have one per column."""
+    """The number that lies so many places behind the start in a row of signed cells, which have one per column.
+
+    Each place costs a search of the cells, so that only as many are gone as some row needs.
+    """
     found = start
-    for place in range(NEAR):
+    for place in range(tl.max(places, 0)):
         cells_behind = tl.where(cells * sign > found[:, None], cells * sign, float("inf"))
         found = tl.where(place < places, tl.min(cells_behind, 1), found)
     return found
@@ -337,8 +340,9 @@ def _narrow(
             gain = tl.log((most - 0.5) / target)
             t = lower + (upper - lower) * (gain / (gain - tl.log((fewest + 0.5) / target)))
         near = tl.abs(reached - places) <= NEAR
-        t = tl.where(many & near, _next(above, over, reached - places, 1.0), t)
-        t = tl.where(few & near, -_next(below, -under, places - reached - 1, -1.0), t)
+        back, forth = tl.where(many & near, reached - places, 0), tl.where(few & near, places - reached - 1, 0)
+        t = tl.where(many & near, _next(above, over, back, 1.0), t)
+        t = tl.where(few & near, -_next(below, -under, forth, -1.0), t)
         t = tl.where((t > lower) & (t < upper), t, upper)
         steps += 1
     return found
