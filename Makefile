@@ -1,5 +1,5 @@
 # Every target works as the first command in a fresh clone: it creates .venv and installs what it needs.
-#   make test      lint, types, layers, then all tests (what .ci/run runs)
+#   make test      lint, types and layers, beside them all tests (what .ci/run runs)
 #   make demo      measures every head of the bundled model, offline; ends with the path of the report, demo/report.html
 #   make lint      the first three only
 #   make format    let ruff rewrite what it can
@@ -15,6 +15,7 @@ ARGS ?=
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+LINT = $(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy && $(BIN)/lint-imports --no-logo
 NOT_COMPILED := tests?|testing|transformers/models|pip|debugpy|onnxruntime|onnxscript|IPython|jedi|prompt_toolkit|mypyc?|pygments/lexers|ray|aiohttp|grpc|ipykernel|jupyter_client|parso|pymdownx|sympy/physics|torchgen|tornado|traitlets|watchdog|wcwidth|werkzeug|ziamath|zmq
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -24,14 +25,15 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: test lint format demo docs nightly bench clean
 
-test: lint
-	$(BIN)/pytest -n $(WORKERS) $(ARGS)
+# mypy takes one core for half a minute: beside the tests, not before them. Their output waits in the pipe until lint has
+# ended, so the last line is pytest's.
+test: SHELL := bash
+test: $(INSTALLED)
+	@set -o pipefail; [ -t 1 ] && color=yes || color=no; \
+	$(BIN)/pytest -n $(WORKERS) --color $$color $(ARGS) 2>&1 | { ($(LINT)) </dev/null; lint=$$?; cat; exit $$lint; }
 
 lint: $(INSTALLED)
-	$(BIN)/ruff check
-	$(BIN)/ruff format --check
-	$(BIN)/mypy
-	$(BIN)/lint-imports --no-logo
+	$(LINT)
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix

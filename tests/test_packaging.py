@@ -62,11 +62,14 @@ def code_blocks(*languages: str) -> Iterator[str]:
             yield code
 
 
-def dry_run(*arguments: str) -> str:
+def make(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-    run = subprocess.run(
-        ["make", "--dry-run", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
-    )
+    return subprocess.run(["make", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def dry_run(*arguments: str) -> str:
+    run = make("--dry-run", *arguments)
+    run.check_returncode()
     return run.stdout
 
 
@@ -227,12 +230,30 @@ def test_the_readme_names_only_python_names_that_exist() -> None:
             assert hasattr(attnorm, name), f"README: attnorm.{name}"
 
 
+GATES = ("ruff", "mypy", "lint-imports", "pytest")
+
+
 def test_make_test_runs_every_gate() -> None:
     steps = dry_run("test")
-    gates = ["ruff check", "ruff format --check", "mypy", "lint-imports", "pytest -n 2"]
-    positions = [steps.find(f".venv/bin/{gate}") for gate in gates]
-    assert -1 not in positions
-    assert positions == sorted(positions)
+    for gate in ("ruff check", "ruff format --check", "mypy", "lint-imports", "pytest -n 2"):
+        assert f".venv/bin/{gate}" in steps
+
+
+@pytest.mark.parametrize("failing", [*GATES, None])
+def test_make_test_runs_lint_beside_the_tests_and_fails_with_either(tmp_path: Path, failing: str | None) -> None:
+    for gate in GATES:
+        program = tmp_path / gate
+        # mypy ends after pytest has ended, which it never would if the tests waited for it.
+        wait = f"for i in $(seq 2000); do [ -e {tmp_path}/ended ] && break; sleep 0.01; done; [ -e {tmp_path}/ended ]"
+        work = {"mypy": wait, "pytest": f"touch {tmp_path}/ended"}.get(gate, "true")
+        program.write_text(f"#!/bin/sh\n{work} && echo {gate} && {'false' if gate == failing else 'true'}\n")
+        program.chmod(0o755)
+    old = [f"--old-file={name}" for name in ("pyproject.toml", "constraints.txt")]
+    run = make(*old, "test", f"BIN={tmp_path}", f"INSTALLED={tmp_path}/pytest")
+    assert (run.returncode == 0) == (failing is None)
+    assert run.stdout.splitlines()[-1] == "pytest"
+    if failing is None:
+        assert run.stdout.split() == ["ruff", "ruff", "mypy", "lint-imports", "pytest"]
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ attnorm.attention(q, q, q, is_causal=True)
 
 
 def mypy(folder: Path, **sources: str) -> str:
-    """With the project's own settings and cache, which `make test` has filled before: seconds instead of a minute."""
+    """With the project's own settings and cache, which `make test` fills at its start: seconds, not half a minute."""
     for name, source in sources.items():
         (folder / f"{name}.py").write_text(source)
     command = [sys.executable, "-m", "mypy", *(str(folder / f"{name}.py") for name in sources)]
