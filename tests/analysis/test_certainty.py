@@ -15,7 +15,7 @@ from attnorm.analysis.analyze import analyze
 from attnorm.analysis.compare import passages, same_numbers, stability
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.tables import WINDOW_NUMBERS, WINDOWS
-from attnorm.analysis.verdicts import Thresholds, judge
+from attnorm.analysis.verdicts import Thresholds
 from attnorm.analysis.verdicts.judge import judge_all, judge_head, saturation
 from attnorm.analysis.verdicts.rules import NOT_JUDGED, HeadCase, verdict_codes
 from attnorm.analysis.verdicts.thresholds import VERDICTS
@@ -108,7 +108,7 @@ def test_a_head_too_close_to_a_threshold_is_undecided_and_says_between_what() ->
 
 def test_without_windows_and_blocks_confidence_is_not_claimed() -> None:
     tables = synthetic_tables(lengths=(512,), normalizers=("model",))
-    heads = judge(tables["heads"], tables["by_length"], tables["top_n"])
+    heads, _ = judge_all(tables["heads"], tables["by_length"], tables["top_n"])
     assert all(math.isnan(one) for one in heads["confidence"].to_pylist() if one != 1.0)
     assert "undecided" not in heads["verdict"].to_pylist()
 

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from attnorm.analysis.verdicts import VERDICTS, ModelVerdict, Thresholds, judge, model_verdict, representative_rows
+from attnorm.analysis.verdicts import VERDICTS, ModelVerdict, Thresholds, judge_all, model_verdict, representative_rows
 from attnorm.analysis.verdicts.advice import advise
 from attnorm.analysis.verdicts.judge import Judgement, judge_head
 from attnorm.analysis.verdicts.reach import binding_length
@@ -24,7 +24,7 @@ SMALL: dict[str, Any] = {"lengths": (512,), "normalizers": ("model",)}
 
 def judged(tables: dict[str, pa.Table], thresholds: Thresholds | None = None) -> dict[str, pa.Table]:
     thresholds = thresholds or Thresholds()
-    return {**tables, "heads": judge(tables["heads"], tables["by_length"], tables["top_n"], thresholds)}
+    return {**tables, "heads": judge_all(tables["heads"], tables["by_length"], tables["top_n"], thresholds)[0]}
 
 
 def verdict_of(tables: dict[str, pa.Table], **manifest: Any) -> ModelVerdict:
@@ -184,8 +184,9 @@ def test_the_worst_case_is_that_of_the_parameters_which_were_measured() -> None:
     tables = synthetic_tables(cast=[["torn"]], **SMALL)
     steep = [row | {"worst_norm": 50.0} for row in tables["heads"].to_pylist()]
     others = tables["by_length"], tables["top_n"]
-    assert judge(tables["heads"], *others)["verdict"].to_pylist() == ["sensitive"]
-    assert judge(pa.Table.from_pylist(steep, schema=tables["heads"].schema), *others)["verdict"][0].as_py() == "healthy"
+    assert judge_all(tables["heads"], *others)[0]["verdict"].to_pylist() == ["sensitive"]
+    judged_steep, _ = judge_all(pa.Table.from_pylist(steep, schema=tables["heads"].schema), *others)
+    assert judged_steep["verdict"][0].as_py() == "healthy"
 
 
 def test_where_no_ceiling_is_known_neither_force_nor_choice_is_claimed() -> None:
@@ -470,7 +471,7 @@ def running(name: str | None, cast: list[list[str]], measured: str) -> ModelVerd
     arguments = heads, tables["by_length"], tables["top_n"]
     about = synthetic_manifest()
     manifest = {**about, "model": {**about["model"], "runs": name}}
-    return model_verdict({**tables, "heads": judge(*arguments, model_runs=name)}, manifest)
+    return model_verdict({**tables, "heads": judge_all(*arguments, model_runs=name)[0]}, manifest)
 
 
 def test_a_ceiling_is_told_of_the_normalizer_that_has_it() -> None:

@@ -34,8 +34,8 @@ from attnorm.experiments.clrs_text.workspace import (
 )
 from attnorm.experiments.experiment import ExperimentFinding
 from attnorm.run_folder import try_lock
+from attnorm.training.checkpoints import NotFiniteError
 from attnorm.training.clrs.evaluate import OWN, REFITTED
-from attnorm.training.clrs.train import NotFiniteError
 
 runner = CliRunner()
 TINY = replace(QUICK, rate_steps=1, steps=2, batch=2, width=8, observed=0, seeds=2, at_inference=(ADAPTIVE, REFITTED))

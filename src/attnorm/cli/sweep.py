@@ -3,6 +3,7 @@
 Both run on this machine, on Ray or on Slurm, and share the options about it.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,12 +75,7 @@ def sweep(
             raise ValueError("expected a plan, got none. Write one (docs/scaling.md), or show a sweep with --status.")
         planned = read_plan(plan)
     with failures(lambda: _ITEMS_KEPT, writes_to=out), ProgressBar("starting") as progress:
-
-        def report(outcome: "Outcome", done: int, total: int) -> None:
-            if outcome.error:
-                say(f"failed: {outcome.id}: {outcome.error}")
-            progress("running", done, total, detail="failed" if outcome.error else f"{outcome.seconds:.1f} s")
-
+        report = partial(_report, progress, "running")
         result = run(
             planned, out, on=on, workers=workers, address=address, retries=retries, extend=extend, report=report
         )
@@ -88,6 +84,14 @@ def sweep(
     say(f"page: {out / PAGE}")
     if result.counts["failed"]:
         raise typer.Exit(3)
+
+
+def _report(progress: ProgressBar, word: str, outcome: "Outcome", done: int, total: int) -> None:
+    """Show a finished item or trial in the progress bar, and its error above the bar."""
+    if outcome.error:
+        say(f"failed: {outcome.id}: {outcome.error}")
+    ending = "failed" if outcome.error else "pruned" if outcome.pruned else f"{outcome.seconds:.1f} s"
+    progress(word, done, total, detail=ending)
 
 
 def _show_states(states: "list[ItemState]", as_json: bool) -> None:
@@ -153,12 +157,7 @@ def search(
 
         planned = read_search_plan(plan)
     with failures(lambda: _TRIALS_KEPT, writes_to=out), ProgressBar("starting") as progress:
-
-        def report(outcome: "Outcome", done: int, total: int) -> None:
-            if outcome.error:
-                say(f"failed: {outcome.id}: {outcome.error}")
-            progress("trials", done, total, detail="pruned" if outcome.pruned else f"{outcome.seconds:.1f} s")
-
+        report = partial(_report, progress, "trials")
         result = run(
             planned, out, on=on, workers=workers, address=address, storage=storage, retries=retries, report=report
         )

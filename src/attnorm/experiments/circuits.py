@@ -275,9 +275,7 @@ def _draw_weights(axes: Axes, heads: Sequence[NamedHead]) -> None:
         middle = np.median([head.weights["model"] for head in members], axis=0)
         axes.plot(members[0].n, middle, **LOOKS[name], label=f"{WORDS[name]}, median of {len(members)}")
     axes.axhline(0.5, color=PALE, linewidth=0.8, linestyle=(0, (4, 3)))
-    axes.set_ylim(0, 1.25)
-    axes.set_yticks(np.linspace(0, 1, 6))
-    axes.set_ylabel("weight on the right key")
+    _format_share_axis(axes, "weight on the right key")
     _format_key_axis(axes)
     letter(axes, "a", "As the model runs; dashed: sharp")
     axes.legend(loc="upper left", fontsize=7, ncols=2) if heads else None
@@ -304,9 +302,7 @@ def _draw_sharp_shares(axes: Axes, heads: Sequence[NamedHead]) -> None:
     for name in names:
         sharp = np.mean([head.weights[name] >= 0.5 for head in heads], axis=0)
         axes.plot(heads[0].n, sharp, **WHAT_IF_LOOKS.get(name, NULL), label=_label(name))
-    axes.set_ylim(0, 1.25)
-    axes.set_yticks(np.linspace(0, 1, 6))
-    axes.set_ylabel("share of these heads that are sharp")
+    _format_share_axis(axes, "share of these heads that are sharp")
     _format_key_axis(axes)
     letter(axes, "c", "Other normalizers on the same logits")
     axes.legend(loc="upper left", fontsize=7, ncols=3) if names else None
@@ -330,6 +326,12 @@ def _draw_kept_weights(axes: Axes, heads: Sequence[NamedHead]) -> None:
 
 def _label(name: str) -> str:
     return "as the model runs" if name == "model" else name
+
+
+def _format_share_axis(axes: Axes, label: str) -> None:
+    axes.set_ylim(0, 1.25)  # the legend stands above 1
+    axes.set_yticks(np.linspace(0, 1, 6))
+    axes.set_ylabel(label)
 
 
 def _format_key_axis(axes: Axes) -> None:

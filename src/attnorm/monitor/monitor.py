@@ -279,9 +279,7 @@ class AttentionMonitor(TrainerCallback):
                 stacklevel=2,
             )
             self._attached = True
-        logs.update(self._pending)
-        if state.log_history:  # written before callbacks are called
-            state.log_history[-1].update(self._pending)
+        add_to_log(self._pending, logs, state)
         self._pending = {}
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -302,6 +300,13 @@ def _warn(words: str, category: type[UserWarning]) -> None:
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("attnorm", "contextlib"):
         level, frame = level + 1, frame.f_back
     warnings.warn(words, category, stacklevel=level)
+
+
+def add_to_log(numbers: Mapping[str, float], logs: dict[str, Any], state: TrainerState) -> None:
+    """Add numbers to an entry of the Trainer's log, and to the same entry of its history."""
+    logs.update(numbers)
+    if state.log_history:  # written before callbacks are called
+        state.log_history[-1].update(numbers)
 
 
 def _logs_next(args: TrainingArguments, state: TrainerState, loader: Any) -> bool:

@@ -29,6 +29,7 @@ from attnorm.models.query_key_origin import QueryKeyWeights, query_key_weights
 from attnorm.monitor.monitor import (
     PREFIX,
     AttentionMonitor,
+    add_to_log,
     keep_off_the_terminal,
     lightning_callback_class,
     lightning_step,
@@ -225,10 +226,7 @@ class QKClip(TrainerCallback):
         **others: Any,
     ) -> None:
         if logs is not None and self.monitor is None:
-            numbers = self.take_numbers()
-            logs.update(numbers)
-            if state.log_history:  # written before callbacks are called
-                state.log_history[-1].update(numbers)
+            add_to_log(self.take_numbers(), logs, state)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.close()  # of a run that an exception ended

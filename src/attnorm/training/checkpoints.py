@@ -9,6 +9,7 @@ The log has a line per logged step. A resumed run repeats the steps after its ch
 """
 
 import json
+import math
 import shutil
 import signal
 import threading
@@ -151,6 +152,29 @@ class StopRequest:
         while self._before:
             number, handler = self._before.popitem()
             signal.signal(number, handler)
+
+
+class NotFiniteError(ValueError):
+    """The loss or its gradient is not finite: the run diverged."""
+
+
+def log_entry(
+    step: int, tokens: int, loss: torch.Tensor, gradient_norm: torch.Tensor, rate: float, *, highest_rate: float
+) -> dict[str, Any]:
+    """Return the entry of a step for the log. highest_rate: the learning rate of the settings, for the error.
+
+    Raises:
+        NotFiniteError: The loss or the norm of the gradient is not finite.
+    """
+    value, norm = float(loss), float(gradient_norm)
+    if not math.isfinite(value + norm):
+        raise NotFiniteError(
+            f"at step {step} the loss is {value} and the norm of the gradient {norm}; start over in a new "
+            f"folder with a lower learning rate (now {highest_rate}) or a longer warmup"
+        )
+    return {
+        "step": step, "tokens": tokens, "loss": round(value, 5), "learning_rate": rate, "gradient_norm": round(norm, 5),
+    }  # fmt: skip
 
 
 def keep_metrics(path: Path, step: int) -> None:

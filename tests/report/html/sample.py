@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from attnorm.analysis.tables import SCHEMAS, TABLES
-from attnorm.analysis.verdicts import ModelVerdict, Thresholds, judge, model_verdict
+from attnorm.analysis.verdicts import ModelVerdict, Thresholds, judge_all, model_verdict
 from tests.analysis.synthetic import synthetic_manifest, synthetic_tables
 
 CAST = (
@@ -124,7 +124,9 @@ def gpt2_size(
 
 
 def judged(tables: dict[str, pa.Table], manifest: dict[str, Any]) -> Sample:
-    heads = judge(tables["heads"].select(SCHEMAS["heads"].names), tables["by_length"], tables["top_n"], Thresholds())
+    heads, _ = judge_all(
+        tables["heads"].select(SCHEMAS["heads"].names), tables["by_length"], tables["top_n"], Thresholds()
+    )
     complete = {**tables, "heads": heads}
     return Sample(**complete, manifest=manifest, verdict=model_verdict(complete, manifest, Thresholds()))
 

@@ -37,20 +37,6 @@ class Judgement:
     evidence: str
 
 
-def judge(
-    heads: pa.Table,
-    by_length: pa.Table,
-    top_n: pa.Table,
-    thresholds: Thresholds = Thresholds(),  # noqa: B008  # frozen
-    *,
-    windows: pa.Table | None = None,
-    blocks: pa.Table | None = None,
-    model_runs: str | None = "softmax",
-) -> pa.Table:
-    """Return `heads` with VERDICT_COLUMNS; see `judge_all`."""
-    return judge_all(heads, by_length, top_n, thresholds, windows=windows, blocks=blocks, model_runs=model_runs)[0]
-
-
 def judge_all(
     heads: pa.Table,
     by_length: pa.Table,

@@ -39,6 +39,7 @@ from attnorm.training.checkpoints import (
     finished_checkpoints,
     keep_metrics,
     load_checkpoint,
+    log_entry,
     save_checkpoint,
     speed_and_memory,
 )
@@ -320,10 +321,6 @@ def learned_values(model: Any) -> dict[str, list[float]]:
     }
 
 
-class NotFiniteError(ValueError):
-    """The loss or its gradient is not finite: the run diverged."""
-
-
 class ClrsRun:
     """The run in a folder; it continues from the last checkpoint if there is one."""
 
@@ -424,16 +421,8 @@ class ClrsRun:
         return total, norm
 
     def _entry(self, losses: list[torch.Tensor], rate: float, norm: torch.Tensor) -> dict[str, Any]:
-        loss, length = float(torch.stack(losses).mean()), float(norm)
-        if not math.isfinite(loss + length):
-            raise NotFiniteError(
-                f"at step {self.step} the loss is {loss} and the norm of the gradient {length}; start over in a new "
-                f"folder with a lower learning rate (now {self.recipe.learning_rate}) or a longer warmup"
-            )
-        return {
-            "step": self.step, "tokens": self.tokens, "loss": round(loss, 5), "learning_rate": rate,
-            "gradient_norm": round(length, 5),
-        }  # fmt: skip
+        loss = torch.stack(losses).mean()
+        return log_entry(self.step, self.tokens, loss, norm, rate, highest_rate=self.recipe.learning_rate)
 
     def _save(self) -> None:
         state = {"seconds": self.seconds, "tokens": self.tokens}

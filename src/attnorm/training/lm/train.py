@@ -30,6 +30,7 @@ from attnorm.training.checkpoints import (
     finished_checkpoints,
     keep_metrics,
     load_checkpoint,
+    log_entry,
     save_checkpoint,
 )
 from attnorm.training.device import MemoryPeak, Processes, accelerated, check_accelerate, chosen_device
@@ -312,18 +313,10 @@ class Run:
             windows = windows.pin_memory()
         return self.update(windows.to(self.accelerator.device, non_blocking=True), rate)
 
-    def _entry(self, losses: list[torch.Tensor], rate: float, norm: torch.Tensor) -> dict[str, float]:
-        loss, length = float(self.processes.mean(torch.stack(losses).mean())), float(norm)
-        if not math.isfinite(loss + length):
-            raise ValueError(
-                f"at step {self.step} the loss is {loss} and the norm of the gradient {length}; start over in a new "
-                f"folder with a lower learning rate (now {self.settings.learning_rate}) or a longer warmup"
-            )
-        tokens = self.step * self.settings.tokens_per_step
-        return {
-            "step": self.step, "tokens": tokens, "loss": round(loss, 5),
-            "learning_rate": rate, "gradient_norm": round(length, 5),
-        }  # fmt: skip
+    def _entry(self, losses: list[torch.Tensor], rate: float, norm: torch.Tensor) -> dict[str, Any]:
+        loss, settings = self.processes.mean(torch.stack(losses).mean()), self.settings
+        tokens = self.step * settings.tokens_per_step
+        return log_entry(self.step, tokens, loss, norm, rate, highest_rate=settings.learning_rate)
 
     def _quick_loss(self) -> float:
         self.model.eval()
