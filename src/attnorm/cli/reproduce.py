@@ -229,7 +229,7 @@ def _check_stage(names: list[str], not_used: dict[str, Any]) -> None:
 
 
 def _run_stage(stage: str, folder: Path, *, quick: bool, size: str | None, changes: list[str], **options: Any) -> bool:
-    from attnorm.experiments.language_models.experiment import run_stage
+    from attnorm.experiments.language_models.stages import run_stage
     from attnorm.experiments.language_models.workspace import QUICK, SIZES, change_plan, on_this_machine
 
     if size is not None and (quick or size not in SIZES):

@@ -21,8 +21,8 @@ import torch
 
 from attnorm.analysis.analyze import analyze
 from attnorm.experiments.experiment import ExperimentSubject, ProgressCallback, UnfinishedError
-from attnorm.experiments.language_models.evaluate import attention_statistics, losses_at, observed_windows
 from attnorm.experiments.language_models.experiment import texts_of
+from attnorm.experiments.language_models.stages import attention_statistics, losses_at, observed_windows
 from attnorm.experiments.language_models.train import free_memory, learned, machine
 from attnorm.experiments.language_models.workspace import (
     ModelPlan,

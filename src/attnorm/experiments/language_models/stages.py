@@ -1,24 +1,55 @@
-"""Tests of a trained model: losses at longer lengths, pass keys, and attention statistics.
+"""Tests of a trained model, and all stages of the experiment, each resumable and under a time limit.
 
-Attention statistics are means over rows of similar length, those of the longest half octave, as in `attnorm.analyze`.
+The tests are losses at longer lengths, pass keys, and attention statistics: means over rows of similar length, those of
+the longest half octave, as in `attnorm.analyze`.
+
+Every stage takes normalizers and a time limit in minutes, and returns whether all of its work is finished. It does not
+repeat finished work and skips work that another process has claimed, so several processes can share one folder.
 """
 
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from attnorm.experiments.language_models.train import Worker, free_memory, machine, trained_model, unfinished_variants
-from attnorm.experiments.language_models.workspace import ModelPlan
+from attnorm.experiments.language_models.train import (
+    Log,
+    OutOfTimeError,
+    Worker,
+    check_whole,
+    choose_engines,
+    export_main,
+    free_memory,
+    machine,
+    train_main,
+    train_to_test,
+    trained_model,
+    try_rates,
+    unfinished_variants,
+)
+from attnorm.experiments.language_models.workspace import (
+    RESULTS,
+    SOFTMAX,
+    LanguageModelPlan,
+    LMWorkspace,
+    ModelPlan,
+    prepare_texts,
+    read_results,
+    read_texts,
+)
+from attnorm.files import write_text
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import NoRowsError
 from attnorm.metrics.rows import measure_rows
 from attnorm.metrics.sampling import evenly_spaced, length_bins
 from attnorm.models.observe import observe
+from attnorm.text import did_you_mean
 from attnorm.training.lm.attention import in_training
 from attnorm.training.lm.data import Tokens
 from attnorm.training.lm.evaluate import EVALUATION_BATCH, validation_loss
@@ -31,6 +62,9 @@ KEPT = (
     "entropy_nats", "entropy_ratio", "effective_keys", "max_weight", "sink_mass", "logit_spread", "jacobian_norm",
     "row_sum",
 )  # fmt: skip
+Names = Sequence[str] | None
+Work = Callable[[Worker, str, int], None]
+MAX_PROBLEMS = 3  # attempts: a GPU may have been full for a moment
 
 
 def measure(worker: Worker, normalizer: str, seed: int = 0) -> None:
@@ -186,3 +220,144 @@ def attention_statistics(model: Any, windows: Tensor, device: torch.device) -> d
 def _round_or_none(number: float) -> float | None:
     """Round to five digits; None for NaN, which JSON does not have."""
     return None if number != number else float(f"{number:.5g}")
+
+
+WORKS: dict[str, Sequence[Work]] = {
+    "rates": [try_rates],
+    "main": [train_main],
+    "measure": [measure],
+    "needle": [needle],
+    "export": [export_main],
+    # All of one normalizer before the next, so that a time limit leaves complete results.
+    "everything": [check_whole, try_rates, train_to_test, measure, needle],
+}
+STAGES = ("prepare", "try", "rates", "main", "measure", "needle", "export", "everything", "second-seed", "tables")
+
+
+class Limits(TypedDict, total=False):
+    """Keyword arguments of every stage."""
+
+    seeds: Sequence[int]
+    max_minutes: float | None
+    whole: bool
+    device: str | None
+    log: Log
+
+
+def closest(workspace: LMWorkspace, count: int, seed: int = 0) -> tuple[str, ...]:
+    """Return softmax and the `count` normalizers whose main runs ended with the lowest loss."""
+    ended = {
+        line["normalizer"]: line["valid_loss"]
+        for line in workspace.results(stage="main", seed=seed)
+        if line["valid_loss"] is not None
+    }
+    best = {SOFTMAX, *sorted(ended, key=lambda name: ended[name])[:count]}
+    return tuple(name for name in workspace.plan.normalizers if name in best and name in ended)
+
+
+def write_tables(folder: Path) -> None:
+    """Write tables.md and the figures from the results of a folder.
+
+    Raises:
+        ValueError: The folder has no results, or no model is finished.
+    """
+    from attnorm.experiments.language_models.figure import comparison_figure, course_figure
+    from attnorm.experiments.language_models.results import all_tables, contenders
+    from attnorm.figures import save, style
+
+    if not (folder / RESULTS).exists():
+        raise ValueError(f"{folder} has no {RESULTS}; name the folder that the stages wrote to")
+    lines = read_results(folder / RESULTS)
+    if not contenders(lines):
+        raise ValueError(f"{folder / RESULTS} has no model whose losses were measured; run 'everything' first")
+    write_text(folder / "tables.md", all_tables(lines))
+    with style():
+        save(comparison_figure(contenders(lines)), folder / "language-models")
+        save(course_figure(lines), folder / "course")
+
+
+def run_stage(
+    stage: str,
+    folder: Path,
+    plan: LanguageModelPlan,
+    *,
+    texts: Sequence[Path] = (),
+    held_out: Sequence[Path] = (),
+    tokenizer: Path | None = None,
+    only: Names = None,
+    count: int = 3,
+    **limits: Unpack[Limits],
+) -> bool:
+    """Run one of STAGES in a folder that several processes may share; return whether all of it is finished.
+
+    texts, held_out: for `prepare`; the first held-out text is the validation text. tokenizer: also for `prepare`.
+    count: for `second-seed`, which runs everything for seed 1: how many normalizers besides softmax, if none is named.
+
+    Raises:
+        ValueError: Unknown stage, texts missing, or a folder of another plan.
+    """
+    if stage not in STAGES:
+        raise ValueError(f"unknown stage {stage!r}; {did_you_mean(stage, STAGES)}")
+    if stage == "prepare" and not (texts and held_out):
+        raise ValueError("the stage prepare needs texts: --text FILE to train on and --valid FILE held out")
+    if stage == "tables":
+        write_tables(folder)
+        return True
+    workspace = LMWorkspace.open(folder, plan)
+    if stage == "prepare":
+        prepare_texts(workspace, texts, held_out[0], held_out[1:], tokenizer)
+        return True
+    if stage == "try":
+        choose_engines(
+            workspace, only, max_minutes=limits.get("max_minutes"), device=limits.get("device"),
+            log=limits.get("log", lambda message: None),
+        )  # fmt: skip
+        return True
+    if stage == "second-seed":
+        limits["seeds"] = [1]
+        return run_works(workspace, "everything", only or closest(workspace, count), **limits)
+    return run_works(workspace, stage, only, **limits)
+
+
+def run_works(
+    workspace: LMWorkspace,
+    stage: str,
+    normalizers: Names = None,
+    *,
+    seeds: Sequence[int] = (0,),
+    max_minutes: float | None = None,
+    whole: bool = False,
+    device: str | None = None,
+    log: Log = lambda message: None,
+) -> bool:
+    """Do the work of one of WORKS for these normalizers (default: all); return whether all of it is finished.
+
+    whole: train no model that cannot be finished and tested in max_minutes.
+    """
+    texts = read_texts(workspace)
+    worker = Worker.at(workspace, texts, device=device, max_minutes=max_minutes, log=log, whole=whole)
+    finished = True
+    for seed in seeds:
+        for normalizer in workspace.plan.chosen(list(normalizers or ())):
+            if len(workspace.results(stage="problem", normalizer=normalizer, seed=seed)) >= MAX_PROBLEMS:
+                finished = False
+                continue
+            with workspace.claimed(f"{normalizer}-seed-{seed}") as acquired:
+                finished &= acquired and _try_works(worker, WORKS[stage], normalizer, seed)
+    return finished
+
+
+def _try_works(worker: Worker, works: Sequence[Work], normalizer: str, seed: int) -> bool:
+    try:
+        for work in works:
+            work(worker, normalizer, seed)
+    except OutOfTimeError:
+        return False
+    except Exception as error:  # a compiler or a full GPU may raise anything; the other normalizers continue
+        worker.log(f"{normalizer} seed {seed}: {traceback.format_exc()[-2000:]}")
+        worker.workspace.add(
+            {"stage": "problem", "normalizer": normalizer, "seed": seed, "problem": f"{type(error).__name__}: {error}"}
+        )
+        free_memory()
+        return False
+    return True
