@@ -5,13 +5,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 
 from attnorm.bench.dispersion import Curve, Dispersion, percent
 from attnorm.bench.figures import dispersion_figure, merge_coinciding_curves, save_dispersion_figure
-from attnorm.figures import place_labels, wrapped
 
 LENGTHS = tuple(2**power for power in range(4, 18))
 
@@ -94,32 +91,6 @@ def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
 def test_few_lengths_are_drawn_too(tmp_path: Path) -> None:
     short = Curve(name="softmax", label="softmax", lengths=(16, 32), kept=(0.9, 0.8))
     assert all(path.stat().st_size > 5000 for path in save_dispersion_figure(picture(short), tmp_path))
-
-
-heights = st.floats(0.01, 0.2)
-
-
-@given(st.lists(st.tuples(st.floats(0, 1), heights), min_size=1, max_size=12))
-def test_labels_keep_their_order_and_their_distance(labels: list[tuple[float, float]]) -> None:
-    labels.sort(reverse=True)
-    wanted, tall = [centre for centre, _ in labels], [height for _, height in labels]
-    placed = place_labels(wanted, tall)
-    for i in range(len(placed) - 1):
-        assert placed[i] - placed[i + 1] >= (tall[i] + tall[i + 1]) / 2 - 1e-9
-    assert sum(placed) == pytest.approx(sum(wanted))  # least squares moves groups, not the whole
-
-
-def test_labels_with_room_stay_where_they_are() -> None:
-    assert place_labels([0.9, 0.5, 0.1], [0.1, 0.1, 0.1]) == pytest.approx([0.9, 0.5, 0.1])
-    assert place_labels([0.9, 0.5], [0.1, 0.1], highest=0.8) == pytest.approx([0.8, 0.5])
-    assert place_labels([0.9, 0.9], [0.2, 0.2], highest=0.9) == pytest.approx([0.9, 0.7])
-    with pytest.raises(ValueError, match=r"2.*1"):
-        place_labels([0.5, 0.4], [0.1])
-
-
-def test_wrapping_cuts_between_names_only() -> None:
-    assert wrapped(["softmax", "sink", "sa_softmax"], 14) == ["softmax, sink,", "sa_softmax"]
-    assert wrapped(["a_name_longer_than_the_width"], 5) == ["a_name_longer_than_the_width"]
 
 
 @pytest.mark.parametrize(
