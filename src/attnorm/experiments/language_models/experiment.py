@@ -37,9 +37,9 @@ NO_VERDICT = 0.02  # nats: equivalent normalizers differ by this much between ru
 
 def _run(subject: ExperimentSubject, progress: ProgressCallback, folder: Path) -> Outcome:
     plan = on_this_machine(QUICK if subject.quick else FULL)
+    names = plan.chosen(subject.only)
     workspace = LMWorkspace.open(folder, plan)
     train, valid, others = texts_of(subject, folder)
-    names = plan.chosen(subject.only)
     progress("encoding the texts", 0, len(names) + 1)
     prepare_texts(workspace, train, valid, others)
     for done, name in enumerate(names, 1):

@@ -39,9 +39,11 @@ from attnorm.experiments.language_models.workspace import (
     LanguageModelPlan,
     LMWorkspace,
     ModelPlan,
+    check_plan,
     prepare_texts,
     read_results,
     read_texts,
+    require_texts,
 )
 from attnorm.files import write_text
 from attnorm.metrics.call import AttentionCall
@@ -50,8 +52,9 @@ from attnorm.metrics.rows import measure_rows
 from attnorm.metrics.sampling import evenly_spaced, length_bins
 from attnorm.models.observe import observe
 from attnorm.text import did_you_mean
+from attnorm.training.device import chosen_device
 from attnorm.training.lm.attention import in_training
-from attnorm.training.lm.data import Tokens
+from attnorm.training.lm.data import Tokens, check_file
 from attnorm.training.lm.evaluate import EVALUATION_BATCH, validation_loss
 from attnorm.training.lm.model import LMSettings
 from attnorm.training.needle import among_many, find_keys, fine_tune, split_filler, summary
@@ -303,6 +306,15 @@ def run_stage(
     if stage == "tables":
         write_tables(folder)
         return True
+    # A folder belongs to its first plan, so that nothing may be written for a call that cannot work.
+    check_plan(plan)
+    plan.chosen(list(only or ()))
+    chosen_device(limits.get("device"))
+    if stage == "prepare":
+        for path in (*texts, *held_out):
+            check_file(path)
+    elif stage != "try":
+        require_texts(folder)
     workspace = LMWorkspace.open(folder, plan)
     if stage == "prepare":
         prepare_texts(workspace, texts, held_out[0], held_out[1:], tokenizer)

@@ -22,7 +22,7 @@ from attnorm.normalizers.spec import key_spec, parse_spec, read_settings, read_s
 from attnorm.run_folder import lock, require_same_run, try_lock
 from attnorm.training.lm.data import Corpus, Tokens, encode, prepare, read_corpus, token_bytes
 from attnorm.training.lm.evaluate import baselines
-from attnorm.training.lm.model import LMSettings
+from attnorm.training.lm.model import LMSettings, check_normalizer
 from attnorm.training.needle import NeedleTask
 
 SOFTMAX = "softmax"
@@ -149,15 +149,35 @@ def change_plan(plan: LanguageModelPlan, changes: Sequence[str]) -> LanguageMode
         except json.JSONDecodeError:
             raise ValueError(f"--set {change}: the value must be JSON, as in batch=16 or rates=[0.001,0.002]") from None
         value = tuple(value) if isinstance(value, list) else value
+        current = getattr(getattr(plan, part), inner) if dot else getattr(plan, part)
+        if not _is_like(value, current):
+            raise ValueError(f"--set {change}: expected a value like {json.dumps(current)}, got {text}")
         if dot:
             value = replace(getattr(plan, part), **{inner: value})
         plan = replace(plan, **{part: value})
     return plan
 
 
+def _is_like(value: Any, current: Any) -> bool:
+    """Whether a value has the type of the current one; a whole number also stands for a float."""
+    if isinstance(value, tuple) and isinstance(current, tuple):
+        return all(_is_like(one, current[0]) for one in value) if current else True
+    return type(value) is type(current) or (isinstance(current, float) and type(value) is int)
+
+
+def check_plan(plan: LanguageModelPlan) -> None:
+    """Raise ValueError if a model of the plan cannot be trained: an unknown normalizer, or no layer, for example."""
+    if not plan.rates:
+        raise ValueError("rates: expected at least one learning rate, got none")
+    for normalizer in plan.normalizers:
+        settings = [plan.settings(normalizer, rate=rate, tokens=plan.main_tokens, seed=0) for rate in plan.rates]
+        check_normalizer(settings[0])
+
+
 PLAN = "plan.json"
 RESULTS = "results.jsonl"
 WAIT_TO_WRITE = 60  # seconds
+DATA = "data"
 INDEX = "texts.json"
 SEED = 0  # of the tokenizer's sample: all models have the same tokens, whatever their seed
 
@@ -187,7 +207,7 @@ class Workspace(Generic[AnyPlan]):
 
     @property
     def data(self) -> Path:
-        return self.folder / "data"
+        return self.folder / DATA
 
     def run_folder(self, normalizer: str, name: str) -> Path:
         return self.folder / "runs" / _as_file(normalizer) / name
@@ -278,13 +298,18 @@ def prepare_texts(
     return texts
 
 
+def require_texts(folder: Path) -> None:
+    """Raise ValueError if the texts of the folder are not encoded yet."""
+    if not (folder / DATA / INDEX).exists():
+        raise ValueError(f"{folder} holds no encoded texts yet; run the stage 'prepare' first")
+
+
 def read_texts(workspace: Workspace[Any]) -> Texts:
     """
     Raises:
         ValueError: The texts are not encoded yet.
     """
-    if not (workspace.data / INDEX).exists():
-        raise ValueError(f"{workspace.folder} holds no encoded texts yet; run the stage 'prepare' first")
+    require_texts(workspace.folder)
     index = json.loads((workspace.data / INDEX).read_text(encoding="utf-8"))
     corpus = read_corpus(workspace.data / index["folder"], index["source"])
     paths = {name: workspace.data / file for name, file in index["held_out"].items()}

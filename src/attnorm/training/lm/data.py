@@ -46,7 +46,7 @@ def pieces(path: Path, size: int = PIECE) -> Iterator[str]:
     Raises:
         ValueError: No such file, not UTF-8, or not xz although its name says so.
     """
-    _check_file(path)
+    check_file(path)
     rest = ""
     try:
         with open_text(path) as file:
@@ -70,15 +70,16 @@ def fingerprint(path: Path) -> str:
     Raises:
         ValueError: No such file.
     """
-    _check_file(path)
+    check_file(path)
     return file_hash(path)
 
 
-def _check_file(path: Path) -> None:
+def check_file(path: Path) -> None:
+    """Raise ValueError if there is no such file."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name the text files in it")
     if not path.is_file():
-        raise ValueError(f"no such text file: {path}")
+        raise ValueError(f"no such text file: {path}. Check the path.")
 
 
 def _cut(text: str) -> int:
