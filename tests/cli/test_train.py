@@ -91,6 +91,8 @@ def test_a_trained_folder_is_measured_with_the_normalizer_it_was_trained_with(ca
         (["--normalizer-options", "alpha"], "got 'alpha'"),
         (["--eval-lengths", "64"], "gpt2 has 16 positions and none beyond"),
         (["--eval-lengths", "long"], "--eval-lengths: "),
+        (["--max-minutes", "nan"], "got nan"),
+        (["--data", __file__], "is a file"),
     ],
 )
 def test_wrong_usage_exits_with_2_and_says_why(call: list[str], more: list[str], message: str) -> None:

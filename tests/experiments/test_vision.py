@@ -94,6 +94,20 @@ def test_the_full_plan_needs_images(tmp_path: Path) -> None:
         vision.records_of(vision.FULL, ExperimentSubject(device="cpu"), silent, tmp_path)
 
 
+def test_a_record_that_lacks_an_entry_is_named(tmp_path: Path) -> None:
+    (tmp_path / vision.RECORDS).write_text('{"images": "cifar"}\n')
+    with pytest.raises(ValueError, match=rf"{vision.RECORDS}.*'settings'"):
+        vision.records_of(vision.FULL, ExperimentSubject(device="cpu"), silent, tmp_path / "parts" / "vision-0")
+
+
+def test_a_damaged_archive_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "images.tar").write_text("no archive")
+    subject = ExperimentSubject(images=tmp_path / "images.tar", device="cpu")
+    with pytest.raises(ValueError, match=r"images\.tar"):
+        vision.records_of(vision.FULL, subject, silent, tmp_path / "out" / "parts" / "vision-0")
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_unknown_model_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'sofd'"):
         vision.records_of(PLAN, replace(QUICK, only=("sofd",)), silent, tmp_path)
@@ -252,6 +266,22 @@ def test_the_command_needs_images_or_quick(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["train", "vision", "--out", str(tmp_path / "x")])
     assert done.exit_code == 2
     assert "--quick" in done.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"), [(["--epochs", "0"], "--epochs"), (["--lr", "nan"], "--lr"), (["--patch", "-1"], "--patch")]
+)
+def test_the_command_names_a_setting_that_cannot_work(flags: list[str], named: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["train", "vision", "--quick", *flags, "--out", str(tmp_path / "x")])
+    assert done.exit_code == 2
+    assert f"{named}: expected" in " ".join(done.output.split())
+
+
+def test_the_command_writes_a_folder_that_it_can_write_or_trains_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = CliRunner().invoke(app, ["train", "vision", "--quick", "--out", str(tmp_path / "file" / "x")])
+    assert done.exit_code == 2
+    assert "training" not in done.output
 
 
 def test_it_is_listed() -> None:

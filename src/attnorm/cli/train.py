@@ -1,15 +1,17 @@
 """attnorm train: language models (lm), pass keys hidden in text (needle), images (vision); tasks: train_tasks.py."""
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from attnorm.cli.analysis_options import numbers_of
+from attnorm.cli.analysis_options import check_minutes, numbers_of
 from attnorm.cli.output import Json, ProgressBar, add_command, failures, say, say_result, show, show_json, usage_errors
 from attnorm.cli.train_tasks import Device, clrs, retrieval
 from attnorm.provenance import file_hash, recorded_command
+from attnorm.run_folder import make_writable, require_folder
 
 if TYPE_CHECKING:
     from attnorm.training.lm.train import LMProgress
@@ -110,6 +112,9 @@ def lm(
             recipe=by_layer.layers, output=output,
         )  # fmt: skip
         lengths = numbers_of("--eval-lengths", eval_lengths)
+        check_minutes("--max-minutes", max_minutes)
+        if data is not None:
+            require_folder(data)
     with failures(lambda: _KEPT, writes_to=out, out_of_memory="Use a smaller --batch."), ProgressBar() as progress:
         record = train_lm(
             texts, valid, out, settings, data=data, device=device, compiled=compiled,
@@ -315,6 +320,12 @@ def vision(
             )
         if dtype not in (None, "float32", "bfloat16"):
             raise ValueError(f"--dtype: expected float32 or bfloat16, got {dtype!r}")
+        sizes = {"--layers": layers, "--heads": heads, "--width": width, "--epochs": epochs, "--batch": batch}
+        for name, size in {**sizes, "--patch": patch}.items():
+            if size is not None and size < 1:
+                raise ValueError(f"{name}: expected at least 1, got {size}")
+        if lr is not None and not 0 < lr < math.inf:
+            raise ValueError(f"--lr: expected a learning rate above 0, got {lr:g}")
     from attnorm.training.device import chosen_device
     from attnorm.training.vision.data import generated_textures, read_archive
     from attnorm.training.vision.export import save_vit
@@ -341,6 +352,7 @@ def vision(
     with failures(writes_to=out, out_of_memory="Use a smaller --batch."), ProgressBar("reading images") as progress:
         if out.exists():
             raise ValueError(f"--out: expected a folder that does not exist, got {out}. Choose another one.")
+        make_writable(out.parent)  # before the training takes its time
         torch_device = chosen_device(device)
         settings = VisionSettings(
             normalizer=normalizer, architecture=architecture, landmarks=landmarks, landmark_side=landmark_side,

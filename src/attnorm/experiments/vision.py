@@ -41,6 +41,7 @@ from attnorm.training.vision.train import Record, train_vit
 RECORDS = "records.jsonl"  # in the output folder: records of other runs, plain or .xz
 RESULTS = "results.jsonl"  # in the folder of intermediate results: records of this one
 GENERATED = "generated textures"
+RECORDED = ("settings", "tokens", "correct", "tested_on", "images_per_second", "peak_bytes", "parameters")
 MIN_SEEDS = 3  # for a verdict
 
 
@@ -144,15 +145,14 @@ def records_of(plan: VisionPlan, subject: ExperimentSubject, progress: ProgressC
     missing = [(model, settings) for model, settings in planned if _key(settings.as_dict(), source) not in finished]
     if only_draws:
         missing = []
-    images = None
+    if missing:  # before the folder is made: the archive may be damaged
+        progress("reading images", 0, len(missing))
+        images = read_images(subject)
     for done, (model, settings) in enumerate(missing):
         label = f"{model.name}, patch {settings.patch}, seed {settings.seed}"
         with try_lock(parts / "locks" / f"{label}.lock") as mine:
             if not mine or _key(settings.as_dict(), source) in _finished_records(parts):  # another process trains it
                 continue
-            if images is None:
-                progress("reading images", 0, len(missing))
-                images = read_images(subject)
             progress(f"training {label}", done, len(missing))
             _, trained = train_vit(settings, images, device, compiled=device.type == "cuda")
             record = {"model": model.name, "images": source, **trained, **machine(device)}
@@ -170,8 +170,17 @@ def _finished_records(parts: Path, *, of_all_images: bool = False) -> dict[str, 
     files = [parts.parent.parent / name for name in (RECORDS, f"{RECORDS}.xz")] + [parts / RESULTS]
     if of_all_images:
         files += sorted(parts.parent.glob(f"vision-*/{RESULTS}"))
-    records = [record for file in files if file.exists() for record in read_jsonl(file) if "images" in record]
-    return {_key(record["settings"], record["images"]): record for record in records}
+    records = {}
+    for file in files:
+        for record in read_jsonl(file) if file.exists() else ():
+            if "images" in record:  # other experiments keep records under the same name
+                if lacking := [name for name in RECORDED if name not in record]:
+                    raise ValueError(
+                        f"{file}: expected records of attnorm reproduce vision, got one without {lacking[0]!r}. Remove "
+                        "the file, or copy it again."
+                    )
+                records[_key(record["settings"], record["images"])] = record
+    return records
 
 
 def image_source(subject: ExperimentSubject, finished: Iterable[Record], out: Path) -> str:
