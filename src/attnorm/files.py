@@ -112,7 +112,7 @@ def read_text(path: Path) -> str:
     except (lzma.LZMAError, EOFError):
         raise ValueError(f"{path} is not a valid xz file, or it is truncated. Compress it again.") from None
     except OSError as error:
-        raise ValueError(f"cannot read the text {path}: {error.strerror}") from None
+        raise ValueError(f"cannot read the text {path}: {error.strerror}. Check the path.") from None
 
 
 def text_name(path: Path) -> str:

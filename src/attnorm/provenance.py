@@ -52,7 +52,7 @@ def file_hash(path: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise ValueError(f"cannot read the text {path}: {error.strerror}") from None
+        raise ValueError(f"cannot read {path}: {error.strerror}. Check the path.") from None
 
 
 def recorded_command() -> str:

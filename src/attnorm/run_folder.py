@@ -46,6 +46,8 @@ def make_writable(out: Path) -> None:
 def read_record(path: Path, required: Collection[str], remedy: str) -> dict[str, Any] | None:
     """Read a JSON record with at least the required entries; None if there is no such file.
 
+    The entry `run`, where a record has one, holds the settings of the run.
+
     Raises:
         ValueError: The file is damaged; the message ends with the remedy.
     """
@@ -53,9 +55,13 @@ def read_record(path: Path, required: Collection[str], remedy: str) -> dict[str,
         return None
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(record, dict):
+            raise ValueError(f"expected a JSON object, got {type(record).__name__}")
         missing = [name for name in required if name not in record]
         if missing:
             raise ValueError(f"it lacks {', '.join(missing)}")
+        if not isinstance(record.get("run", {}), dict):
+            raise ValueError(f"expected the settings of a run, got {record['run']!r}")
     except (ValueError, TypeError, OSError) as error:
         raise ValueError(f"{path} is damaged ({error}); {remedy}") from None
     found: dict[str, Any] = record

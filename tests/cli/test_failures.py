@@ -30,6 +30,24 @@ def test_a_full_disk_names_the_folder_and_what_to_do(code: int, capsys: pytest.C
     assert "--out" in printed
 
 
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (PermissionError(13, "Permission denied", "results/a"), 1),
+        (NotADirectoryError(20, "Not a directory", "results"), 2),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_named_with_what_to_do(
+    error: OSError, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises((typer.Exit, typer.BadParameter)) as left, failures(writes_to=Path("results")):
+        raise error
+    printed = capsys.readouterr().err + getattr(left.value, "message", "")
+    assert left.value.exit_code == code
+    assert "results" in printed
+    assert "--out" in printed
+
+
 @pytest.fixture
 def fill_disk(monkeypatch: pytest.MonkeyPatch) -> FillDisk:
     """Let no draft whose name holds a word be written any more. As in reality, the error names no file."""

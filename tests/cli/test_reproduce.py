@@ -125,9 +125,32 @@ def test_a_time_limit_that_leaves_models_untrained_is_exit_code_3(tmp_path: Path
         (["language-models", "--quick", "--stage", "everything", "--whole"], "--minutes"),
         (["language-models", "--quick", "--stage", "main", "--whole", "--minutes", "5"], "second-seed"),
         (["clrs-text", "--quick", "--stage", "train", "--whole"], "--whole"),
+        (["heads", "--quick", "--minutes", "nan"], "got nan"),
+        (["clrs-text", "--quick", "--stage", "train", "--minutes", "-1"], "got -1"),
     ],
 )
 def test_limits_that_nothing_uses_are_refused(flags: list[str], named: str, tmp_path: Path) -> None:
     result = runner.invoke(app, ["reproduce", *flags, "--out", str(tmp_path / "out")])
     assert result.exit_code == 2, result.output
     assert named in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--stage", "prepare", "--text", "absent.txt", "--valid", "absent.txt"], "absent.txt"),
+        (["--stage", "everything"], "prepare"),
+        (["--stage", "try", "--device", "abacus"], "abacus"),
+        (["--stage", "try", "--only", "nonsense"], "nonsense"),
+        (["--stage", "try", "--set", "batch=-3"], "got -3"),
+        (["--stage", "try", "--set", "layers=1.5"], "got 1.5"),
+        (["--stage", "try", "--set", 'rates=["fast"]'], '"fast"'),
+        (["--stage", "try", "--set", "rates=[]"], "rates"),
+        (["--stage", "try", "--set", 'normalizers=["nonsense"]'], "nonsense"),
+    ],
+)
+def test_a_stage_that_cannot_work_binds_no_folder_to_its_plan(flags: list[str], named: str, tmp_path: Path) -> None:
+    result = runner.invoke(app, ["reproduce", "language-models", "--quick", *flags, "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2, result.output
+    assert named in " ".join(result.stderr.split())
+    assert not (tmp_path / "out").exists()

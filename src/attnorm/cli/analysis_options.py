@@ -138,6 +138,12 @@ def names_of(value: str) -> list[str]:
     return [name.strip() for name in value.split(",") if name.strip()]
 
 
+def check_minutes(option: str, minutes: float | None) -> None:
+    """Raise ValueError for a time limit that is negative or not a number."""
+    if minutes is not None and not minutes >= 0:
+        raise ValueError(f"{option}: expected a number of minutes, 0 or more, got {minutes:g}")
+
+
 def numbers_of(option: str, value: str | None) -> tuple[int, ...] | None:
     """'256,1024' -> (256, 1024)"""
     if value is None:

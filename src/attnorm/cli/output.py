@@ -8,6 +8,7 @@ when it ends, when the caller asks for one, and every LOG_SECONDS; both show the
 import errno
 import inspect
 import json
+import os
 import sys
 import time
 import warnings
@@ -143,7 +144,7 @@ def failures(
         with usage_errors():
             yield
     except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:
-        raise typer.BadParameter(_message(error)) from None
+        raise typer.BadParameter(_message(error, writes_to)) from None
     except KeyboardInterrupt as stopped:
         say(str(stopped) or when_interrupted())
         raise typer.Exit(130) from None
@@ -161,8 +162,11 @@ def _message(error: OSError, writes_to: Path | None = None) -> str:
         return str(error)
     where = error.filename if error.filename is not None else writes_to
     message = error.strerror if where is None else f"{error.strerror}: {where}"
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return f"{message}. Free some space, or choose a folder on another disk with --out" if full else message
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{message}. Free some space, or choose a folder on another disk with --out"
+    if writes_to is not None and Path(os.fsdecode(where or writes_to)).is_relative_to(writes_to):
+        return f"cannot write into {writes_to}: {error.strerror}. Choose another folder with --out"
+    return f"{message}. Check the path"
 
 
 def show_version(asked: bool) -> bool:

@@ -11,7 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from attnorm.cli.analysis_options import names_of, numbers_of
+from attnorm.cli.analysis_options import check_minutes, names_of, numbers_of
 from attnorm.cli.output import Json, ProgressBar, failures, say, show, show_json, usage_errors
 from attnorm.provenance import recorded_command
 
@@ -120,7 +120,9 @@ def reproduce(
     ] = None,
     closest: Annotated[
         int | None,
-        typer.Option(help="With --stage second-seed: how many of the best normalizers are trained again (default: 3)."),
+        typer.Option(
+            min=0, help="With --stage second-seed: how many of the best normalizers are trained again (default: 3)."
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Random seed of every draw.")] = 0,
     device: Annotated[
@@ -142,6 +144,8 @@ def reproduce(
     if not names:
         _list_experiments(as_json)
         return
+    with usage_errors():
+        check_minutes("--minutes", minutes)
     normalizers = names_of(only)
     stage_options = {
         "--seeds": seeds, "--whole": whole or None, "--set": changes, "--size": size, "--tokenizer": tokenizer,
@@ -170,7 +174,11 @@ def reproduce(
             else:
                 _check_stage(names, not_used)
                 if whole and (minutes is None or stage not in ("everything", "second-seed")):
-                    raise ValueError(f"--whole: expected --minutes and --stage everything or second-seed, got {stage}.")
+                    limit = "no --minutes" if minutes is None else f"--minutes {minutes:g}"
+                    raise ValueError(
+                        f"--whole: expected --stage everything or second-seed with --minutes N, got --stage {stage} "
+                        f"with {limit}. Change them, or remove --whole."
+                    )
                 finished = _run_stage(
                     stage, out, quick=quick, size=size, changes=changes or [], tokenizer=tokenizer, texts=text or [],
                     held_out=valid or [], only=normalizers, seeds=numbers_of("--seeds", seeds) or (seed,),
@@ -244,6 +252,7 @@ def _run_clrs(
     changes: list[str], minutes: float | None, device: str | None, seed: int,
 ) -> bool:  # fmt: skip
     from attnorm.experiments.clrs_text.workspace import FULL, QUICK, ClrsWorkspace, change_plan, run_items
+    from attnorm.training.device import chosen_device
 
     if stage != "train":
         raise ValueError(f"--stage: expected train for clrs-text, got {stage!r}")
@@ -251,6 +260,7 @@ def _run_clrs(
         raise ValueError("clrs-text: expected one --model, one --text and one --valid, got several")
     if not quick and not (train and test):
         raise ValueError("--stage train needs questions: --text FILE to train on and --valid FILE to test on")
+    chosen_device(device)
     log = _timed_log()
     plan = change_plan(QUICK if quick else FULL, changes).only(only)
     log("reading and encoding the questions")
