@@ -15,6 +15,7 @@ from attnorm.experiments.language_models import train as training
 from attnorm.experiments.language_models.experiment import EXPERIMENT, outcome, texts_of
 from attnorm.experiments.language_models.results import main_runs
 from attnorm.experiments.language_models.stages import (
+    MAX_PROBLEMS,
     attention_statistics,
     closest,
     run_stage,
@@ -332,6 +333,33 @@ def test_one_that_fails_does_not_keep_the_others_from_their_turn(finished: LMWor
     assert not run_works(workspace, "main", device="cpu")
     assert "diverged at every learning rate" in workspace.results(stage="problem")[0]["problem"]
     assert workspace.results(stage="main", normalizer="softmax")
+
+
+def test_a_stage_that_comes_too_early_is_no_problem_of_the_model(finished: LMWorkspace, tmp_path: Path) -> None:
+    """After MAX_PROBLEMS a model is left out, and the log says so."""
+    workspace = LMWorkspace.open(tmp_path, TINY)
+    (tmp_path / "data").symlink_to(finished.data)
+    said: list[str] = []
+    options: dict[str, Any] = {"normalizers": ["softmax"], "device": "cpu", "log": said.append}
+    assert not run_works(workspace, "main", **options)
+    assert "'rates'" in said[-1]
+    assert "Traceback" not in said[-1]
+    assert not workspace.results(stage="problem")
+    for _ in range(MAX_PROBLEMS):
+        workspace.add({"stage": "problem", "normalizer": "softmax", "seed": 0, "problem": "a full GPU"})
+    assert not run_works(workspace, "rates", **options)
+    assert "a full GPU" in said[-1]
+
+
+def test_without_accelerate_no_model_is_tried(
+    finished: LMWorkspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attnorm.training.device.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="pip install accelerate"):
+        run_stage("everything", finished.folder, TINY, device="cpu")
+    with pytest.raises(ImportError, match="pip install accelerate"):
+        EXPERIMENT.run(ExperimentSubject(quick=True, device="cpu"), lambda what, done, total: None, tmp_path / "parts")
+    assert not (tmp_path / "parts").exists()
 
 
 def test_the_statistics_are_those_of_analyze(finished: LMWorkspace) -> None:

@@ -27,6 +27,7 @@ from attnorm.experiments.language_models.workspace import (
     on_this_machine,
     prepare_texts,
 )
+from attnorm.training.device import check_accelerate
 
 SECOND_SEEDS = 3  # normalizers with the lowest losses
 MIN_TOKENS = 10_000_000
@@ -38,6 +39,7 @@ NO_VERDICT = 0.02  # nats: equivalent normalizers differ by this much between ru
 def _run(subject: ExperimentSubject, progress: ProgressCallback, folder: Path) -> Outcome:
     plan = on_this_machine(QUICK if subject.quick else FULL)
     names = plan.chosen(subject.only)
+    check_accelerate()
     workspace = LMWorkspace.open(folder, plan)
     train, valid, others = texts_of(subject, folder)
     progress("encoding the texts", 0, len(names) + 1)

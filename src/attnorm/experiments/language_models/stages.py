@@ -20,6 +20,7 @@ from torch import Tensor
 
 from attnorm.experiments.language_models.train import (
     Log,
+    NotReadyError,
     OutOfTimeError,
     Worker,
     check_whole,
@@ -52,7 +53,7 @@ from attnorm.metrics.rows import measure_rows
 from attnorm.metrics.sampling import evenly_spaced, length_bins
 from attnorm.models.observe import observe
 from attnorm.text import did_you_mean
-from attnorm.training.device import chosen_device
+from attnorm.training.device import check_accelerate, chosen_device
 from attnorm.training.lm.attention import in_training
 from attnorm.training.lm.data import Tokens, check_file
 from attnorm.training.lm.evaluate import EVALUATION_BATCH, validation_loss
@@ -309,6 +310,8 @@ def run_stage(
     # A folder belongs to its first plan, so that nothing may be written for a call that cannot work.
     check_plan(plan)
     plan.chosen(list(only or ()))
+    if stage != "prepare":
+        check_accelerate()
     chosen_device(limits.get("device"))
     if stage == "prepare":
         for path in (*texts, *held_out):
@@ -351,7 +354,12 @@ def run_works(
     finished = True
     for seed in seeds:
         for normalizer in workspace.plan.chosen(list(normalizers or ())):
-            if len(workspace.results(stage="problem", normalizer=normalizer, seed=seed)) >= MAX_PROBLEMS:
+            problems = workspace.results(stage="problem", normalizer=normalizer, seed=seed)
+            if len(problems) >= MAX_PROBLEMS:
+                log(
+                    f"{normalizer} seed {seed}: left out after {len(problems)} problems, the last: "
+                    f"{problems[-1]['problem']}. To try again, remove them from {workspace.folder / RESULTS}"
+                )
                 finished = False
                 continue
             with workspace.claimed(f"{normalizer}-seed-{seed}") as acquired:
@@ -364,6 +372,9 @@ def _try_works(worker: Worker, works: Sequence[Work], normalizer: str, seed: int
         for work in works:
             work(worker, normalizer, seed)
     except OutOfTimeError:
+        return False
+    except NotReadyError as error:  # no attempt: it can work later
+        worker.log(f"{normalizer} seed {seed}: {error}")
         return False
     except Exception as error:  # a compiler or a full GPU may raise anything; the other normalizers continue
         worker.log(f"{normalizer} seed {seed}: {traceback.format_exc()[-2000:]}")

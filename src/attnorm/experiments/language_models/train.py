@@ -49,6 +49,10 @@ AS_TRAINED = None  # instead of a normalizer that replaces softmax at inference
 ATTENTION = "attention.json"  # how each normalizer is computed while training, from choose_engines
 
 
+class NotReadyError(ValueError):
+    """An earlier stage has to run first."""
+
+
 class OutOfTimeError(Exception):
     """The time limit was reached; finished work is kept."""
 
@@ -109,7 +113,7 @@ def best_rate(workspace: LMWorkspace, normalizer: str) -> float:
     tried = {line["learning_rate"]: line for line in workspace.results(stage="rate", normalizer=normalizer)}
     missing = [rate for rate in workspace.plan.rates if rate not in tried]
     if missing:
-        raise ValueError(f"{normalizer} has no short run at the learning rate {missing[0]:g} yet; run 'rates' first")
+        raise NotReadyError(f"{normalizer} has no short run at the learning rate {missing[0]:g} yet; run 'rates' first")
     ended: dict[float, float] = {
         rate: line["valid_loss"] for rate, line in tried.items() if line["valid_loss"] is not None
     }
@@ -239,7 +243,7 @@ def trained_model(worker: Worker, normalizer: str, seed: int) -> tuple[Any, LMSe
     last = _last_checkpoint(worker.workspace, normalizer, seed)
     if last is None:
         folder = worker.workspace.run_folder(normalizer, main_name(seed))
-        raise ValueError(
+        raise NotReadyError(
             f"{folder} holds no checkpoint of step {settings.steps}; run 'main' for {normalizer}, seed {seed} first"
         )
     corpus = worker.texts.corpus
