@@ -58,6 +58,12 @@ def test_doctor_finds_this_machine_well() -> None:
     assert "cpu" in health["devices"]
 
 
+def test_doctor_names_every_package_of_the_extras() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    listed = {Requirement(line).name for name in {*extras} - {"test", "lint", "docs", "dev"} for line in extras[name]}
+    assert listed <= {*machine.OPTIONAL_PACKAGES}
+
+
 def test_doctor_exits_with_1_when_a_promise_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks() -> tuple[bool, str]:
         raise ArithmeticError("two and two are five")

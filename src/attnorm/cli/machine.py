@@ -50,6 +50,15 @@ OPTIONAL_PACKAGES = {
     "pandas": "Analysis.to_pandas",
     "polars": "Analysis.to_polars",
     "lightning": "AttentionMonitor.lightning",
+    "pillow": "`attnorm analyze --image`",
+    "soundfile": "`attnorm analyze --audio` of other files than .wav",
+    "lm-eval": "RULER and other tasks in `attnorm evaluate`",
+    "optuna": "`attnorm search`",
+    "ray": "`attnorm sweep --on ray`",
+    "submitit": "`attnorm sweep --on slurm`",
+    "onnx": "torch.onnx.export",
+    "onnxscript": "torch.onnx.export",
+    "onnxruntime": "running the exported file",
     "entmax": "the comparison in `attnorm bench normalizers`",
 }
 ENGINES = {
@@ -246,7 +255,8 @@ def health_tables(health: Health) -> RenderableType:
         ("devices", ", ".join(health.devices)),
     ]:
         machine_table.add_row(name, value)
-    optional = Table("what", "version", "enables", title="Optional", title_justify="left")
+    caption = "To install a missing package: pip install NAME"
+    optional = Table("what", "version", "enables", title="Optional", title_justify="left", caption=caption)
     for package in health.optional:
         optional.add_row(package.name, package.version or Text("missing", style="yellow"), package.enables)
     checks = Table("promise", "", "found", title="Self check", title_justify="left")
