@@ -7,6 +7,7 @@ import gc
 import importlib
 import os
 import pkgutil
+import platform
 import random
 import sys
 from collections.abc import Iterator
@@ -54,12 +55,18 @@ hypothesis.settings.register_profile("fixed", deadline=None, max_examples=40, de
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=500, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
+# On ARM oneDNN prepares each product of matrices anew, which takes 0.1 ms, longer than to multiply small ones. Tests of
+# an installed package and the nightly run of all tests compute as users do.
+EVERYWHERE = os.environ.get("ATTNORM_CHECK_ANNOTATIONS") == "everywhere"
+ONE_DNN = EVERYWHERE or platform.machine() not in ("aarch64", "arm64")
+torch.backends.mkldnn.enabled = ONE_DNN
+
 # Shape annotations are dense in theory: its own tests check them. The nightly run checks every call and the annotations
 # of every other room as well, in all tests, except the kernels: Triton reads the source of a kernel and would find the
 # wrapper.
 CHECKED = {"theory"}
 CHECKING = (ROOT / "tests" / "theory", ROOT / "tests" / "test_shape_checks.py")
-if os.environ.get("ATTNORM_CHECK_ANNOTATIONS") == "everywhere":
+if EVERYWHERE:
     CHECKING = (ROOT,)
     shape_checks.most_calls = float("inf")
     CHECKED = {room.name for room in pkgutil.iter_modules([str(ROOT / "src" / "attnorm")])} - {"kernels"}
@@ -83,10 +90,12 @@ def _ground_rules(request: pytest.FixtureRequest) -> Iterator[None]:
     as_installed = request.node.get_closest_marker("as_installed") is not None
     jaxtyping.config.update("jaxtyping_disable", DISABLED or not checking or as_installed)
     _coarse = not as_installed
+    torch.backends.mkldnn.enabled = as_installed or ONE_DNN
     registered = registry._registered
     registry._registered = dict(registered)
     yield
     registry._registered = registered
+    torch.backends.mkldnn.enabled = ONE_DNN
     jaxtyping.config.update("jaxtyping_disable", before)
 
 
