@@ -12,6 +12,7 @@ import pytest
 
 from tests.covering import mark_further_cases
 from tests.real_model import smollm2 as smollm2
+from tests.shared_rewriting import rewrite_share
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -63,6 +64,14 @@ def _send_fewer_reports(config: pytest.Config) -> None:
     plugins.unregister(sender)
     sender.pytest_runtest_logreport = pytest_runtest_logreport
     plugins.register(sender)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    config = session.config
+    if hasattr(config, "workerinput") and config.args == config.getini("testpaths"):
+        number, workers = int(config.workerinput["workerid"].removeprefix("gw")), config.workerinput["workercount"]
+        rewrite_share(config, sorted((ROOT / "tests").rglob("test_*.py")), number, workers)
 
 
 @pytest.hookimpl(tryfirst=True)  # the markers must be there before -m is applied
