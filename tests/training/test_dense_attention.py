@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AttentionInterface
 
+from attnorm.mechanisms.soft import newton_inverse
 from attnorm.models.patched_attention import KERNEL, patched_attention
 from attnorm.training.lm.attention import Attention, dense_attention, in_training, is_traceable
 from attnorm.training.lm.model import build_model
@@ -70,7 +71,10 @@ def test_it_is_traced_into_the_block_without_a_break(backend: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options"), [("linear", {}), ("soft", {"landmarks": 4, "learned": 16, "normalised": True})]
 )
-def test_sums_over_tokens_are_traced_into_the_block_without_a_break(name: str, options: dict[str, Any]) -> None:
+def test_sums_over_tokens_are_traced_into_the_block_without_a_break(
+    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(newton_inverse, "__defaults__", (2,))  # each step of soft is traced
     torch._dynamo.reset()
     settings = tiny(
         architecture="llama", normalizer=name, normalizer_options=options, context=264, layers=1, width=32, heads=2
