@@ -303,6 +303,15 @@ def test_a_missing_library_and_a_wrong_database_are_named(
 ) -> None:
     with pytest.raises(ValueError, match="nosuch://"):
         search(read_search_plan(plan), tmp_path / "out", storage="nosuch://x")
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "submitit", None)
+        with pytest.raises(ImportError, match=r"attnorm\[slurm\]"):
+            search(read_search_plan(plan), tmp_path / "new", on="slurm")
+    with monkeypatch.context() as patched:
+        patched.setattr("attnorm.training.device.find_spec", lambda name: None)
+        with pytest.raises(ImportError, match="pip install accelerate"):
+            search(read_search_plan(plan), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ImportError, match=r"attnorm\[search\]"):
         search(read_search_plan(plan), tmp_path / "out")

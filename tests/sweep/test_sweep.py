@@ -290,6 +290,10 @@ def test_a_missing_library_is_named(engine: str, library: str, tmp_path: Path, m
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ImportError, match=rf"attnorm\[{engine}\]"):
         engines.open_engine(engine, tmp_path, Resources(), WORK)
+    (tmp_path / "plan.toml").write_text(RETRIEVAL)
+    arguments = ["sweep", str(tmp_path / "plan.toml"), "--on", engine, "--out", str(tmp_path / "out")]
+    assert CliRunner().invoke(app, arguments).exit_code == 2
+    assert not (tmp_path / "out").exists(), "a folder belongs to its plan from then on"
 
 
 @pytest.mark.parametrize(("cause", "named"), [("AuthenticationError: no token", "RAY_AUTH_TOKEN"), ("x", "--head")])

@@ -20,11 +20,12 @@ from attnorm.files import write_json
 from attnorm.run_folder import make_writable, only_process, read_record, require_only, require_same_run
 from attnorm.search.plan import COMMAND, SearchPlan, read_content
 from attnorm.search.results import SearchResult, confirm, is_uniform, summarize
-from attnorm.sweep.engines import Engine, Outcome, WorkerDied, open_engine
+from attnorm.sweep.engines import Engine, Outcome, WorkerDied, check_engine, open_engine
 from attnorm.sweep.folder import FORMAT, PAGE, RECORD, merged_rows, states, write_failure, write_page, write_table
 from attnorm.sweep.plan import Item
 from attnorm.sweep.run import Pruned, work_in
 from attnorm.sweep.tasks import train_lm_item
+from attnorm.training.device import check_accelerate
 
 if TYPE_CHECKING:
     from attnorm.training.lm.train import LMProgress
@@ -54,9 +55,11 @@ def search(
 
     Raises:
         ValueError: The folder holds another search, or the engine or the database cannot be used.
-        ImportError: Optuna or the library of the engine is not installed.
+        ImportError: Optuna, accelerate or the library of the engine is not installed.
     """
     check_optuna()
+    check_accelerate()
+    check_engine(on)
     with only_process(out), quiet_optuna():
         _open_folder(out, plan)
         study = _open_study(out, plan, storage)

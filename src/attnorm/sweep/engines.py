@@ -7,18 +7,21 @@ out of memory, or its machine is gone. The caller decides whether to start the i
 import multiprocessing
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from attnorm.sweep.plan import Item, Resources, require_known
 
 NAMES = ("local", "ray", "slurm")
+LIBRARIES = {"ray": "ray", "slurm": "submitit"}
 START_METHOD = "spawn"  # torch does not survive a fork
 REACH_SECONDS = 5.0
 WATCH_SECONDS = 3.0  # between two looks at the head of a Ray cluster
@@ -63,6 +66,20 @@ class Engine(Protocol):
         """Release workers. kill: do not wait for running items."""
 
 
+def check_engine(name: str) -> None:
+    """Check that an engine can be used, before anything is written.
+
+    Raises:
+        ValueError: Unknown engine.
+        ImportError: The library of the engine is not installed.
+    """
+    if name not in NAMES:
+        raise ValueError(f"expected an engine of {', '.join(NAMES)}, got {name!r}")
+    library = LIBRARIES.get(name)
+    if library and not (sys.modules[library] if library in sys.modules else find_spec(library)):
+        raise ImportError(f"--on {name} needs {library}, which is not installed. Run: pip install 'attnorm[{name}]'")
+
+
 def open_engine(
     name: str,
     out: Path,
@@ -82,12 +99,11 @@ def open_engine(
         ValueError: Unknown engine, a cluster out of reach, or an item that fits on no machine.
         ImportError: The library of the engine is not installed.
     """
+    check_engine(name)
     if name == "ray":
         return RayEngine(resources, work, address, workers)
     if name == "slurm":
         return SlurmEngine(out / "slurm", resources, work, slurm or {}, workers)
-    if name != "local":
-        raise ValueError(f"expected an engine of {', '.join(NAMES)}, got {name!r}")
     return LocalEngine(resources, work, workers)
 
 
@@ -199,10 +215,8 @@ class RayEngine:
     def __init__(self, resources: Resources, work: Work, address: str | None, workers: int | None) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default, 15, starves workers on a busy machine
-        try:
-            import ray
-        except ImportError:
-            raise ImportError("--on ray needs Ray, which is not installed. Run: pip install 'attnorm[ray]'") from None
+        import ray
+
         self._ray: Any = ray
         self._work = work
         self._ours = not ray.is_initialized()
@@ -361,12 +375,8 @@ class SlurmEngine:
     def __init__(
         self, folder: Path, resources: Resources, work: Work, table: dict[str, Any], workers: int | None
     ) -> None:
-        try:
-            import submitit
-        except ImportError:
-            raise ImportError(
-                "--on slurm needs submitit, which is not installed. Run: pip install 'attnorm[slurm]'"
-            ) from None
+        import submitit
+
         require_known("[slurm]", {name: 0 for name in table if not name.startswith("slurm_")}, self.OPTIONS)
         self._work = work
         self.slots = int(workers or table.get("jobs", 16))

@@ -20,7 +20,7 @@ from typing import Any
 
 from attnorm.provenance import now, versions
 from attnorm.run_folder import lock, only_process
-from attnorm.sweep.engines import Engine, Outcome, Work, WorkerDied, open_engine
+from attnorm.sweep.engines import Engine, Outcome, Work, WorkerDied, check_engine, open_engine
 from attnorm.sweep.folder import (
     PAGE,
     RECORD,
@@ -83,6 +83,7 @@ def sweep(
         ValueError: The folder holds another sweep, another process runs it, or the engine cannot be used.
         ImportError: The library of the engine is not installed.
     """
+    check_engine(on)  # before the folder belongs to this plan
     with only_process(out):
         open_sweep(out, plan, extend=extend)
         missing = [item for item in plan.items if result_of(out, item.id) is None]
