@@ -1,5 +1,7 @@
 """Where the kernels put outputs and gradients in memory: as models hold their queries, keys and values."""
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
@@ -17,18 +19,24 @@ ENGINES = {
 }  # fmt: skip
 
 
-def as_in_models(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The same numbers, with the heads of a position next to each other."""
+def inputs(*, as_in_models: bool) -> tuple[Tensor, ...]:
+    """Draw the same numbers, as in models with the heads of a position next to each other."""
+    tensors = draw(SHAPE)
+    if not as_in_models:
+        return tensors
     return tuple(t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in tensors)
+
+
+@functools.cache
+def computed(name: str, *, as_in_models: bool) -> list[Tensor]:
+    """Output and gradients by the kernels, which both tests compare."""
+    tensors = inputs(as_in_models=as_in_models)
+    return run(tensors, attnorm.get(name).to(DEVICE), ENGINES[name], causal=True)
 
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_outputs_and_gradients_lie_in_memory_as_the_inputs_do(name: str) -> None:
-    tensors = draw(SHAPE)
-    normalizer = attnorm.get(name).to(DEVICE)
-    expected = run(tensors, normalizer, ENGINES[name], causal=True)
-    found = run(as_in_models(tensors), normalizer, ENGINES[name], causal=True)
-    for ours, same in zip(found, expected, strict=True):
+    for ours, same in zip(computed(name, as_in_models=True), computed(name, as_in_models=False), strict=True):
         assert same.is_contiguous()
         assert ours.transpose(1, 2).is_contiguous()
         torch.testing.assert_close(ours, same)
@@ -38,9 +46,9 @@ def test_outputs_and_gradients_lie_in_memory_as_the_inputs_do(name: str) -> None
 def test_compiled_code_is_told_the_strides_that_the_kernels_write(name: str) -> None:
     """A graph that expects other strides would read wrong numbers."""
     normalizer = attnorm.get(name).to(DEVICE)
-    for tensors in (draw(SHAPE), as_in_models(draw(SHAPE))):
-        real = run(tensors, normalizer, ENGINES[name], causal=True)
+    for layout in (False, True):
+        real = computed(name, as_in_models=layout)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            fakes = tuple(mode.from_tensor(t) for t in tensors)
+            fakes = tuple(mode.from_tensor(t) for t in inputs(as_in_models=layout))
             told = run(fakes, normalizer, ENGINES[name], causal=True)
         assert [(t.shape, t.stride()) for t in told] == [(t.shape, t.stride()) for t in real]

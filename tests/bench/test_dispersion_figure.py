@@ -88,6 +88,7 @@ def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
         save_dispersion_figure(picture(), tmp_path)
 
 
+@pytest.mark.as_installed
 def test_few_lengths_are_drawn_too(tmp_path: Path) -> None:
     short = Curve(name="softmax", label="softmax", lengths=(16, 32), kept=(0.9, 0.8))
     assert all(path.stat().st_size > 5000 for path in save_dispersion_figure(picture(short), tmp_path))

@@ -250,7 +250,10 @@ def test_learned_landmarks_have_the_width_and_the_heads_of_the_layer() -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_compiled_vmap_over_learned_landmarks_works_without_their_gradient(causal: bool) -> None:
+def test_a_compiled_vmap_over_learned_landmarks_works_without_their_gradient(
+    causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(newton_inverse, "__defaults__", (2,))  # each step is traced
     several = [torch.stack([t, 1.1 * t]) for t in apart(Call(queries=9, keys=9, width=8))]
     soft = Soft(5, learned=8).double().requires_grad_(False)
 
