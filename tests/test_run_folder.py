@@ -46,7 +46,9 @@ def test_settings_that_differ_are_named_and_equal_ones_are_not() -> None:
         require_same_run(here, there, "out holds another run", "Remedy")
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "3", '"run"', '{"other": 1}', '{"run": 3}'])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "3", '"run"', '{"other": 1}', '{"run": 3}', '{"run": {}, "manifest": 3}']
+)
 def test_a_damaged_record_is_an_error_and_a_missing_one_is_none(tmp_path: Path, content: str) -> None:
     path = tmp_path / "record.json"
     assert read_record(path, ("run",), "remove it") is None

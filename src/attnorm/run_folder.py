@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+SETTINGS = ("run", "settings", "manifest")  # entries of records that describe a run
+
 
 def require_folder(out: Path) -> None:
     """Raise ValueError if `out` exists and is not a folder."""
@@ -46,7 +48,7 @@ def make_writable(out: Path) -> None:
 def read_record(path: Path, required: Collection[str], remedy: str) -> dict[str, Any] | None:
     """Read a JSON record with at least the required entries; None if there is no such file.
 
-    The entry `run`, where a record has one, holds the settings of the run.
+    The entries of SETTINGS, where a record has them, are JSON objects.
 
     Raises:
         ValueError: The file is damaged; the message ends with the remedy.
@@ -60,8 +62,9 @@ def read_record(path: Path, required: Collection[str], remedy: str) -> dict[str,
         missing = [name for name in required if name not in record]
         if missing:
             raise ValueError(f"it lacks {', '.join(missing)}")
-        if not isinstance(record.get("run", {}), dict):
-            raise ValueError(f"expected the settings of a run, got {record['run']!r}")
+        for name in SETTINGS:
+            if not isinstance(record.get(name, {}), dict):
+                raise ValueError(f"expected a JSON object in {name}, got {record[name]!r}")
     except (ValueError, TypeError, OSError) as error:
         raise ValueError(f"{path} is damaged ({error}); {remedy}") from None
     found: dict[str, Any] = record

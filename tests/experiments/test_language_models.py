@@ -316,6 +316,13 @@ def test_a_plan_with_one_rate_has_no_short_runs(finished: LMWorkspace, tmp_path:
     assert best_rate(workspace, "softmax") == 2e-3
 
 
+@pytest.mark.parametrize("content", ["{", "[1]"])
+def test_a_damaged_plan_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(content)
+    with pytest.raises(ValueError, match=r"plan\.json.*remove"):
+        LMWorkspace.open(tmp_path, TINY)
+
+
 def test_a_folder_belongs_to_one_plan(finished: LMWorkspace) -> None:
     with pytest.raises(ValueError, match=r"width.*64.*32"):
         LMWorkspace.open(finished.folder, replace(TINY, width=64))

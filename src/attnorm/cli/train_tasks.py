@@ -355,6 +355,8 @@ def _questions(
         known = [example.question for example in tested]
         training = dm_clrs_examples(algorithms, sizes[0], generate, seed, known)
         return (training, tested), {"generated": generate, "sizes": sizes, "algorithms": algorithms, "seed": seed}
+    if quick and algorithms:
+        raise ValueError(f"--quick has its own two tasks, got --algorithms {','.join(algorithms)}. Remove one of them.")
     if quick:
         return quick_examples(seed), {"quick": seed}
     raise ValueError("no questions: expected TRAIN with --test FILE, --generate N (dm-clrs), or --quick; got none")

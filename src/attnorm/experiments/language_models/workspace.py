@@ -19,7 +19,7 @@ import numpy as np
 
 from attnorm.files import append_jsonl, atomic_replace, read_jsonl, write_json
 from attnorm.normalizers.spec import key_spec, parse_spec, read_settings, read_spec, state_spec
-from attnorm.run_folder import lock, require_same_run, try_lock
+from attnorm.run_folder import lock, read_record, require_same_run, try_lock
 from attnorm.training.lm.data import Corpus, Tokens, encode, prepare, read_corpus, token_bytes
 from attnorm.training.lm.evaluate import baselines
 from attnorm.training.lm.model import LMSettings, check_normalizer
@@ -199,7 +199,7 @@ class Workspace(Generic[AnyPlan]):
         with workspace.locked("plan", WAIT_TO_WRITE):
             if not (folder / PLAN).exists():
                 write_json(folder / PLAN, current)
-        stored = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+        stored = read_record(folder / PLAN, (), "choose another folder, or remove the file") or {}
         if "normalizers" in stored:
             stored["normalizers"] = [*map(read_spec, stored["normalizers"])]
         require_same_run(current, stored, f"{folder} holds another plan", "Choose another folder")
