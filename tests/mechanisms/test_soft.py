@@ -7,11 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
 
 import attnorm
 from attnorm.engines import blocked as blocked_engine
 from attnorm.mechanisms import linear
-from attnorm.mechanisms.soft import RIDGE, Soft, gaussian_logits, newton_inverse, segment_means
+from attnorm.mechanisms.soft import RIDGE, Soft, gaussian_logits, newton_inverse, segment_means, square_means
 from tests.attention.calls import Call, assert_all_close, outputs_and_gradients
 from tests.attention.reference import HEADS
 from tests.mechanisms import reference
@@ -319,6 +320,17 @@ def test_every_visible_key_belongs_to_one_segment_of_nearly_equal_size(count: in
         assert sizes.max() - sizes.min() <= 1
     if n:
         torch.testing.assert_close(means.sum(-1), torch.ones(count, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("side", "squares"), [(8, 7), (16, 7), (32, 7), (6, 3), (5, 5), (3, 1)])
+def test_means_of_squares_are_those_of_torchs_pooling(side: int, squares: int) -> None:
+    patches = torch.randn(2, 3, side**2, 4, dtype=torch.float64, requires_grad=True)
+    grid = patches.transpose(-1, -2).unflatten(-1, (side, side)).flatten(0, 1)
+    pooled = adaptive_avg_pool2d(grid, squares).flatten(-2).transpose(-1, -2).unflatten(0, (2, 3))
+    found = square_means(patches, squares)
+    probe = torch.randn_like(found)
+    torch.testing.assert_close(found, pooled)
+    torch.testing.assert_close(*(torch.autograd.grad(means, patches, probe) for means in (found, pooled)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)

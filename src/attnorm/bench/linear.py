@@ -12,13 +12,13 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import adaptive_avg_pool2d, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from attnorm.attention import attention
 from attnorm.bench.attention import WAYS, WIDTH, attention_call
 from attnorm.bench.results import ApproximationError, CostCurve, CostPoint, Result
 from attnorm.bench.timing import MEGABYTE, time_alone
-from attnorm.mechanisms.soft import NEWTON_STEPS, RIDGE, gaussian_logits, newton_inverse, segment_means
+from attnorm.mechanisms.soft import NEWTON_STEPS, RIDGE, gaussian_logits, newton_inverse, segment_means, square_means
 from attnorm.normalizers.registry import get
 
 SOFTMAX = "softmax (SDPA)"
@@ -117,9 +117,7 @@ def means_of_segments(tokens: Tensor, count: int) -> Tensor:
 
 def means_of_squares(tokens: Tensor, count: int) -> Tensor:
     """Landmarks as means of the squares of a grid, which is close to the paper's convolution."""
-    side, square = (round(number**0.5) for number in (tokens.shape[-2], count))
-    grid = tokens[0].transpose(-1, -2).unflatten(-1, (side, side))
-    return adaptive_avg_pool2d(grid, square).flatten(-2).transpose(-1, -2)[None]
+    return square_means(tokens, round(count**0.5))
 
 
 POOLINGS = {"segments": means_of_segments, "squares": means_of_squares}

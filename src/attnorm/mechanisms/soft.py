@@ -340,6 +340,20 @@ def segment_means(k: Tensor, visible: Tensor, count: int) -> Tensor:
     return torch.where(size > 0, means, overall)
 
 
+def square_means(patches: Tensor, squares: int) -> Tensor:
+    """Means of squares x squares parts of a square image's patches (..., L, D), as adaptive_avg_pool2d has them.
+
+    Neighbouring parts overlap where `squares` does not divide the side. Written as a product: torch.compile pools large
+    windows by another operation than small ones, and models with such windows did not learn on a GPU.
+    """
+    side = math.isqrt(patches.shape[-2])
+    part, place = torch.arange(squares, device=patches.device)[:, None], torch.arange(side, device=patches.device)
+    member = (place >= part * side // squares) & (place < ((part + 1) * side + squares - 1) // squares)
+    share = member.to(patches.dtype) / member.sum(-1, keepdim=True)
+    shares = (share[:, None, :, None] * share[:, None, :]).reshape(squares**2, side**2)
+    return product(shares, patches)
+
+
 def patch_landmarks(k: Tensor, stride: int, sampling: Tensor | None = None) -> Tensor:
     """One landmark per square of an image's patches, (B, H, m, D): their mean, or their convolution with `sampling`.
 

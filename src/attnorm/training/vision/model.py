@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import adaptive_avg_pool2d
 
-from attnorm.mechanisms.soft import Soft
+from attnorm.mechanisms.soft import Soft, square_means
 from attnorm.models.patch import patch
 from attnorm.models.patch_state import normalizer_of, patched_modules
 from attnorm.normalizers.spec import parse_spec, state_spec
@@ -183,10 +182,7 @@ def square_landmarks(keys_BHLD: Tensor, squares: int) -> Tensor:
     The paper pools by a learned convolution over the image. Means of the parts need no parameters.
     """
     token, patches = keys_BHLD[..., :1, :], keys_BHLD[..., 1:, :]
-    side = math.isqrt(patches.shape[-2])
-    grid = patches.transpose(-1, -2).unflatten(-1, (side, side))
-    means = adaptive_avg_pool2d(grid.flatten(0, 1), min(squares, side)).flatten(-2).transpose(-1, -2)
-    return torch.cat([token, means.unflatten(0, keys_BHLD.shape[:2])], dim=-2)
+    return torch.cat([token, square_means(patches, min(squares, math.isqrt(patches.shape[-2])))], dim=-2)
 
 
 def _share_keys(attention: nn.Module) -> None:
