@@ -493,6 +493,9 @@ def test_plans_change_by_name() -> None:
     plan = change_plan(FULL, ["main_tokens=1000", "rates=[0.1]", "needle.steps=7"])
     assert (plan.main_tokens, plan.rates, plan.needle.steps) == (1000, (0.1,), 7)
     assert isinstance(plan, LanguageModelPlan)
+    for change in ("needle=3", "batch.steps=3", "dtype.b=3", "needle.nothing=3", "nothing=3"):
+        with pytest.raises(ValueError, match=r"needle\.steps"):
+            change_plan(FULL, [change])
     with pytest.raises(ValueError, match="'relu'"):
         FULL.chosen(["relu"])
     model = FULL.settings("ssmax", rate=1e-3, tokens=60_000_000, seed=0)

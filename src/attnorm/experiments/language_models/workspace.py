@@ -137,25 +137,33 @@ def change_plan(plan: LanguageModelPlan, changes: Sequence[str]) -> LanguageMode
     """Apply NAME=VALUE changes, VALUE in JSON: main_tokens=50000000, rates=[0.001,0.002], needle.steps=300.
 
     Raises:
-        ValueError: The plan has no such name, or the value is not JSON.
+        ValueError: The plan has no such name, or the value is not JSON of the same type.
     """
     for change in changes:
         name, _, text = change.partition("=")
-        part, dot, inner = name.partition(".")
-        if part not in plan.as_dict() or (dot and inner not in plan.as_dict()[part]):
-            raise ValueError(f"--set {change}: the plan has no {name!r}; it has {', '.join(plan.as_dict())}")
+        current = _values_of(plan)
+        if name not in current:
+            raise ValueError(f"--set {change}: the plan has no {name!r}; it has {', '.join(current)}")
         try:
             value = json.loads(text)
         except json.JSONDecodeError:
             raise ValueError(f"--set {change}: the value must be JSON, as in batch=16 or rates=[0.001,0.002]") from None
         value = tuple(value) if isinstance(value, list) else value
-        current = getattr(getattr(plan, part), inner) if dot else getattr(plan, part)
-        if not _is_like(value, current):
-            raise ValueError(f"--set {change}: expected a value like {json.dumps(current)}, got {text}")
+        if not _is_like(value, current[name]):
+            raise ValueError(f"--set {change}: expected a value like {json.dumps(current[name])}, got {text}")
+        part, dot, inner = name.partition(".")
         if dot:
             value = replace(getattr(plan, part), **{inner: value})
         plan = replace(plan, **{part: value})
     return plan
+
+
+def _values_of(plan: LanguageModelPlan) -> dict[str, Any]:
+    """Return the values of a plan by name; those of a part have names such as needle.steps."""
+    values: dict[str, Any] = {}
+    for name, value in plan.as_dict().items():
+        values |= {f"{name}.{inner}": one for inner, one in value.items()} if isinstance(value, dict) else {name: value}
+    return values
 
 
 def _is_like(value: Any, current: Any) -> bool:
