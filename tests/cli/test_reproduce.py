@@ -1,6 +1,7 @@
 """attnorm reproduce: verdicts on stdout, files in the folder, exit codes that mean what they say."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from attnorm.cli import app
 from tests.experiments.toy_experiments import Toy
 
 runner = CliRunner()
+HERE = os.path.relpath(__file__)  # a short text, which messages do not wrap
 
 
 def test_verdicts_go_to_stdout_and_the_place_of_the_page_to_stderr(
@@ -139,6 +141,9 @@ def test_limits_that_nothing_uses_are_refused(flags: list[str], named: str, tmp_
     ("flags", "named"),
     [
         (["--stage", "prepare", "--text", "absent.txt", "--valid", "absent.txt"], "absent.txt"),
+        (["--stage", "prepare", "--text", HERE, "--valid", HERE, "--valid", HERE], "'test_reproduce.py'"),
+        (["--stage", "prepare", "--text", HERE, "--valid", HERE, "--tokenizer", "absent"], "absent"),
+        (["--stage", "prepare", "--text", HERE, "--valid", HERE, "--tokenizer", HERE], "of a tokenizer"),
         (["--stage", "everything"], "prepare"),
         (["--stage", "try", "--device", "abacus"], "abacus"),
         (["--stage", "try", "--only", "nonsense"], "nonsense"),

@@ -41,6 +41,7 @@ from attnorm.experiments.language_models.workspace import (
     LMWorkspace,
     ModelPlan,
     check_plan,
+    names_of_texts,
     prepare_texts,
     read_results,
     read_texts,
@@ -55,7 +56,7 @@ from attnorm.models.observe import observe
 from attnorm.text import did_you_mean
 from attnorm.training.device import check_accelerate, chosen_device
 from attnorm.training.lm.attention import in_training
-from attnorm.training.lm.data import Tokens, check_file
+from attnorm.training.lm.data import Tokens, check_file, read_tokenizer
 from attnorm.training.lm.evaluate import EVALUATION_BATCH, validation_loss
 from attnorm.training.lm.model import LMSettings
 from attnorm.training.needle import among_many, find_keys, fine_tune, split_filler, summary
@@ -316,6 +317,9 @@ def run_stage(
     if stage == "prepare":
         for path in (*texts, *held_out):
             check_file(path)
+        names_of_texts(held_out)
+        if tokenizer is not None:
+            read_tokenizer(tokenizer)
     elif stage != "try":
         require_texts(folder)
     workspace = LMWorkspace.open(folder, plan)

@@ -285,10 +285,7 @@ def prepare_texts(
     Raises:
         ValueError: A file is missing or not text, or two have the same name.
     """
-    names = [text_name(path) for path in (valid, *others)]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ValueError(f"two texts are named {twice!r}; results are identified by file names: rename one")
+    names = names_of_texts([valid, *others])
     with workspace.locked("prepare"):
         if not (workspace.data / INDEX).exists():
             corpus = prepare(train, valid, workspace.data, vocab=workspace.plan.vocab, seed=SEED, tokenizer=tokenizer)
@@ -322,6 +319,19 @@ def read_texts(workspace: Workspace[Any]) -> Texts:
     corpus = read_corpus(workspace.data / index["folder"], index["source"])
     paths = {name: workspace.data / file for name, file in index["held_out"].items()}
     return Texts(corpus, {name: np.load(path, mmap_mode="r") for name, path in paths.items()})
+
+
+def names_of_texts(held_out: Sequence[Path]) -> list[str]:
+    """Return the names of held-out texts in results.
+
+    Raises:
+        ValueError: Two have the same name.
+    """
+    names = [text_name(path) for path in held_out]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"two texts are named {twice!r}; results are identified by file names: rename one")
+    return names
 
 
 def text_name(path: Path) -> str:

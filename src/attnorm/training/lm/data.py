@@ -119,21 +119,24 @@ def read_tokenizer(path: Path) -> Any:
     """Read a byte-level BPE: tokenizer.json, or a folder with it or with GPT-2's vocab.json and merges.txt.
 
     Raises:
-        ValueError: No such files, no end-of-text token, or more tokens than can be stored.
+        ValueError: No such files, damaged ones, no end-of-text token, or more tokens than can be stored.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     file = path / "tokenizer.json" if path.is_dir() else path
     vocab, merges = (path / name for name in ("vocab.json", "merges.txt"))
-    if file.is_file():
-        tokenizer = Tokenizer.from_file(str(file))
-    elif vocab.is_file() and merges.is_file():
-        tokenizer = Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        tokenizer.add_special_tokens([END_OF_TEXT])
-    else:
+    if not file.is_file() and not (vocab.is_file() and merges.is_file()):
         raise ValueError(f"expected tokenizer.json, or vocab.json and merges.txt, in {path}, found neither.")
+    try:
+        if file.is_file():
+            tokenizer = Tokenizer.from_file(str(file))
+        else:
+            tokenizer = Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
+            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+            tokenizer.decoder = decoders.ByteLevel()
+            tokenizer.add_special_tokens([END_OF_TEXT])
+    except Exception as error:  # tokenizers raises no class of its own
+        raise ValueError(f"expected the files of a tokenizer, got {path} ({error}). Copy them again.") from None
     if tokenizer.token_to_id(END_OF_TEXT) is None:
         raise ValueError(f"{path} has no token {END_OF_TEXT}, which separates texts. Add it to the tokenizer.")
     size = tokenizer.get_vocab_size()
