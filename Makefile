@@ -30,7 +30,8 @@ unexport PYTHONDONTWRITEBYTECODE
 test: SHELL := bash
 test: $(INSTALLED)
 	@set -o pipefail; [ -t 1 ] && color=yes || color=no; \
-	$(BIN)/pytest -n $(WORKERS) --color $$color $(ARGS) 2>&1 | { ($(LINT)) </dev/null; lint=$$?; cat; exit $$lint; }
+	$(BIN)/pytest -n $(WORKERS) --color $$color $(ARGS) 2>&1 | { ($(LINT)) </dev/null; lint=$$?; cat; \
+	[ $$lint = 0 ] || echo "lint failed: see the lines before the tests" >&2; exit $$lint; }
 
 lint: $(INSTALLED)
 	$(LINT)

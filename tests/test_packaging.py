@@ -252,6 +252,7 @@ def test_make_test_runs_lint_beside_the_tests_and_fails_with_either(tmp_path: Pa
     run = make(*old, "test", f"BIN={tmp_path}", f"INSTALLED={tmp_path}/pytest")
     assert (run.returncode == 0) == (failing is None)
     assert run.stdout.splitlines()[-1] == "pytest"
+    assert ("lint failed" in run.stderr) == (failing in GATES[:-1])
     if failing is None:
         assert run.stdout.split() == ["ruff", "ruff", "mypy", "lint-imports", "pytest"]
 
