@@ -48,7 +48,7 @@ def blocks(text: str, language: str) -> list[str]:
 def commands(text: str) -> list[str]:
     """Lines of bash blocks, and commands in the cells of tables, in the order of the text."""
     found = re.findall(r"^```bash\n(.*?)^```|(?<=\| )`(attnorm [^`]+)`(?= \|)", text, flags=re.MULTILINE | re.DOTALL)
-    lines = [line for block, cell in found for line in (block or cell).splitlines()]
+    lines = [line for block, cell in found for line in (block or cell).replace("\\\n", "").splitlines()]
     return [command for line in lines if (command := line.partition("#")[0].strip())]
 
 
