@@ -97,7 +97,11 @@ def test_the_corpus_holds_every_text_and_its_end(texts: tuple[Path, Path], tmp_p
     text = corpus.tokenizer.decode(corpus.train, skip_special_tokens=True)
     assert text == texts[0].read_text() + "One book.Another book.\n"
     assert isinstance(corpus.train, np.memmap)
-    assert [what for what, _ in seen] == ["tokenizer", "train", "train", "valid"]
+    assert [what for what, _ in seen] == [
+        "preparing the tokenizer",
+        *["encoding the training text"] * 2,
+        "encoding the validation text",
+    ]
     assert seen[2][1] == len(corpus.train) - 1
 
 

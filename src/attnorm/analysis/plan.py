@@ -83,7 +83,10 @@ def plan(
     valid_lengths = _validate_lengths(lengths)
     beyond = [length for length in valid_lengths or () if longest is not None and length > longest]
     if beyond and hard_limit:
-        raise ValueError(f"{loaded.name}: expected lengths of at most {longest} tokens, got {beyond[0]}")
+        raise ValueError(
+            f"{loaded.name}: expected lengths of at most {longest} tokens, got {beyond[0]}. "
+            "The model has no further positions"
+        )
     notes = [f"{length} tokens is more than the {longest} that {loaded.name} was made for" for length in beyond]
     parts: list[PartPlan] = []
     coverage: dict[str, TextCoverage] = {}

@@ -106,8 +106,8 @@ def needs_tokenizer(loaded: LoadedModel) -> Any:
         if main_input in MEDIA_INPUTS:
             reads, kind = MEDIA_INPUTS[main_input]
             raise ValueError(
-                f"{loaded.name} reads {reads} and has no tokenizer for text; give `attnorm analyze` --{kind} FILE, in "
-                f'Python attnorm.models.inputs.Media(Path(FILE), "{kind}")'
+                f"{loaded.name} reads {reads} and has no tokenizer for text. Give --{kind} FILE on the command line, "
+                f'or attnorm.models.inputs.Media(Path(FILE), "{kind}") in Python'
             )
         raise ValueError(
             f"{loaded.name} has no tokenizer ({loaded.tokenizer_problem or 'none was given'}); "

@@ -117,7 +117,10 @@ def _wrap_model(model: nn.Module, tokenizer: Any, options: dict[str, Any]) -> Lo
     if hasattr(plain, "get_base_model"):
         plain = plain.get_base_model()  # adapters of PEFT sit inside it and stay active
     if not isinstance(plain, PreTrainedModel):
-        raise ValueError(f"expected a transformers model, a hub name or a folder, got {type(model).__name__}")
+        raise ValueError(
+            f"expected a transformers model, a hub name or a folder, got {type(model).__name__}. "
+            "Measure other PyTorch models with attnorm.observe()"
+        )
     read, problem = _load_tokenizer(tokenizer, None, {}) if tokenizer is not None else (None, "none was given")
     known_as = loaded_from(plain.config).rstrip("/")
     name = Path(known_as).name if Path(known_as).is_dir() else known_as

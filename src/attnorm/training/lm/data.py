@@ -242,11 +242,11 @@ def prepare(
     if not corpus_folder.is_dir():
         with atomic_replace(corpus_folder) as draft:
             draft.mkdir()
-            progress("tokenizer", 0)
+            progress("preparing the tokenizer", 0)
             used = train_tokenizer(texts, vocab, seed) if given_tokenizer is None else given_tokenizer
             used.save(str(draft / "tokenizer.json"))
-            for name, paths in (("train", texts), ("valid", [valid])):
-                encode(used, paths, draft / f"{name}.npy", partial(progress, name))
+            for name, kind, paths in (("train", "training", texts), ("valid", "validation", [valid])):
+                encode(used, paths, draft / f"{name}.npy", partial(progress, f"encoding the {kind} text"))
             write_json(draft / "source.json", key)
     return read_corpus(corpus_folder, source)
 
