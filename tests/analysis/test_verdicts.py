@@ -573,6 +573,13 @@ def test_the_command_names_normalizers_with_their_options() -> None:
     assert "--normalizers model,topk:k=4" in repeat_command({**made, "settings": settings, "texts": []}, metrics="all")
 
 
+def test_the_command_names_images_and_sound() -> None:
+    given = [{"name": "cat.png", "file": False, "media": "image"}, {"name": "a.wav", "file": False, "media": "audio"}]
+    said = repeat_command({**synthetic_manifest(), "texts": given}, metrics="all")
+    assert said.startswith("attnorm analyze pretended/gpt --image cat.png --audio a.wav ")
+    assert said.endswith(" --metrics all")
+
+
 @pytest.mark.parametrize(
     "given",
     [

@@ -74,6 +74,7 @@ def test_the_command_line_takes_an_image(vit_folder: Path, image: Path) -> None:
     done = CliRunner().invoke(app, ["analyze", str(vit_folder), "--image", str(image), *options])
     assert done.exit_code == 0, done.output
     assert "cat.png" in done.output
+    assert f"--image {image} --metrics all" in done.output  # the advice names the command, not a Python call
 
 
 def test_a_model_of_images_or_sound_without_a_file_asks_for_one(vit_folder: Path, tmp_path: Path) -> None:

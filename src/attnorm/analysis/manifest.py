@@ -192,7 +192,8 @@ def text_facts(text: "Text") -> dict[str, Any]:
     else:
         assert isinstance(content, Mapping), "media become model inputs before"
         size = ", ".join(f"{name} {tuple(value.shape)}" for name, value in content.items())
-    return {"name": text.name, "sha256": content_hash(content), "size": size, "file": text.file}
+    facts = {"name": text.name, "sha256": content_hash(content), "size": size, "file": text.file}
+    return facts | ({"media": text.media} if text.media else {})
 
 
 def content_hash(content: str | Tensor | Mapping[str, Tensor]) -> str:

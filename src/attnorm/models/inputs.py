@@ -51,7 +51,8 @@ class Text:
 
     name: str
     content: str | Tensor | Mapping[str, Tensor] | Media
-    file: bool = False  # whether the content comes from a file of this name
+    file: bool = False  # whether the content comes from a text file of this name
+    media: Literal["image", "audio"] | None = None  # the content comes from an image or sound file of this name
 
 
 def texts_from(inputs: Any) -> list[Text]:
@@ -136,9 +137,9 @@ def _model_inputs(inputs: Mapping[Any, Any], name: str) -> dict[str, Tensor]:
 
 def _make_text(name: str, source: Any) -> Text:
     if isinstance(source, Text):
-        return replace(_make_text(source.name, source.content), file=source.file)
+        return replace(_make_text(source.name, source.content), file=source.file, media=source.media)
     if isinstance(source, Media):
-        return Text(name, source)
+        return Text(name, source, media=source.kind if text_name(source.path) == name else None)
     if isinstance(source, str | Path):
         content = read_text(source) if isinstance(source, Path) else source
         if not content.strip():

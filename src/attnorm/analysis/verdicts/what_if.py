@@ -69,12 +69,12 @@ def repeat_command(manifest: Mapping[str, Any], **changes: Any) -> str:
     settings, model = manifest.get("settings", {}), manifest.get("model", {})
     texts = [text for text in manifest.get("texts", []) if text["name"] not in DEFAULT_TEXTS]
     names = {name.partition(":")[0] for name in changes.get("normalizers") or settings.get("normalizers") or []}
-    typed = model.get("source", "") is not None and all(text.get("file", True) for text in texts)
+    typed = model.get("source", "") is not None and all(text.get("media") or text.get("file", True) for text in texts)
     if not typed or not names <= {"model", *available()}:
         return f"attnorm.analyze(..., {', '.join(f'{name}={value!r}' for name, value in changes.items())})"
     words = ["attnorm", "analyze", str(model.get("source") or model.get("name", "MODEL"))]
     for text in texts:
-        words += ["--text", text["name"]]
+        words += [f"--{text.get('media', 'text')}", text["name"]]
     on_cpu = model.get("device", "cpu") == "cpu"
     options = {
         "lengths": [length for length in settings.get("lengths") or [] if length],
