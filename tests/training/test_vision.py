@@ -92,6 +92,11 @@ def test_landmarks_are_the_class_token_and_the_means_of_squares() -> None:
     assert torch.allclose(square_landmarks(keys, 9), keys)  # not more landmarks than patches
 
 
+def test_a_model_with_squares_prints_the_same_text_in_every_process() -> None:
+    settings = VisionSettings(normalizer="soft", squares=2, layers=1, heads=2, width=8)
+    assert " at 0x" not in repr(build_model(settings, ("a", "b"), 16))
+
+
 def test_squares_need_soft() -> None:
     with pytest.raises(ValueError, match="linear"):
         build_model(VisionSettings(normalizer="linear", squares=2, layers=1, heads=2, width=8), ("a", "b"), 16)

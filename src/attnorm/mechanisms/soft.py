@@ -221,7 +221,8 @@ class Soft(Mechanism):
             self.sampling = nn.Parameter(means.clone())
 
     def extra_repr(self) -> str:
-        parts = [f"landmarks={self.landmarks}"] if self.stride is None else [f"stride={self.stride}"]
+        landmarks = self.landmarks if isinstance(self.landmarks, int) else "<function>"  # without its address
+        parts = [f"landmarks={landmarks}"] if self.stride is None else [f"stride={self.stride}"]
         if self.sampling is not None:
             parts.append(f"convolution={self.sampling.shape[0]}")
         if self.points is not None:

@@ -1,5 +1,5 @@
 """Small trainers: language models (lm), pass keys (needle), picking from sets (retrieval), CLRS-Text (clrs), images
 (vision).
 
-At this level, beside the trainer of one file: what they share, namely device.py and checkpoints.py.
+Each has a folder, except pass keys (needle.py, pass_keys.py). All of them share device.py and checkpoints.py.
 """
