@@ -148,7 +148,10 @@ def failures(
     except KeyboardInterrupt as stopped:
         say(str(stopped) or when_interrupted())
         raise typer.Exit(130) from None
-    except (MemoryError, torch.OutOfMemoryError):
+    except (MemoryError, RuntimeError) as error:
+        on_cpu = "DefaultCPUAllocator" in str(error)  # torch has no class of its own for it
+        if not (on_cpu or isinstance(error, MemoryError | torch.OutOfMemoryError)):
+            raise
         say(f"Error: out of memory. {out_of_memory}")
         raise typer.Exit(1) from None
     except OSError as error:
