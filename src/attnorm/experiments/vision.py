@@ -367,7 +367,7 @@ def figure(records: Sequence[Record]) -> Figure:
     drawn.legend(handles, labels, loc="lower right", ncols=len(labels), fontsize=8)
     note(
         drawn,
-        "(a) 95 % intervals, an arrow at the edge where one goes on; (b), (c) from the lowest to the highest seed. "
+        "(a) 95 % intervals, with an arrow where one leaves the panel; (b), (c) from the lowest to the highest seed. "
         "attnorm reproduce vision",
     )
     drawn.tight_layout(rect=(0, 0.06, 1, 1))

@@ -288,7 +288,7 @@ def _normal_quantile(share):
 def _next(cells, start, places, sign: tl.constexpr):
     """The number that lies so many places behind the start in a row of signed cells, which have one per column.
 
-    Each place costs a search of the cells, so that only as many are gone as some row needs.
+    Each place costs a search of the cells, so it goes only as far as some row needs.
     """
     found = start
     for place in range(tl.max(places, 0)):

@@ -26,6 +26,7 @@ from attnorm.models.saving import save_pretrained
 from attnorm.normalizers.spec import key_spec
 from attnorm.training.checkpoints import (
     METRICS,
+    NotFiniteError,
     StopRequest,
     TrainingInterrupted,
     finished_checkpoints,
@@ -289,7 +290,7 @@ def _train(
                     if not checked and settled <= run.step < settings.steps:
                         checked = True
                         _check_remaining_time(worker, settings, run.step, entry["tokens_per_second"])
-        except ValueError as error:  # a loss that is not finite
+        except NotFiniteError as error:
             problem = str(error)
     if stop.asked:
         raise TrainingInterrupted(run.step)
