@@ -43,12 +43,12 @@ def test_outputs_and_gradients_lie_in_memory_as_the_inputs_do(name: str) -> None
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_compiled_code_is_told_the_strides_that_the_kernels_write(name: str) -> None:
+def test_traced_strides_are_those_that_the_kernels_write(name: str) -> None:
     """A graph that expects other strides would read wrong numbers."""
     normalizer = attnorm.get(name).to(DEVICE)
     for layout in (False, True):
         real = computed(name, as_in_models=layout)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fakes = tuple(mode.from_tensor(t) for t in inputs(as_in_models=layout))
-            told = run(fakes, normalizer, ENGINES[name], causal=True)
-        assert [(t.shape, t.stride()) for t in told] == [(t.shape, t.stride()) for t in real]
+            traced = run(fakes, normalizer, ENGINES[name], causal=True)
+        assert [(t.shape, t.stride()) for t in traced] == [(t.shape, t.stride()) for t in real]
