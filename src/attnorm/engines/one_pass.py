@@ -242,14 +242,13 @@ def _top_k_cutoff(inputs: Inputs, factor: Tensor | None, form: LoweredNormalizer
     """Return the number that a logit must exceed to be among the top k of its row, (B, H, Q)."""
     q, k = inputs.q_BHQD.detach(), inputs.k_BGKD.detach()
     if isinstance(top.k, int):
-        count = torch.full((1, 1, 1), top.k, dtype=torch.int32, device=q.device)
+        count = torch.full(q.shape[:3], top.k, dtype=torch.int32, device=q.device)
     else:
-        count = top.counts(inputs.n())[..., 0].to(torch.int32)
+        count = top.counts(inputs.n())[..., 0].to(torch.int32).expand(q.shape[:3])
     mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
     fixed = None if factor is None else factor.detach()
     return one_pass_operators.top_k_cutoff(  # type: ignore[no-any-return]
-        q, k, mask, fixed, count.expand(q.shape[:3]), top.most(inputs.keys), form.softcap, inputs.causal, form.window,
-        inputs.scale,
+        q, k, mask, fixed, count, top.most(inputs.keys), form.softcap, inputs.causal, form.window, inputs.scale
     )  # fmt: skip
 
 

@@ -225,7 +225,8 @@ def lists_tile(q: Tensor) -> tuple[int, int, int, int] | None:
 
 
 def lost_rows_tile(q: Tensor) -> tuple[int, int, int, int]:
-    return 32, 64 if padded(q) <= 128 else 32, 4, 2
+    """The fastest of seven (width 64) and of four (width 128) on an H200 in bfloat16."""
+    return (16, 128, 4, 2) if padded(q) <= 64 else (32, 128, 8, 2) if padded(q) <= 128 else (32, 32, 4, 2)
 
 
 @triton.jit
