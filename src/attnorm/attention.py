@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attnorm.engines import fused
 from attnorm.engines.blocked import attend_with_weights, blocked
-from attnorm.engines.inputs import Inputs, under_transform, validate_inputs, without_autocast
+from attnorm.engines.inputs import Inputs, in_dtype, under_transform, validate_inputs, without_autocast
 from attnorm.normalizers.block import Positions, is_exporting
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.registry import resolve_for_call
@@ -34,6 +34,7 @@ else:
     Refused = Any  # the runtime shape checks of the tests do not support Never
 
 Engine = Literal["auto", "fused", "triton", "sparse", "flex", "blocked"]
+ENGINES: tuple[str, ...] = get_args(Engine)
 
 # Size limit of the matrix of weights that return_weights=True builds.
 MAX_WEIGHT_BYTES = 2**30
@@ -142,8 +143,8 @@ def attention(
     if unknown:
         raise TypeError(_unknown_options_message(unknown))
     chosen = resolve_for_call(normalizer)
-    if engine not in get_args(Engine):
-        raise ValueError(f"unknown engine {engine!r}; expected one of {', '.join(get_args(Engine))}")
+    if engine not in ENGINES:
+        raise ValueError(f"unknown engine {engine!r}; expected one of {', '.join(ENGINES)}")
     if not 0 <= dropout_p < 1:
         raise ValueError(f"expected dropout_p of at least 0 and below 1, got {dropout_p!r}. Pass 0 for no dropout.")
     if isinstance(chosen, Mechanism):
@@ -171,7 +172,8 @@ def attention(
         _check_weights(inputs, engine)
         output, weights = attend_with_weights(inputs, chosen)
         return output.reshape(*q.shape[:-1], v.shape[-1]), weights.reshape(*q.shape[:-1], k.shape[-2])
-    return attend(inputs, chosen, engine).to(q.dtype).reshape(*q.shape[:-1], v.shape[-1])
+    output = in_dtype(attend(inputs, chosen, engine), q.dtype)
+    return output if q.dim() == 4 else output.reshape(*q.shape[:-1], v.shape[-1])
 
 
 def _attend_with_statistics(

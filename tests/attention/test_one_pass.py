@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import attnorm
 from attnorm.attention import attend
 from attnorm.engines import fused, one_pass, one_pass_operators
-from attnorm.engines.inputs import validate_inputs
+from attnorm.engines.inputs import row_factors, validate_inputs
 from tests.attention import reference
 from tests.attention.kernel_calls import (
     DEVICE,
@@ -517,7 +517,7 @@ def test_rows_times_their_factors(dtype: torch.dtype) -> None:
     q = stored.transpose(1, 2).requires_grad_()
     shared = torch.rand(3, 70, generator=generator).to(DEVICE).requires_grad_()
     factor = shared.expand(2, 3, 70)
-    ours = one_pass_operators.scaled_rows(q, factor, 0.25)
+    ours = one_pass_operators.scaled_rows(q, factor, 0.25, None, False, 1)
     expected = (0.25 * factor[..., None] * q.float()).to(dtype)
     probe = torch.randn(q.shape, generator=generator).to(DEVICE, dtype)
     assert ours.stride() == q.stride()
@@ -526,10 +526,56 @@ def test_rows_times_their_factors(dtype: torch.dtype) -> None:
         torch.testing.assert_close(found, true, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("heads", [None, 4])
+@pytest.mark.parametrize("name", ["ssmax:s=0.7", "ssmax:s=0.7:bias=true", "log_scaled:train_length=9"])
+@pytest.mark.parametrize(
+    ("queries", "keys", "causal"), [(70, 70, True), (20, 50, True), (30, 20, True), (20, 50, False)]
+)
+def test_queries_times_factors_of_the_length(
+    name: str, heads: int | None, queries: int, keys: int, causal: bool
+) -> None:
+    """The kernel counts the keys of each row. Products and gradients, those of s too, are as in float64."""
+    normalizer = attnorm.get(name, **({"heads": heads} if name.startswith("ssmax") else {})).to(DEVICE)
+    q, k, v = draw((2, 4, 2, queries, keys, 24, 24), torch.float16)
+    probe = torch.randn_like(q)
+    found, expected = [], []
+    for dtype, results in ((torch.float16, found), (torch.float64, expected)):
+        rows, rules = q.detach().to(dtype).requires_grad_(), normalizer.to(torch.promote_types(dtype, torch.float32))
+        inputs = validate_inputs(rows, k.to(dtype), v.to(dtype), mask=None, causal=causal, scale=None, positions=None)
+        if dtype == torch.float16:
+            scaled = fused._with_scaled_queries(inputs, rules)
+            output = scaled.q_BHQD * (scaled.scale / inputs.scale)
+        else:
+            factor = row_factors(inputs, rules)
+            assert factor is not None
+            output = inputs.q_BHQD * factor
+        parameters = [p for p in rules.parameters() if p.requires_grad]
+        results += [output, *torch.autograd.grad(output, [rows, *parameters], probe.to(dtype))]
+    for ours, exact in zip(found, expected, strict=True):
+        assert ours.shape == exact.shape
+        assert (ours - exact).abs().max() <= 2e-3 * exact.abs().max()
+
+
+def test_the_kernel_counts_keys_only_where_each_row_sees_all_of_its_past() -> None:
+    q, k, v = draw((2, 4, 2, 20, 20, 16, 16), torch.float16)
+    mask = torch.rand(2, 1, 1, 20, device=DEVICE) < 0.5
+    positions = torch.arange(40, 60, device=DEVICE)
+    for name in ("ssmax:s=0.7", "log_scaled:train_length=9"):
+        normalizer = attnorm.get(name).to(DEVICE)
+        for options in ({"mask": mask, "positions": None}, {"mask": None, "positions": positions}):
+            inputs = validate_inputs(q, k, v, causal=True, scale=None, **options)
+            factor = row_factors(inputs, normalizer)
+            assert factor is not None
+            scaled = fused._with_scaled_queries(inputs, normalizer)
+            torch.testing.assert_close(
+                scaled.q_BHQD.float() * (scaled.scale / inputs.scale), inputs.q_BHQD * factor, rtol=1e-3, atol=1e-3
+            )
+
+
 def test_rows_that_overlap_are_scaled_too() -> None:
     rows = torch.randn(83).to(DEVICE).as_strided((1, 1, 20, 64), (0, 0, 1, 1))
     factor = torch.rand(1, 1, 20).to(DEVICE)
-    assert torch.equal(one_pass_operators.scaled_rows(rows, factor, 1.0), rows * factor[..., None])
+    assert torch.equal(one_pass_operators.scaled_rows(rows, factor, 1.0, None, False, 1), rows * factor[..., None])
 
 
 @pytest.mark.parametrize("deviation", [1.0, 4.0, 32.0])

@@ -45,10 +45,11 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
         return False
     if in_forward_mode():
         return False
-    others = [rule for rule in normalizer.rules if not isinstance(rule, ScaleRule)]
+    rules = normalizer.rules
+    others = [rule for rule in rules if not isinstance(rule, ScaleRule)]
     if not others:
         return True
-    if len(others) > 1 or others[0] is not normalizer.rules[-1] or not isinstance(others[0], EntropyRule):
+    if len(others) > 1 or others[0] is not rules[-1] or not isinstance(others[0], EntropyRule):
         return False
     # The entropy of SDPA carries no gradient, and ONNX has no logsumexp of SDPA.
     return normalizer.sink is None and not _needs_gradient(inputs, normalizer) and not is_exporting()
@@ -106,7 +107,7 @@ def fused(inputs: Inputs, normalizer: Normalizer) -> Tensor:
     rules = normalizer.rules
     if not rules and not small:
         return _sdpa(inputs, inputs.k_BGKD, inputs.v_BGKE, normalizer.sink)
-    if _scales_in_one_kernel(inputs, normalizer):
+    if all(isinstance(rule, ScaleRule) for rule in rules) and _scales_in_one_kernel(inputs.q_BHQD):
         return _sdpa(_with_scaled_queries(inputs, normalizer), inputs.k_BGKD, inputs.v_BGKE, normalizer.sink)
     n, positions = inputs.n(), inputs.query_positions()
     # One rounding for all factors, and the gradients of learned ones sum in float32.
@@ -121,23 +122,39 @@ def fused(inputs: Inputs, normalizer: Normalizer) -> Tensor:
     return _sdpa(with_rounded_queries(q, inputs), inputs.k_BGKD, inputs.v_BGKE, normalizer.sink)
 
 
-def _scales_in_one_kernel(inputs: Inputs, normalizer: Normalizer) -> bool:
-    scales = len(normalizer.rules) > 0 and all(isinstance(rule, ScaleRule) for rule in normalizer.rules)
-    q = inputs.q_BHQD
-    return scales and q.dtype in HALF and runs_kernels(q) and not under_transform() and not is_exporting()
+def _scales_in_one_kernel(q: Tensor) -> bool:
+    return q.dtype in HALF and runs_kernels(q) and not under_transform() and not is_exporting()
 
 
 def _with_scaled_queries(inputs: Inputs, normalizer: Normalizer) -> Inputs:
     """Return the call with the factors in q, rounded once as in `with_rounded_queries`, in one kernel."""
     from attnorm.engines import one_pass_operators  # registers operators of torch.library
 
-    factor = row_factors(inputs, normalizer)
-    assert factor is not None
+    q = inputs.q_BHQD
     constant, scale = (inputs.scale, 1.0) if inputs.scale < MIN_SCALE else (1.0, inputs.scale)
-    if inputs.q_BHQD.dtype == torch.float16:
+    if q.dtype == torch.float16:
         constant, scale = constant / FLOAT16_HEADROOM, scale * FLOAT16_HEADROOM
-    q = one_pass_operators.scaled_rows(inputs.q_BHQD, factor[..., 0], constant)
+    factor, slope, keys, shortest = _factors_for_kernel(inputs, normalizer)
+    q = one_pass_operators.scaled_rows(q, factor, constant * slope, keys, inputs.causal, shortest)
     return replace(inputs, q_BHQD=q, scale=scale)
+
+
+def _factors_for_kernel(inputs: Inputs, normalizer: Normalizer) -> tuple[Tensor | None, float, int | None, int]:
+    """Return factors (B, H, Q), a number that multiplies them, and keys and shortest of `scaled_rows`.
+
+    Without mask and positions the kernel counts the visible keys itself, for rules that have a `log_length`.
+    """
+    q, rules = inputs.q_BHQD, normalizer.rules
+    rule = rules[0] if inputs.mask is None and inputs.positions is None and len(rules) == 1 else None
+    if isinstance(rule, ScaleRule) and (log_length := rule.log_length()) is not None:
+        slope, shortest = log_length
+        if not isinstance(slope, Tensor):
+            return None, slope, inputs.keys, shortest
+        if slope.device == q.device and (slope.dim() == 0 or slope.shape[0] == q.shape[1]):
+            per_head = in_dtype(slope if slope.dim() == 0 else slope[:, None], torch.float32)
+            return per_head.expand(q.shape[:3]), 1.0, inputs.keys, shortest
+    factor = row_factors(inputs, normalizer)
+    return None if factor is None else factor[..., 0], 1.0, None, 1
 
 
 def _sdpa(inputs: Inputs, k: Tensor, v: Tensor, sink: Sink | None) -> Tensor:

@@ -124,43 +124,55 @@ def _(a: Tensor, b: Tensor) -> Tensor:
 
 
 @kernel_operator("attnorm::scaled_rows")
-def scaled_rows(a: Tensor, factor: Tensor, constant: float) -> Tensor:
-    """Return each row of a times constant times its factor, (B, H, Q) in float32, rounded once to the dtype of a."""
+def scaled_rows(
+    a: Tensor, factor: Tensor | None, constant: float, keys: int | None, causal: bool, shortest: int
+) -> Tensor:
+    """Return each row of a times constant times its factor, (B, H, Q) in float32, rounded once to the dtype of a.
+
+    keys: None, or the number of keys, for one more factor log(max(n, shortest)), n being the visible keys of the row.
+    """
     from attnorm.kernels import linear_algebra
 
-    return linear_algebra.scaled_rows(a, factor, constant)
+    return linear_algebra.scaled_rows(a, factor, constant, keys, causal, shortest)
 
 
 @scaled_rows.register_fake
-def _(a: Tensor, factor: Tensor, constant: float) -> Tensor:
+def _(a: Tensor, factor: Tensor | None, constant: float, keys: int | None, causal: bool, shortest: int) -> Tensor:
     return empty_rows(in_rows(a))
 
 
 @kernel_operator("attnorm::scaled_rows_backward")
 def _scaled_rows_backward(
-    grad: Tensor, a: Tensor, factor: Tensor, constant: float, grad_of_factor: bool
-) -> tuple[Tensor, Tensor]:
+    grad: Tensor, a: Tensor, factor: Tensor | None, grad_of_factor: bool, constant: float, keys: int | None,
+    causal: bool, shortest: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the gradients of a and of its factors; the second is empty unless it is asked for."""
     from attnorm.kernels import linear_algebra
 
-    return linear_algebra.scaled_rows_backward(grad, a, factor, constant, grad_of_factor)
+    options = factor, constant, keys, causal, shortest
+    if not grad_of_factor:
+        return linear_algebra.scaled_rows(grad, *options), a.new_empty(0, dtype=torch.float32)
+    grad_factor = a.new_empty(a.shape[:3], dtype=torch.float32)
+    return linear_algebra.scaled_rows(grad, *options, a, grad_factor), grad_factor
 
 
 @_scaled_rows_backward.register_fake
-def _(grad: Tensor, a: Tensor, factor: Tensor, constant: float, grad_of_factor: bool) -> tuple[Tensor, Tensor]:
+def _(
+    grad: Tensor, a: Tensor, factor: Tensor | None, grad_of_factor: bool, constant: float, keys: int | None,
+    causal: bool, shortest: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     return empty_rows(in_rows(grad)), a.new_empty(a.shape[:3] if grad_of_factor else (0,), dtype=torch.float32)
 
 
 def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a, factor, ctx.constant = inputs
+    a, factor, *ctx.options = inputs
     ctx.save_for_backward(a, factor)
 
 
 def _gradients_of_rows(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    a, factor = ctx.saved_tensors
     learned = ctx.needs_input_grad[1]
-    grad_a, grad_factor = _scaled_rows_backward(grad, a, factor, ctx.constant, learned)
-    return grad_a, grad_factor if learned else None, None
+    grad_a, grad_factor = _scaled_rows_backward(grad, *ctx.saved_tensors, learned, *ctx.options)
+    return grad_a, grad_factor if learned else None, *([None] * len(ctx.options))
 
 
 scaled_rows.register_autograd(_gradients_of_rows, setup_context=_save_rows)

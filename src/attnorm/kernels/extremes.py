@@ -62,7 +62,7 @@ def sum_by_key(rows: Tensor, index: Tensor, keys: int, groups: int) -> Tensor:
     sums = torch.empty((batch, heads // groups, keys, width), dtype=rows.dtype, device=rows.device)
     exact = torch.backends.cuda.matmul.fp32_precision != "tf32"
     with device_of(rows):
-        sum_by_key_kernel[(triton.cdiv(keys, 64) * batch * (heads // groups),)](
+        sum_by_key_kernel[(-(-keys // 64) * batch * (heads // groups),)](
             rows, index.contiguous(), sums, *rows.stride()[:3], *sums.stride()[:3], heads, groups, queries, keys, width,
             PRECISION="tf32x3" if exact else "tf32", ROWS=64, COLUMNS=64, WIDTH=padded(rows),
             num_warps=4 if width <= 128 else 8,
@@ -80,7 +80,7 @@ def search(
     q_in, k_in, _, mask_in, factor_in, *_ = call.tensors
     names = ("CAPPED", "FACTORED", "CAUSAL", "WINDOWED", "MASKED", "PRECISION", "WIDTH", "FULL")
     with call.device:
-        kernel[(triton.cdiv(q.shape[-2], rows_per_program or rows) * q.shape[0] * q.shape[1],)](
+        kernel[(-(-q.shape[-2] // (rows_per_program or rows)) * q.shape[0] * q.shape[1],)](
             q_in, k_in, mask_in, factor_in, *rows_of, *call.strides[:6], *call.strides[9:],
             *call.lengths, form.window or 0, q.shape[-1], form.scale * LOG2E.value, (form.softcap or 1.0) * LOG2E.value,
             **{name: call.constants[name] for name in names}, **more_constants, ROWS=rows, COLUMNS=columns,

@@ -17,7 +17,7 @@ def row_dots(a: Tensor, b: Tensor) -> Tensor:
     batch, heads, queries, width = a.shape
     dots = torch.empty((batch, heads, queries), dtype=torch.float32, device=a.device)
     with device_of(a):
-        _row_dots[(triton.cdiv(queries, ROWS) * batch * heads,)](
+        _row_dots[(-(-queries // ROWS) * batch * heads,)](
             a, b, dots, *a.stride()[:3], *b.stride()[:3], heads, queries, width,
             ROWS=ROWS, WIDTH=padded(a), num_warps=4,
         )  # fmt: skip
@@ -36,50 +36,53 @@ def _row_dots(
     tl.store(dots + (batch * heads + head) * queries + rows, sums, mask=rows < queries)
 
 
-def scaled_rows(a: Tensor, factor: Tensor, constant: float) -> Tensor:
-    """Return each row of a times constant times its factor, (B, H, Q) in float32, rounded once to the dtype of a."""
-    return _scale(in_rows(a), factor, constant, None)[0]
+def scaled_rows(
+    a: Tensor, factor: Tensor | None, constant: float, keys: int | None, causal: bool, shortest: int,
+    other: Tensor | None = None, dots: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return each row of a times constant times its factor, (B, H, Q) in float32, rounded once to the dtype of a.
 
-
-def scaled_rows_backward(
-    grad: Tensor, a: Tensor, factor: Tensor, constant: float, grad_of_factor: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of a and of its factors, (B, H, Q); the second is empty unless it is asked for."""
-    return _scale(in_rows(grad), factor, constant, in_rows(a) if grad_of_factor else None)
-
-
-def _scale(a: Tensor, factor: Tensor, constant: float, other: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the scaled rows of a, and constant times their products with the rows of the other tensor."""
+    keys: None, or the number of keys, for one more factor log(max(n, shortest)), n being the visible keys of the row.
+    dots (B, H, Q): for the products of the rows of a and of the other tensor, times all of this but the factor.
+    """
+    a = in_rows(a)
+    b = a if other is None else in_rows(other)
     batch, heads, queries, width = a.shape
     scaled = empty_rows(a)
-    dots = torch.empty((0,) if other is None else a.shape[:3], dtype=torch.float32, device=a.device)
-    second = a if other is None else other
     with device_of(a):
-        _scaled_rows[(triton.cdiv(queries, ROWS) * batch * heads,)](
-            a, second, factor, scaled, dots, *a.stride()[:3], *second.stride()[:3], *factor.stride(),
-            *scaled.stride()[:3], heads, queries, width, constant, DOTS=other is not None, ROWS=ROWS, WIDTH=padded(a),
-            num_warps=4,
+        _scaled_rows[(-(-queries // ROWS) * batch * heads,)](
+            a, b, a if factor is None else factor, scaled, scaled if dots is None else dots, *a.stride()[:3],
+            *b.stride()[:3], *((0, 0, 0) if factor is None else factor.stride()), *scaled.stride()[:3], heads, queries,
+            width, constant, 0 if keys is None else keys, shortest, FACTORED=factor is not None, LOG=keys is not None,
+            CAUSAL=causal, DOTS=dots is not None, ROWS=ROWS, WIDTH=padded(a), num_warps=4,
         )  # fmt: skip
-    return scaled, dots
+    return scaled
 
 
 @triton.jit
 def _scaled_rows(
     a, b, factor, scaled, dots, a_batch, a_head, a_row, b_batch, b_head, b_row, f_batch, f_head, f_row, scaled_batch,
-    scaled_head, scaled_row, heads, queries, width, constant,
-    DOTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    scaled_head, scaled_row, heads, queries, width, constant, keys, shortest,
+    FACTORED: tl.constexpr, LOG: tl.constexpr, CAUSAL: tl.constexpr, DOTS: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     """factor (B, H, Q): of any strides, since it is often the same for all sequences of a batch."""
     batch, head, rows = _rows_of_program(heads, queries, ROWS)
     x = load_tile(matrix_of_head(a, batch, head, a_batch, a_head, a_row, queries, width), rows, WIDTH, True, False)
     x = x.to(tl.float32)
-    at = factor + batch * f_batch + head * f_head + rows.to(tl.int64) * f_row
-    factors = tl.load(at, mask=rows < queries, other=0.0) * constant
+    known = tl.full([ROWS], 1.0, tl.float32) * constant
+    if LOG:
+        n = rows + (keys - queries + 1) if CAUSAL else rows * 0 + keys
+        known = known * tl.log(tl.maximum(n, shortest).to(tl.float32))
+    factors = known
+    if FACTORED:
+        at = factor + batch * f_batch + head * f_head + rows.to(tl.int64) * f_row
+        factors = known * tl.load(at, mask=rows < queries, other=0.0)
     to = matrix_of_head(scaled, batch, head, scaled_batch, scaled_head, scaled_row, queries, width)
     store_tile(to, x * factors[:, None], rows, WIDTH)
     if DOTS:
         y = load_tile(matrix_of_head(b, batch, head, b_batch, b_head, b_row, queries, width), rows, WIDTH, True, False)
-        sums = tl.sum(x * y.to(tl.float32), 1) * constant
+        sums = tl.sum(x * y.to(tl.float32), 1) * known
         tl.store(dots + (batch * heads + head) * queries + rows, sums, mask=rows < queries)
 
 

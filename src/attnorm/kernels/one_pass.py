@@ -81,7 +81,7 @@ def forward(
     saved = Saved(*(call.rows(used) for used in (scaled, map_.normalised and not scaled)))
     rows, columns, warps, stages = _forward_tile(q, v, scaled)
     with call.device:
-        forward_kernel[(triton.cdiv(q.shape[-2], rows) * q.shape[0] * q.shape[1],)](
+        forward_kernel[(-(-q.shape[-2] // rows) * q.shape[0] * q.shape[1],)](
             *call.tensors, call.sink, out, *saved, *call.strides, *out.stride()[:3],
             *call.sizes, form.floor, **call.constants, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
         )  # fmt: skip
@@ -110,9 +110,9 @@ def decode(
     rows, columns, warps, stages = _decode_tile(q, v, heads // k.shape[1] * queries)
     begin = 0 if form.window is None else max(keys - queries - form.window + 1, 0) // columns * columns
     programs = 2 * _processors(q) // (batch * k.shape[1])
-    span = max(MIN_SPLIT, triton.cdiv(keys - begin, max(programs, 1)))
-    span = triton.cdiv(span, columns) * columns
-    splits = triton.cdiv(keys - begin, span)
+    span = max(MIN_SPLIT, -(-(keys - begin) // max(programs, 1)))
+    span = -(-span // columns) * columns
+    splits = -(-(keys - begin) // span)
     parts = torch.empty((batch, heads, queries, splits, width), dtype=torch.float32, device=q.device)
     total, peak = (torch.empty(parts.shape[:-1], dtype=torch.float32, device=q.device) for _ in range(2))
     out = torch.empty((*q.shape[:-1], width), dtype=torch.float32 if precise else q.dtype, device=q.device)

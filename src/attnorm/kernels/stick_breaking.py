@@ -70,7 +70,7 @@ def forward(
     live = torch.empty(live_shape, dtype=torch.int32, device=q.device)
     rows, columns, warps, stages = forward_tile(q, v)
     with call.device:
-        forward_kernel[(triton.cdiv(q.shape[2], rows) * q.shape[0] * q.shape[1],)](
+        forward_kernel[(-(-q.shape[2] // rows) * q.shape[0] * q.shape[1],)](
             *call.tensors, out, spent, later, live, *call.strides, *out.stride()[:3], *call.sizes, **call.constants,
             KEEPS=later.numel() > 0, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
         )  # fmt: skip

@@ -111,7 +111,7 @@ def forward(
         torch.empty(threshold_shape, dtype=torch.float32, device=q.device),
         torch.zeros(live_shape, dtype=torch.uint8, device=q.device),
     )
-    blocks, across = triton.cdiv(queries, rows), triton.cdiv(k.shape[2], columns)
+    blocks, across = -(-queries // rows), -(-k.shape[2] // columns)
     gaps = torch.empty((batch, heads, blocks, across), dtype=torch.float32, device=q.device)
     listed = list_of_tiles(gaps.numel(), q)
     one = MAPS[map]

@@ -126,6 +126,13 @@ class ScaleRule(LogitRule):
         """
         raise NotImplementedError
 
+    def log_length(self) -> tuple[float | Tensor, int] | None:
+        """Return slope and shortest if the factor without given positions is slope * log(max(n, shortest)), else None.
+
+        The slope is one number, or (H,) with one number per head. A kernel computes such a factor beside the product.
+        """
+        return None
+
     def forward(self, block: Block) -> Tensor:
         positions = None if block.given_positions is None else block.positions.query[..., None]
         return self.scaled(block.logits, block.n, positions, block.hidden_states)

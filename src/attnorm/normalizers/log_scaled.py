@@ -33,6 +33,9 @@ class QwenScale(ScaleRule):
         reached = n if positions is None else positions.to(n.dtype) + 1
         return torch.log(reached.clamp(min=1)).div(math.log(self.train_length)).clamp(min=1)
 
+    def log_length(self) -> tuple[float, int]:
+        return 1 / math.log(self.train_length), self.train_length
+
 
 class Llama4Scale(ScaleRule):
     length = "log of the position"

@@ -38,6 +38,9 @@ class LogLengthScale(ScaleRule):
         assert s is not None
         return s * log_n if bias is None else s * log_n + bias
 
+    def log_length(self) -> tuple[Tensor, int] | None:
+        return (self.s, 1) if self.bias is None else None
+
 
 def neutral_s(train_length: int) -> float:
     """The s whose factor s log n is 1 on average over the rows of a causal sequence: 0.1685 at 1024."""
