@@ -119,6 +119,7 @@ for name in (
     "attnorm.training.lm.train",
     "attnorm.training.needle",
     "attnorm.training.retrieval.train",
+    "attnorm.experiments.language_models.stages",
     "attnorm.experiments.clrs_text.workspace",
     "attnorm.analysis.analyze",
     "attnorm.report.plots",
@@ -129,6 +130,9 @@ for name in (
     loaded[name] = sorted(set(sys.modules) - before)
     if name == "attnorm":
         loaded["dir"] = dir(sys.modules["attnorm"])
+        sys.modules["attnorm"].get("hard")
+        loaded["hard"] = sorted(set(sys.modules) - before)
+loaded["checked"] = ["normalize"] if hasattr(sys.modules["attnorm"].normalize, "__wrapped__") else []
 print(json.dumps(loaded))
 """
     return {name: set(found) for name, found in json.loads(run_fresh(script).stdout).items()}
@@ -142,6 +146,13 @@ def test_importing_attnorm_loads_nothing_heavy(loaded: dict[str, set[str]]) -> N
     heavy = {"beartype", "matplotlib", "pyarrow", "rich", "scipy", "transformers", "triton", "typer"}
     assert "attnorm.normalizers" in loaded["attnorm"]
     assert not heavy & loaded["attnorm"]
+    assert not loaded["checked"], "users would pay for the checks of shapes"
+
+
+def test_no_normalizer_is_loaded_that_was_not_asked_for(loaded: dict[str, set[str]]) -> None:
+    some = {f"attnorm.normalizers.{name}" for name in ("asentmax", "stick_breaking", "hard")}
+    assert not some & loaded["attnorm"]
+    assert some & loaded["hard"] == {"attnorm.normalizers.hard"}
 
 
 def test_the_commands_load_neither_the_compiler_nor_transformers_to_show_their_help(
@@ -162,6 +173,7 @@ def test_a_measurement_loads_neither_the_catalogue_of_claims_nor_scipys_distribu
 
 def test_a_machine_that_only_trains_needs_no_library_for_figures_and_tables(loaded: dict[str, set[str]]) -> None:
     assert not {"matplotlib", "pyarrow", "scipy"} & loaded["attnorm.experiments.retrieval.plan"]
+    assert "attnorm.experiments.language_models.stages" in loaded["attnorm.experiments.clrs_text.workspace"]
     assert not {"matplotlib", "pyarrow"} & loaded["attnorm.experiments.clrs_text.workspace"]
 
 

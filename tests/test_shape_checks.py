@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from attnorm.theory.dispersion import entropy_nats
-from tests.fresh import run_fresh
 from tests.shape_checks import check_shapes_in
 
 MODULE = """
@@ -117,8 +116,3 @@ def test_a_marked_test_runs_as_users_do(checked: ModuleType) -> None:
 def test_the_package_is_checked() -> None:
     with pytest.raises(jaxtyping.TypeCheckError, match="weights"):
         entropy_nats(torch.ones(3, dtype=torch.int64))
-
-
-def test_users_pay_for_no_checks() -> None:
-    code = "import sys, attnorm; print('beartype' in sys.modules, hasattr(attnorm.normalize, '__wrapped__'))"
-    assert run_fresh(code).stdout.split() == ["False", "False"]

@@ -65,8 +65,8 @@ def exactly(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(t.detach().double().requires_grad_() for t in tensors)
 
 
-# Triton's front end finds the mistakes that the kernels themselves can hold: names, types, shapes, constants. To lower
-# what it makes to machine code takes nine tenths of the time, and is done at night.
+# Triton's front end finds and verifies the mistakes that the kernels themselves can hold: names, types, shapes,
+# constants. To lower what it makes to machine code takes nine tenths of the time, and is done at night.
 COMPILER = """
 import triton
 from triton.backends.compiler import GPUTarget
@@ -79,13 +79,13 @@ class FrontEndPassed(Exception):
 def stop(*_):
     raise FrontEndPassed
 
-lower = CUDABackend.make_ttgir
+lower = CUDABackend.make_ttir
 
 def compiles(kernel, constants, types, capability=90, *, lowered=LOWERED, **options):
     given = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {name: "constexpr" if name in given else types.get(name, "i32") for name in kernel.arg_names}
     source, target = ASTSource(kernel, signature, constexprs=given), GPUTarget("cuda", capability, 32)
-    CUDABackend.make_ttgir = staticmethod(lower if lowered else stop)
+    CUDABackend.make_ttir = staticmethod(lower if lowered else stop)
     try:
         assert "ptx" in triton.compile(source, target=target, options=options).asm
     except FrontEndPassed:

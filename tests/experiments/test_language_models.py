@@ -48,7 +48,6 @@ from attnorm.models.patch_state import normalizer_of, patched_modules
 from attnorm.training.lm.attention import fastest_attention, in_training
 from attnorm.training.lm.model import build_model
 from attnorm.training.needle import NeedleTask
-from tests.fresh import run_fresh
 from tests.training.conftest import write_text
 
 PUBLISHED = Path(__file__).parents[2] / "docs" / "results"
@@ -456,12 +455,6 @@ def test_texts_may_be_packed_and_several_held_out(tmp_path: Path) -> None:
         ExperimentSubject(texts=(packed, first)).passages()
     with pytest.raises(ValueError, match="--valid"):
         texts_of(ExperimentSubject(texts=(packed,)), tmp_path)
-
-
-@pytest.mark.parametrize("module", ["language_models.stages", "clrs_text.workspace"])
-def test_training_and_measuring_need_no_tables_and_no_figures(module: str) -> None:
-    script = f"import sys, attnorm.experiments.{module}; print({{'pyarrow', 'matplotlib'}} & {{*sys.modules}})"
-    assert run_fresh(script).stdout.strip() == "set()"
 
 
 def test_the_stages_run_by_name(finished: LMWorkspace, texts: tuple[Path, Path, Path], tmp_path: Path) -> None:

@@ -29,7 +29,6 @@ from attnorm.normalizers import (
 from attnorm.normalizers.registry import resolve, resolve_for_call
 from attnorm.normalizers.softmax import Softmax
 from attnorm.normalizers.topk import TopK
-from tests.fresh import run_fresh
 from tests.normalizers.variants import ROW_NAMES
 
 MECHANISMS = [
@@ -291,21 +290,6 @@ def test_the_search_for_entry_points_is_not_repeated_on_every_call() -> None:
     for _ in range(20):
         registry.entries()
     assert (time.perf_counter() - start) / 20 < 1e-3
-
-
-# Lazy.
-
-
-def test_importing_the_package_loads_no_normalizer_that_was_not_asked_for() -> None:
-    code = """
-import sys
-import attnorm.normalizers.registry as registry
-before = {"asentmax", "stick_breaking", "hard"} & {m.rpartition(".")[2] for m in sys.modules}
-registry.get("hard")
-after = {"asentmax", "stick_breaking", "hard"} & {m.rpartition(".")[2] for m in sys.modules}
-print(sorted(before), sorted(after))
-"""
-    assert run_fresh(code).stdout.strip() == "[] ['hard']"
 
 
 def defaults(function: Any) -> dict[str, Any]:
