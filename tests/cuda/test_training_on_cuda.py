@@ -211,9 +211,10 @@ def test_a_captured_image_classifier_has_the_gradients_of_the_step_itself(name: 
             assert float((one - other).norm()) <= 0.02 * float(other.norm())
 
 
-@pytest.mark.parametrize("name", ["softmax", "gaussian", "soft"])
-def test_compiled_layers_of_an_image_classifier_have_the_gradients_of_the_others(name: str) -> None:
-    settings = VisionSettings(layers=2, heads=2, width=64, patch=8, batch=32, normalizer=name)
+@pytest.mark.parametrize(("name", "patch"), [("softmax", 8), ("gaussian", 8), ("soft", 8), ("soft", 1), ("linear", 1)])
+def test_compiled_layers_of_an_image_classifier_have_the_gradients_of_the_others(name: str, patch: int) -> None:
+    """With patches of 1 there are 1,025 tokens: torch 2.11 pads longer strides than 1,024, on a GPU alone."""
+    settings = VisionSettings(layers=2, heads=2, width=64, patch=patch, batch=32, normalizer=name)
     images = generated_textures(train=32, test=32, side=32).train.to(torch.device(DEVICE))
     pixels = as_model_input(images.pixels)
     gradients = []

@@ -105,7 +105,9 @@ def gaussian_logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """
     origin = _origin(k)
     q, k = q - origin, k - origin
-    squares = q.square().sum(-1)[..., :, None] + k.square().sum(-1)[..., None, :]
+    # With keepdim: torch.compile of torch 2.11 reads a sum without it at wrong places where L > 1,024
+    # (https://github.com/pytorch/pytorch/issues/194281).
+    squares = q.square().sum(-1, keepdim=True) + k.square().sum(-1, keepdim=True).transpose(-1, -2)
     return -0.5 * scale * (squares - 2 * product(q, k.transpose(-1, -2))).relu()
 
 
@@ -344,8 +346,8 @@ def segment_means(k: Tensor, visible: Tensor, count: int) -> Tensor:
 def square_means(patches: Tensor, squares: int) -> Tensor:
     """Means of squares x squares parts of a square image's patches (..., L, D), as adaptive_avg_pool2d has them.
 
-    Neighbouring parts overlap where `squares` does not divide the side. Written as a product: torch.compile pools large
-    windows by another operation than small ones, and models with such windows did not learn on a GPU.
+    Neighbouring parts overlap where `squares` does not divide the side. Written as a product: torch.compile of torch
+    2.11 may read pooled windows at wrong places (https://github.com/pytorch/pytorch/issues/179931).
     """
     side = math.isqrt(patches.shape[-2])
     part, place = torch.arange(squares, device=patches.device)[:, None], torch.arange(side, device=patches.device)
