@@ -30,11 +30,11 @@ ROWS = [name for name in attnorm.available() if not isinstance(attnorm.get(name)
 MASKS = ["none", "padding", "full"]
 
 
-def _inputs(lengths: tuple[int, int], heads: tuple[int, int], mask: str, dtype: torch.dtype):
+def _inputs(lengths: tuple[int, int], heads: tuple[int, int], mask: str, dtype: torch.dtype, width: int = 32):
     generator = torch.Generator("cuda").manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, device="cuda", generator=generator).to(dtype)  # noqa: E731
     queries, keys = lengths
-    q, k, v = draw(2, heads[0], queries, 32), draw(2, heads[1], keys, 32), draw(2, heads[1], keys, 32)
+    q, k, v = (draw(2, *size, width) for size in ((heads[0], queries), (heads[1], keys), (heads[1], keys)))
     visible = {"none": None, "padding": (2, 1, 1, keys), "full": (2, 1, queries, keys)}[mask]
     shown = None if visible is None else torch.rand(visible, device="cuda", generator=generator) > 0.3
     return q, k, v, shown
@@ -84,6 +84,17 @@ def test_auto_engine_in_bfloat16_follows_float64(name, lengths, heads, mask, cau
     call = {"mask": shown, "causal": causal}
     found = _values_and_gradients(q, k, v, normalizer, torch.bfloat16, **call)
     expected = _values_and_gradients(q, k, v, normalizer, torch.float64, engine="blocked", **call)
+    _assert_close(found, expected, 3e-2)
+
+
+@pytest.mark.parametrize("name", ["sink", "sigmoid", "topk", "entmax15", "stick_breaking"])  # one per tile table
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_tiles_of_wide_heads_with_a_mask_fit_shared_memory(name, width):
+    """A mask is one more tile in shared memory, which three stages of keys and values of width 128 nearly fill."""
+    normalizer = attnorm.get(name).cuda()
+    q, k, v, shown = _inputs((256, 256), (4, 4), "full", torch.bfloat16, width)
+    found = _values_and_gradients(q, k, v, normalizer, torch.bfloat16, mask=shown)
+    expected = _values_and_gradients(q, k, v, normalizer, torch.float64, engine="blocked", mask=shown)
     _assert_close(found, expected, 3e-2)
 
 

@@ -79,7 +79,7 @@ def forward(
     map_ = MAPS[form.map]
     scaled = map_.reference != Reference.NONE
     saved = Saved(*(call.rows(used) for used in (scaled, map_.normalised and not scaled)))
-    rows, columns, warps, stages = _forward_tile(q, v, scaled)
+    rows, columns, warps, stages = _forward_tile(q, v, scaled, mask is not None)
     with call.device:
         forward_kernel[(-(-q.shape[-2] // rows) * q.shape[0] * q.shape[1],)](
             *call.tensors, call.sink, out, *saved, *call.strides, *out.stride()[:3],
@@ -88,15 +88,18 @@ def forward(
     return out, saved
 
 
-def _forward_tile(q: Tensor, v: Tensor, scaled: bool) -> tuple[int, int, int, int]:
-    """Rows, columns, warps, stages: the fastest of six or more on an H200 in bfloat16. float32 needs more memory."""
+def _forward_tile(q: Tensor, v: Tensor, scaled: bool, masked: bool) -> tuple[int, int, int, int]:
+    """Rows, columns, warps, stages: the fastest of six or more on an H200 in bfloat16. float32 needs more memory.
+
+    Three stages of keys and values of width 128 fill the shared memory, so that a mask leaves two.
+    """
     width = max(padded(q), padded(v))
     if q.dtype == torch.float32:
         return (64, 32, 4, 2) if width <= 64 else (32, 32, 4, 2)
     if width <= 64:
         return 128, 64, 4, 3
     if width <= 128:
-        return (128, 128, 8, 3) if scaled else (128, 64, 4, 2)
+        return (128, 128, 8, 2 if masked else 3) if scaled else (128, 64, 4, 2)
     return 64, 32, 4, 2
 
 
