@@ -110,10 +110,10 @@ def test_rows_of_normal_logits_are_found_in_one_pass(monkeypatch: pytest.MonkeyP
     left: list[Tensor] = []
     launch = extremes.search
 
-    def launch_and_look(kernel: Any, *tensors_and_form: Any, **constants: Any) -> None:
-        launch(kernel, *tensors_and_form, **constants)
+    def launch_and_look(kernel: Any, *arguments: Any, **constants: Any) -> None:
+        launch(kernel, *arguments, **constants)
         if "FAST" in constants:
-            left.append(~tensors_and_form[4][2].isnan()[0, 0].cpu())
+            left.append(~arguments[1][2].isnan()[0, 0].cpu())
 
     monkeypatch.setattr(extremes, "search", launch_and_look)
     monkeypatch.setattr(extremes, "lists_tile", lambda q: (64, 128, 4, 2))

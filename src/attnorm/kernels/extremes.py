@@ -39,7 +39,7 @@ from attnorm.kernels.blocks import (
     tile_of_head,
 )
 from attnorm.kernels.launch import device_of, in_rows, padded
-from attnorm.kernels.maps import LN2, LOG2E
+from attnorm.kernels.maps import LN2
 from attnorm.kernels.one_pass import Form, OnePassLaunch
 from attnorm.kernels.order_statistics import number_of, ordered
 from attnorm.kernels.top_lists import LOWEST, kth_of_lists
@@ -51,7 +51,8 @@ def extreme_logits(
     """Return smallest and largest logit of each row, (B, H, Q), 0 for rows without keys, and the first such keys."""
     low_key, high_key = (torch.empty(q.shape[:3], dtype=torch.int32, device=q.device) for _ in range(2))
     low, high = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
-    search(extremes_kernel, q, k, mask, factor, (low_key, high_key, low, high), form, search_tile(q))
+    call = OnePassLaunch.of(q, k, k, mask, factor, None, None, None, None, form)
+    search(extremes_kernel, call, (low_key, high_key, low, high), search_tile(q))
     return low, high, low_key, high_key
 
 
@@ -71,18 +72,17 @@ def sum_by_key(rows: Tensor, index: Tensor, keys: int, groups: int) -> Tensor:
 
 
 def search(
-    kernel: Any, q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, rows_of: tuple[Tensor, ...],
-    form: Form, tile: tuple[int, int, int, int], rows_per_program: int | None = None, **more_constants: int,
+    kernel: Any, call: OnePassLaunch, rows_of: tuple[Tensor, ...], tile: tuple[int, int, int, int],
+    rows_per_program: int | None = None, **more_constants: int,
 ) -> None:  # fmt: skip
     """Launch a kernel that reads queries and keys and writes numbers of rows."""
-    call = OnePassLaunch.of(q, k, k, mask, factor, None, None, None, None, form)
     rows, columns, warps, stages = tile
-    q_in, k_in, _, mask_in, factor_in, *_ = call.tensors
+    q, k, _, mask, factor, *_ = call.tensors
+    *sizes, _, scale, cap = call.sizes
     names = ("CAPPED", "FACTORED", "CAUSAL", "WINDOWED", "MASKED", "PRECISION", "WIDTH", "FULL")
     with call.device:
         kernel[(-(-q.shape[-2] // (rows_per_program or rows)) * q.shape[0] * q.shape[1],)](
-            q_in, k_in, mask_in, factor_in, *rows_of, *call.strides[:6], *call.strides[9:],
-            *call.lengths, form.window or 0, q.shape[-1], form.scale * LOG2E.value, (form.softcap or 1.0) * LOG2E.value,
+            q, k, mask, factor, *rows_of, *call.strides[:6], *call.strides[9:], *sizes, scale, cap,
             **{name: call.constants[name] for name in names}, **more_constants, ROWS=rows, COLUMNS=columns,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
@@ -196,20 +196,17 @@ def top_k_cutoff(
     most: the largest count of all rows. It chooses the kernel and may be too large.
     """
     cutoff = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    call = OnePassLaunch.of(q, k, k, mask, factor, None, None, None, None, form)
     rows_of = count.contiguous(), cutoff
     tile = lists_tile(q) if most <= MOST_LISTED else None
     if tile is None:
-        search(kth_largest, q, k, mask, factor, rows_of, form, search_tile(q))
+        search(kth_largest, call, rows_of, search_tile(q))
         return cutoff
     largest, listed = torch.empty_like(cutoff), torch.empty(q.shape[:3], dtype=torch.int32, device=q.device)
-    search(
-        kth_of_lists, q, k, mask, factor, (*rows_of, largest), form, tile,
-        PARTS=max(1, tile[2] * 16 // tile[0]), FAST=q.is_cuda,
-    )  # fmt: skip
-    search(
-        kth_of_lost_rows, q, k, mask, factor, (*rows_of, largest, listed), form, lost_rows_tile(q),
-        rows_per_program=GATHERED, CHUNK=GATHERED,
-    )  # fmt: skip
+    parts = max(1, tile[2] * 16 // tile[0])
+    search(kth_of_lists, call, (*rows_of, largest), tile, PARTS=parts, FAST=q.is_cuda)
+    numbers = (*rows_of, largest, listed)
+    search(kth_of_lost_rows, call, numbers, lost_rows_tile(q), rows_per_program=GATHERED, CHUNK=GATHERED)
     return cutoff
 
 
