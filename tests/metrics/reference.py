@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.nested_sets import NEAR_TIE, NEAR_WEIGHT
 from attnorm.metrics.normalized import RowsBlock
 from attnorm.normalizers.block import Positions
 from attnorm.normalizers.contract import Normalizer, ScaleRule
@@ -211,9 +212,6 @@ def vector_numbers(weights: Tensor, vectors: Tensor, N: int) -> dict[str, float]
     inside, outside = order[:N], order[N:]
     s, A = y[inside].sum(0), a[inside].sum()
     distances = (y - s).norm(dim=-1)
-    closeness = 2 * y @ s - y.square().sum(
-        -1
-    )  # ||s||^2 - ||y - s||^2, where the distances differ by less than rounding
     farthest = (x[outside][:, None] - x[inside][None]).norm(dim=-1).max()
     share = N / (n - 1)
     others = y.sum(0) - y
@@ -230,9 +228,27 @@ def vector_numbers(weights: Tensor, vectors: Tensor, N: int) -> dict[str, float]
         "random_printed": (n - N) / n * misprinted,
         "random_lower": (n - N) / n * mean.norm(dim=-1).sum(),
         "random_upper": (n - N) / n * (mean.square().sum(-1) + variance).sqrt().sum(),
-        "separability": (closeness[inside] >= closeness[outside].max()).double().mean(),
+        "separability": _separability(a, x, order, N),
     }
     return {name: float(value) for name, value in numbers.items()}
+
+
+def _separability(a: Tensor, x: Tensor, order: Tensor, N: int) -> Tensor:
+    """N_s / N; near ties count in part, as metrics/nested_sets.py defines."""
+
+    def share(order: Tensor, weights: Tensor) -> Tensor:  # weights[k] belongs to key order[k]
+        y, longest = weights[:, None] * x[order], x.norm(dim=-1).max()
+        s = y[:N].sum(0)
+        closeness = 2 * y @ s - y.square().sum(-1)
+        size = weights.abs() * longest * (2 * s.norm() + weights.abs() * longest)
+        behind = (closeness[:N] - closeness[N:].max()).clamp(max=0)
+        return (1 + torch.where(behind == 0, 0.0, behind / (NEAR_TIE * size[:N]))).clamp(min=0).mean()
+
+    weights = a[order]
+    gap = (1 - weights[N] / weights[N - 1]).abs() if weights[N - 1] != 0 else torch.ones(())
+    other = ((1 - gap / NEAR_WEIGHT) / 2).clamp(min=0)
+    exchanged = torch.cat([order[: N - 1], order[[N, N - 1]], order[N + 1 :]])
+    return (1 - other) * share(order, weights) + other * share(exchanged, weights)
 
 
 def _drawn_variance(y: Tensor, N: int) -> Tensor:

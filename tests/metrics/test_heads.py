@@ -86,6 +86,19 @@ def test_sensitivity_against_temperature(choice: str | None) -> None:
     assert (found["gain_0.001"] <= norm * 1.05 + 1e-9)[~norm.isnan()].all()
 
 
+@pytest.mark.parametrize("choice", [None, "entmax15"])
+def test_small_steps_lose_no_digits_in_float32(choice: str | None) -> None:
+    rows, temperatures, epsilons = torch.tensor([10, 32]), (0.1, 1.0), (10.0, 1e-3, 0.1)
+    found, expected = (
+        next(iter(measure_sensitivity(call, [choice], rows, temperatures, epsilons, generator).values()))
+        for call, generator in (
+            (call, torch.Generator().manual_seed(0)) for call in (CALLS["causal"], in_float64(CALLS["causal"]))
+        )
+    )
+    for name, atol in {"gain_0.001": 1e-6, "gain_0.1": 5e-6, "gain_10": 1e-6}.items():
+        torch.testing.assert_close(found[name].double(), expected[name], rtol=0, atol=atol)
+
+
 def test_gains_are_the_finite_differences_in_the_direction_drawn_for_the_row() -> None:
     call = in_float64(make_call(7, 19, batch=1, causal=False, kind="cross"))
     rows, temperatures, epsilons = torch.tensor([1, 4]), (0.5, 2.0), (1e-3, 10.0)

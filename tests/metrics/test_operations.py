@@ -83,8 +83,9 @@ def test_more_sets_temperatures_and_steps_take_no_more_operations(call: Attentio
     def sensitivity(temperatures: Sequence[float], epsilons: Sequence[float]) -> int:
         return operators(lambda: measure_sensitivity(call, [None], ROWS, temperatures, epsilons, generators()))
 
-    assert vectors((1, 2, 4, 8, 16, 32)) - vectors((1, 32)) <= 4 * 6  # the gaps among selected keys, one N at a time
-    assert sensitivity(TEMPERATURES, EPSILONS) == sensitivity((1.0, 2.0), (0.1,))
+    # gaps among selected keys and exchanged keys, one N at a time
+    assert vectors((1, 2, 4, 8, 16, 32)) - vectors((1, 32)) <= 4 * 9
+    assert sensitivity(TEMPERATURES, EPSILONS) == sensitivity((1.0, 2.0), (1e-3, 0.1))
 
 
 @pytest.mark.parametrize("choice", ["ssmax", "sigmoid"])

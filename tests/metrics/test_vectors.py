@@ -77,7 +77,7 @@ def test_the_heaviest_key_is_the_closest_to_itself_however_close_the_others_are(
     value.copy_(value[:, :, :1] * (1 + 1e-4 * value))  # so float32 rounds away what is left of the distances
     found = measure_vectors(call, [None], torch.arange(8, 33), (1,))["model"]
     for name in ("separability", "separability_sphere"):
-        assert set(found[name][~found[name].isnan()].tolist()) == {1.0}
+        assert found[name][~found[name].isnan()].min() > 0.999
 
 
 def test_layer_inputs_in_the_place_of_values() -> None:

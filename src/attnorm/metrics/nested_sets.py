@@ -5,6 +5,16 @@ contain each other. So everything that does not depend on N is computed once, an
 short rows take as long as the launches of their operations. The null needs many random draws; the row itself is
 computed as one more of them.
 
+theory/ counts the keys that are distinguishable. Such a count jumps where two keys are equally close, or two weights
+equal; the inputs of two devices differ by 1e-6, so some count differs on any model. Here near ties count in part, and
+the result is continuous:
+
+- a selected key that is farther than the nearest one outside counts 1 - (nearest - q_i) / t_i, at least 0. t_i is
+  NEAR_TIE times the size of the terms that cancel in q_i, a_i M (2 ||s|| + a_i M), with M the length of the longest
+  vector that the row sees;
+- where the last selected weight and the next one differ by a share g < NEAR_WEIGHT, the set with these two exchanged
+  counts with the share (1 - g / NEAR_WEIGHT) / 2.
+
 Shape letters: g sets of vectors, r rows that share one, w keys, E width, N sizes, m the most selected keys.
 """
 
@@ -30,6 +40,8 @@ from attnorm.theory.selection import (
 )
 
 PROPER = 1e-4  # tolerance for rows of weights that sum to 1
+NEAR_TIE = 5e-4  # relative difference of closeness below which a key counts in part
+NEAR_WEIGHT = 3e-3  # relative difference of weights below which two sets are mixed
 
 
 @dataclass(frozen=True)
@@ -264,12 +276,42 @@ def draw_permutations(
     return targets
 
 
+def ranked_keys(rows: NestedSets) -> tuple[Tensor, Tensor]:
+    """Return the keys of each row, heaviest first; and for each key of rank k, the k-th visible key: (g, r, w).
+
+    A permutation that is indexed by rank gives the same null whichever of two nearly equal weights is larger.
+    """
+    numbers = rows.weights if rows.log_weights is None else rows.log_weights
+    order = top_n_indices(numbers, numbers.shape[-1], rows.visible)
+    in_order = rows.visible.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices
+    return order, torch.empty_like(order).scatter_(-1, order, in_order)
+
+
+def exchange_near_ties(rows: NestedSets, order: Tensor) -> tuple[Tensor, Tensor]:
+    """Exchange the last key of each set of N with the next one where their weights are nearly equal.
+
+    Return the share of the exchanged set, (g, r, N): 1/2 for equal weights, 0 if they differ by NEAR_WEIGHT; and the
+    new index of every key, (g, r, w).
+    """
+    next_rank = rows.top_n.long()
+    numbers = rows.weights if rows.log_weights is None else rows.log_weights
+    last, following = (numbers.gather(-1, order.index_select(-1, rank)) for rank in (next_rank - 1, next_rank))
+    gap = 1 - following / last if rows.log_weights is None else -torch.expm1(following - last)
+    share = ((1 - gap.abs() / NEAR_WEIGHT) / 2).clamp(min=0).nan_to_num(0.0)
+    near, exchanged = (share > 0).unsqueeze(-1), order.clone()
+    for index, N in enumerate(rows.sizes):
+        pair = exchanged[..., N - 1 : N + 1]
+        pair.copy_(torch.where(near[..., index, :], pair.flip(-1), pair))
+    return share, torch.empty_like(order).scatter_(-1, order, exchanged)
+
+
 def separabilities(rows: SelectedRows, targets: Tensor, top_n: Sequence[int]) -> Tensor:
     """Return the separability N_s / N of the vectors, unchanged and on the sphere: (..., d, r, 2, len(top_n)).
 
     rows: r rows for each set of vectors (..., w, E), with at least as many selected keys as the largest N. targets
     (..., d, r, w): the new index of every key in each of d draws. The result is meaningless for rows with n <= N. Keys
     are compared by their closeness to the context vector (theory.selection): first those in no set, then the others.
+    Near ties count in part (see the top of this file).
     """
     x, heaviest = near_one(rows.vectors), rows.indices
     selected = targets.gather(-1, heaviest.unsqueeze(-3).expand(*targets.shape[:-1], -1))
@@ -301,16 +343,32 @@ def separabilities(rows: SelectedRows, targets: Tensor, top_n: Sequence[int]) ->
 
     factors, units = _in_units_of_each(rows, inside)
     # Many small products: without a copy, torch on ARM takes ten times as long.
-    along = (points @ context.mT.contiguous()).mT.unflatten(-2, (2, -1))  # (..., d, r, 2, N, m)
+    twice_along = (points @ (2 * context).mT.contiguous()).mT.unflatten(-2, (2, -1))  # (..., d, r, 2, N, m)
     squares = lengths.squeeze(-1).square()[..., None, None, :]
-    q = factors[..., None, :, None, :, :] * of_kind * (2 * along - of_chosen * squares)
+    q = twice_along.sub_(of_chosen * squares).mul_(of_kind).mul_(factors[..., None, :, None, :, :])
     not_outside = inside | ~rows.visible.gather(-1, heaviest)[..., None, :, None, None, :]
     among_chosen = q.masked_fill(not_outside, -torch.inf).amax(-1)
     # -inf where no key lies beyond the selected ones
     nearest = torch.where(nearest.isfinite(), nearest * units[..., None, :, None, :], nearest)
     nearest = torch.maximum(nearest, among_chosen).unsqueeze(-1)
-    distinguishable: Tensor = ((q >= nearest) & inside).sum(-1, dtype=x.dtype) / sizes
+    length: Tensor = torch.linalg.vector_norm(context, dim=-1, keepdim=True)
+    tolerance = _tolerance(rows, factors, norms, kinds, length.unflatten(-2, (2, -1)))
+    short = q.sub_(nearest).div_(tolerance).clamp_(-1, 0).masked_fill_(~inside, 0)  # 0 at keys that count, -1 at others
+    distinguishable: Tensor = (sizes + short.sum(-1)) / sizes
     return distinguishable
+
+
+def _tolerance(rows: SelectedRows, factors: Tensor, norms: Tensor, kinds: Tensor, length: Tensor) -> Tensor:
+    """Return NEAR_TIE times the size of the terms that cancel in q_i of each selected key, (..., d, r, 2, N, m).
+
+    factors (..., r, N, m) as q has them, norms (..., w), kinds (..., 2, w), length of s (..., d, r, 2, N, 1).
+    """
+    lengths = (kinds * norms.unsqueeze(-2)).unsqueeze(-3).masked_fill(~rows.visible.unsqueeze(-2), 0.0)
+    longest = lengths.amax(-1)[..., None, :, :, None, None]  # (..., 1, r, 2, 1, 1)
+    shares = relative_weights(rows.weights, rows.visible, rows.log_weights).gather(-1, rows.indices).abs()
+    weight = NEAR_TIE * factors.abs()[..., None, :, None, :, :] * longest
+    own = weight * longest * shares[..., None, :, None, None, :]
+    return torch.addcmul(own, weight, length, value=2).clamp_(min=torch.finfo(norms.dtype).tiny)
 
 
 def _gather_keys(numbers: Tensor, selected: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ from attnorm.theory.selection import at_least_float32
 KEY_BY_KEY = (Sigmoid, Relu, ThresholdRelu)
 THRESHOLD = (Softmax, Hard, Entmax, Kneemax)
 POWER_ROWS = 8  # rows per head for power iteration, including the last row
+SMALL_STEP = 0.01  # steps below it are measured in float64
 GPU_ELEMENTS = 2**25  # weights to compute at once on a GPU, over several temperatures and steps
 
 
@@ -195,23 +196,45 @@ def _numbers(
     few: rows of the block for power iteration, if the map has no closed form.
     """
     logits = view.logits[0]
-    steps, T = (_column(values, logits) for values in ((0.0, *epsilons), temperatures))
-    moved = torch.addcmul(logits, steps, directions[0])  # (1 + E, h, r, w)
-    numbers = logits.new_empty(len(steps), *logits.shape[:-1], len(temperatures))
-    at_once = max(1, GPU_ELEMENTS // moved.numel()) if runs_asynchronously(logits) else 1
+    T = _column(temperatures, logits)
+    small, large = ([eps for eps in epsilons if (eps < SMALL_STEP) == is_small] for is_small in (True, False))
+    # The difference of two weights loses digits, and division by a small step multiplies what is lost.
+    precise = torch.float64 if small else logits.dtype
+    near = _moved(logits.to(precise), (0.0, *small), directions[0])
+    far = _moved(logits, large, directions[0])
+    numbers = logits.new_empty(1 + len(epsilons), *logits.shape[:-1], len(temperatures))
+    at_once = max(1, GPU_ELEMENTS // (near.numel() + far.numel())) if runs_asynchronously(logits) else 1
+
+    def weights_at(moved: Tensor, T: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits and weights, (T, steps, h, r, w)."""
+        cooled = moved / T.to(moved.dtype).unsqueeze(1)
+        return cooled, normalizer.weights(view.with_logits(cooled.flatten(0, 1))).unflatten(0, cooled.shape[:2])
+
+    def gains(weights: Tensor, base: Tensor, steps: Sequence[float]) -> Tensor:
+        change: Tensor = torch.linalg.vector_norm(weights - base, dim=-1)
+        return (change / _column(steps, change).squeeze(-1)).to(logits.dtype)
 
     def measure(columns: range) -> None:
         for start in range(columns.start, columns.stop, at_once):
             batch = slice(start, min(start + at_once, columns.stop))
-            cooled = moved / T[batch].unsqueeze(1)  # (T, 1 + E, h, r, w)
-            weights = normalizer.weights(view.with_logits(cooled.flatten(0, 1))).unflatten(0, cooled.shape[:2])
-            norms = _norms(normalizer, view, cooled[:, 0], weights[:, 0], few) / T[batch].squeeze(-1)
-            change: Tensor = torch.linalg.vector_norm(weights[:, 1:] - weights[:, :1], dim=-1)
-            gains = change / steps[1:].squeeze(-1)
-            numbers[..., batch] = torch.cat([norms.unsqueeze(1), gains], 1).movedim(0, -1)
+            cooled, weights = weights_at(near, T[batch])
+            base = weights[:, :1].to(logits.dtype)
+            norms = _norms(normalizer, view, cooled[:, 0].to(logits.dtype), base[:, 0], few) / T[batch].squeeze(-1)
+            parts = [norms.unsqueeze(1), gains(weights[:, 1:], weights[:, :1], small)]
+            if large:
+                parts.append(gains(weights_at(far, T[batch])[1], base, large))
+            numbers[..., batch] = torch.cat(parts, 1).movedim(0, -1)
 
     in_threads(measure, len(temperatures), logits.device)
-    return numbers
+    measured = (*small, *large)
+    if measured == tuple(epsilons):
+        return numbers
+    return torch.stack([numbers[0], *(numbers[1 + measured.index(eps)] for eps in epsilons)])
+
+
+def _moved(logits: Tensor, steps: Sequence[float], direction: Tensor) -> Tensor:
+    """Return the logits (h, r, w), moved by each step in the direction: (steps, h, r, w)."""
+    return torch.addcmul(logits, _column(steps, logits), direction.to(logits.dtype))
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:

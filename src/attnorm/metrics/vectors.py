@@ -16,7 +16,15 @@ from torch.nn.functional import pad
 
 from attnorm.engines.execution import each_in_a_thread, in_threads, runs_asynchronously, sent_to
 from attnorm.metrics.call import AttentionCall, LogitBlock, known_n, logit_blocks, padded_keys
-from attnorm.metrics.nested_sets import NestedSets, distances, draw_permutations, separabilities, theorem2
+from attnorm.metrics.nested_sets import (
+    NestedSets,
+    distances,
+    draw_permutations,
+    exchange_near_ties,
+    ranked_keys,
+    separabilities,
+    theorem2,
+)
 from attnorm.metrics.normalized import Choice, resolve_normalizers, rows_block, weights_and_logs
 from attnorm.metrics.sampling import Source, evenly_spaced, sources_of
 from attnorm.theory.selection import SelectedRows, at_least_float32
@@ -28,7 +36,7 @@ Vectors = Literal["values", "inputs"]
 # Number of rows for separability and its null: every permutation takes as long as all other metrics together.
 NULL_ROWS = 16
 # Number of weights to permute at a time: for one set of vectors on a CPU, for several on a GPU.
-NULL_ELEMENTS = 2**19
+NULL_ELEMENTS = 2**20
 GPU_NULL_ELEMENTS = 2**23
 NUMBERS = (
     "d_tilde",
@@ -229,15 +237,19 @@ def _measure_groups(
 def _separabilities(rows: NestedSets, targets: Tensor, owner: Tensor) -> Tensor:
     """Return separability of rows (g, p l, w) and its null in d draws: (g, 1 + d, p l, 2, N), the row itself first.
 
+    The row itself is the mean of two sets where the last selected weight and the next one are nearly equal.
+
     targets (d, s, l, w): the new key of every key; owner (g p,): which of the s each head has.
     """
     selected = rows.selected()
     groups, count, keys = rows.weights.shape
+    order, places = ranked_keys(rows)
     itself = torch.arange(keys, device=targets.device).expand(1, 1, count, keys)
+    near, exchanged = exchange_near_ties(rows, order)
     targets = targets.transpose(0, 1)  # (s, d, l, w)
     of_set = count * keys
     if runs_asynchronously(targets):
-        draws_at_once = min(max(1, GPU_NULL_ELEMENTS // of_set), targets.shape[1])
+        draws_at_once = min(max(1, GPU_NULL_ELEMENTS // of_set), 2 + targets.shape[1])
         sets_at_once = max(1, GPU_NULL_ELEMENTS // (of_set * draws_at_once))
     else:
         draws_at_once, sets_at_once = max(1, NULL_ELEMENTS // of_set), 1
@@ -254,12 +266,13 @@ def _separabilities(rows: NestedSets, targets: Tensor, owner: Tensor) -> Tensor:
             log_weights=None if selected.log_weights is None else selected.log_weights[batch],
         )
         heads = owner[start * per_group : (start + sets_at_once) * per_group]
-        # Keys may be equally close to 7 digits, and a wrong count of one row is a wrong result; the null averages many.
-        exact = separabilities(alone.double(), itself.expand(len(alone.weights), -1, -1, -1), rows.sizes)
         of_heads = targets.index_select(0, heads).unflatten(0, (-1, per_group))  # (g, p, d, l, w)
         permuted = of_heads.transpose(1, 2).flatten(2, 3).long()
-        parts = [separabilities(alone, part, rows.sizes) for part in permuted.split(draws_at_once, 1)]
-        separability_parts.append(torch.cat([exact.to(alone.weights.dtype), *parts], 1))
+        permuted = permuted.gather(-1, places[batch, None].expand(permuted.shape))
+        drawn = torch.cat([itself.expand(len(permuted), -1, -1, -1), exchanged[batch, None], permuted], 1)
+        parts = [separabilities(alone, part, rows.sizes) for part in drawn.split(draws_at_once, 1)]
+        row, other, null = torch.cat(parts, 1).split([1, 1, permuted.shape[1]], 1)
+        separability_parts.append(torch.cat([torch.lerp(row, other, near[batch, None, :, None]), null], 1))
     return torch.where((rows.n > rows.top_n)[:, None, :, None], torch.cat(separability_parts), torch.nan)
 
 
