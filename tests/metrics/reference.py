@@ -228,12 +228,12 @@ def vector_numbers(weights: Tensor, vectors: Tensor, N: int) -> dict[str, float]
         "random_printed": (n - N) / n * misprinted,
         "random_lower": (n - N) / n * mean.norm(dim=-1).sum(),
         "random_upper": (n - N) / n * (mean.square().sum(-1) + variance).sqrt().sum(),
-        "separability": _separability(a, x, order, N),
+        "separability": separability(a, x, order, N),
     }
     return {name: float(value) for name, value in numbers.items()}
 
 
-def _separability(a: Tensor, x: Tensor, order: Tensor, N: int) -> Tensor:
+def separability(a: Tensor, x: Tensor, order: Tensor, N: int) -> Tensor:
     """N_s / N; near ties count in part, as metrics/nested_sets.py defines."""
 
     def share(order: Tensor, weights: Tensor) -> Tensor:  # weights[k] belongs to key order[k]
