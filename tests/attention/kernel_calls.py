@@ -66,7 +66,8 @@ def exactly(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 # Triton's front end finds and verifies the mistakes that the kernels themselves can hold: names, types, shapes,
-# constants. To lower what it makes to machine code takes nine tenths of the time, and is done at night.
+# constants. To lower what it makes to machine code takes nine tenths of the time, and is done at night, as other
+# constants of the same kernel are.
 COMPILER = """
 import triton
 from triton.backends.compiler import GPUTarget
@@ -79,9 +80,13 @@ class FrontEndPassed(Exception):
 def stop(*_):
     raise FrontEndPassed
 
-lower = CUDABackend.make_ttir
+triton.runtime.cache.triton_key = lambda: triton.__version__  # or it hashes the libraries, a third of the time
+lower, compiled = CUDABackend.make_ttir, set()
 
 def compiles(kernel, constants, types, capability=90, *, lowered=LOWERED, **options):
+    if kernel in compiled and not lowered:
+        return
+    compiled.add(kernel)
     given = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {name: "constexpr" if name in given else types.get(name, "i32") for name in kernel.arg_names}
     source, target = ASTSource(kernel, signature, constexprs=given), GPUTarget("cuda", capability, 32)

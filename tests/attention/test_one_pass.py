@@ -490,7 +490,7 @@ variances = (row_spread.row_variance, row_spread.variance_backward_queries, row_
 every_kernel = (*attention, *searches, *entropies, *variances)
 tiles = dict.fromkeys(("WIDTH", "V_WIDTH", "ROWS", "COLUMNS"), 32)
 for capability, known, kernels in (
-    (80, constants, attention), (90, constants, every_kernel), (90, frozen_factor, attention)
+    (90, constants, every_kernel), (80, constants, attention), (90, frozen_factor, attention)
 ):
     known = dict(ENTROPY=capability == 90) | known | tiles
     for kernel in kernels:

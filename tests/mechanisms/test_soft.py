@@ -250,7 +250,7 @@ def test_learned_landmarks_have_the_width_and_the_heads_of_the_layer() -> None:
             attnorm.attention(q, k, v, Soft(**options).double(), causal=True)
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_a_compiled_vmap_over_learned_landmarks_works_without_their_gradient(
     causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,9 +396,9 @@ def test_squares_that_do_not_fit(options: dict[str, int], keys: int, message: st
 @pytest.mark.parametrize(
     ("name", "options", "causal"),
     [
-        ("soft", {"landmarks": 8}, False),
+        pytest.param("soft", {"landmarks": 8}, False, marks=pytest.mark.nightly),
         ("soft", {"landmarks": 8, "normalised": True}, False),
-        ("linear", {}, False),
+        pytest.param("linear", {}, False, marks=pytest.mark.nightly),
         ("linear", {}, True),
     ],
 )
