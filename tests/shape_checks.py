@@ -15,7 +15,7 @@ import torch
 from jaxtyping import jaxtyped
 
 # How many calls of a function are checked in each test: later ones bring other values and rarely other shapes.
-most_calls: float = 10
+most_calls: float = 3
 _calls: Counter[Callable[..., Any]] = Counter()
 
 # int is accepted for float, as static type checkers do.
