@@ -231,31 +231,29 @@ def _blocks(rows: RowStatistics, longest_bin: tuple[int, int]) -> Columns:
     count = min(BLOCKS, len(used) // MIN_BLOCK_ROWS)
     chunks = np.array_split(used, count) if count > 1 else []
 
-    def over_chunks(measure: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """Return one number per head and chunk, (heads x chunks,), heads outermost."""
-        return np.stack([measure(chunk) for chunk in chunks], axis=1).ravel() if chunks else np.zeros(0)
+    def over_chunks(measure: Callable[[np.ndarray], np.ndarray], values: np.ndarray) -> np.ndarray:
+        """Return one number per head and chunk, (..., heads x chunks), heads outermost."""
+        found = [measure(values[..., chunk]) for chunk in chunks]
+        return np.stack(found, axis=-1).reshape(*values.shape[:-2], -1) if chunks else np.zeros((*values.shape[:-2], 0))
 
-    columns: Columns = {
+    values = np.where(inside, np.stack([by_head(rows.values[name]) for name in BLOCK_METRICS]), np.nan)
+    norms = values[BLOCK_METRICS.index("jacobian_norm")]
+    return {
         "head": np.repeat(np.arange(heads), len(chunks)),
         "block": np.tile(np.arange(len(chunks)), heads),
-        "rows": over_chunks(lambda chunk: inside[:, chunk].sum(1)).astype(np.int64),
+        "rows": over_chunks(lambda chunk: chunk.sum(-1), inside).astype(np.int64),
+        **dict(zip(BLOCK_METRICS, over_chunks(partial(_quantile, share=0.5), values), strict=True)),
+        BLOCK_NORM: over_chunks(partial(_quantile, share=0.75), norms),
     }
-    for name in BLOCK_METRICS:
-        values = np.where(inside, by_head(rows.values[name]), np.nan)
-        columns[name] = over_chunks(partial(_quantile, values, 0.5))
-        if name == "jacobian_norm":
-            columns[BLOCK_NORM] = over_chunks(partial(_quantile, values, 0.75))
-    return columns
 
 
-def _quantile(values: np.ndarray, share: float, chunk: np.ndarray) -> np.ndarray:
-    """Return the linear quantile of each head's numbers in the chunk without NaN; NaN if none is left."""
-    ordered = np.sort(values[:, chunk], axis=1)  # NaN comes last
-    count = (~np.isnan(ordered)).sum(1)
+def _quantile(values: np.ndarray, share: float) -> np.ndarray:
+    """Return the linear quantile of the last axis without NaN; NaN if none is left."""
+    ordered = np.sort(values, axis=-1)  # NaN comes last
+    count = (~np.isnan(ordered)).sum(-1)
     position = share * np.maximum(count - 1, 0)
     low, high = np.floor(position).astype(int), np.ceil(position).astype(int)
-    heads = np.arange(len(ordered))
-    below, above = ordered[heads, low], ordered[heads, high]
+    below, above = (np.take_along_axis(ordered, index[..., None], -1)[..., 0] for index in (low, high))
     with np.errstate(invalid="ignore"):  # inf - inf: the quantile is infinite
         between = np.where(below == above, below, below + (position - low) * (above - below))
     return np.where(count > 0, between, np.nan)

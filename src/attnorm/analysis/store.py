@@ -220,7 +220,7 @@ def _seal_of(content: Mapping[str, Any]) -> str:
 
 def _parquet(table: pa.Table) -> bytes:
     buffer = io.BytesIO()
-    pq.write_table(table, buffer, compression="zstd")
+    pq.write_table(table, buffer, compression="zstd", use_dictionary=False)  # numbers seldom repeat
     return buffer.getvalue()
 
 

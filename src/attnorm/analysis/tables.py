@@ -385,18 +385,32 @@ def _average_windows(name: str, table: pa.Table) -> pa.Table:
     order = np.argsort(owner, kind="stable")
     slot = np.zeros(len(owner), dtype=np.int64)  # number of a row among those with the same keys
     slot[order] = np.arange(len(owner)) - np.searchsorted(owner[order], owner[order])
-    columns = []
+    names_of_reduction: dict[Reduce, list[str]] = {}
     for field in table.schema:
-        if field.name in keys or not (pa.types.is_floating(field.type) or pa.types.is_integer(field.type)):
-            columns.append(table[field.name].combine_chunks().take(pa.array(first)))
-            continue
-        stacked = np.full((len(group_of_key), int(slot.max(initial=0)) + 1), np.nan)
-        stacked[owner, slot] = _floats(table, field.name)
-        reduced = _reduce_windows(field.name, stacked)
-        if field.name in _ERRORS:
-            stacked[owner, slot] = _floats(table, "separability") - _floats(table, "separability_null")
-            reduced = np.fmax(reduced, _error_between_windows(stacked))
-        columns.append(pa.array(reduced.astype(np.int64) if pa.types.is_integer(field.type) else reduced, field.type))
+        if field.name not in keys and (pa.types.is_floating(field.type) or pa.types.is_integer(field.type)):
+            names_of_reduction.setdefault(_reduction(field.name), []).append(field.name)
+
+    def by_window(numbers: np.ndarray) -> np.ndarray:
+        """Return numbers of the table's rows as (..., heads, windows), NaN where there is no window."""
+        stacked = np.full((*numbers.shape[:-1], len(group_of_key), int(slot.max(initial=0)) + 1), np.nan)
+        stacked[..., owner, slot] = numbers
+        return stacked
+
+    reduced: dict[str, np.ndarray] = {}
+    with warnings.catch_warnings(), np.errstate(invalid="ignore"):
+        warnings.simplefilter("ignore", RuntimeWarning)  # NumPy warns about rows of NaN
+        for reduce, names in names_of_reduction.items():
+            numbers = by_window(np.stack([_floats(table, name) for name in names]))
+            reduced |= zip(names, reduce(numbers, axis=-1), strict=True)
+    for name in reduced.keys() & _ERRORS:
+        excess = _floats(table, "separability") - _floats(table, "separability_null")
+        reduced[name] = np.fmax(reduced[name], _error_between_windows(by_window(excess)))
+    columns = [
+        pa.array(reduced[field.name].astype(np.int64 if pa.types.is_integer(field.type) else np.float64), field.type)
+        if field.name in reduced
+        else table[field.name].combine_chunks().take(pa.array(first))
+        for field in table.schema
+    ]
     return pa.Table.from_arrays(columns, schema=table.schema)
 
 
@@ -413,18 +427,18 @@ def _error_between_windows(values: np.ndarray) -> np.ndarray:
     return np.where(count >= ENOUGH_WINDOWS, spread / np.sqrt(np.maximum(count, 1)), np.nan)
 
 
-def _reduce_windows(name: str, values: np.ndarray) -> np.ndarray:
-    """Reduce axis 1 without NaN; NaN if nothing is left."""
-    with warnings.catch_warnings(), np.errstate(invalid="ignore"):
-        warnings.simplefilter("ignore", RuntimeWarning)  # NumPy warns about rows of NaN
-        if name in _ERRORS:
-            count = (~np.isnan(values)).sum(1)
-            return np.where(count > 0, np.sqrt(np.nansum(values**2, axis=1)) / np.maximum(count, 1), np.nan)
-        metric = name.partition("_q")[0].removesuffix("_mean")
-        default: Reduce = np.nanmedian if metric in _MEDIANS else np.nanmean
-        exceptions: dict[tuple[str, ...], Reduce] = {_SUMS: np.nansum, _MAXIMA: np.nanmax, _MINIMA: np.nanmin}
-        reduce = next((function for names, function in exceptions.items() if name in names), default)
-        return np.asarray(reduce(values, axis=1))
+def _reduction(name: str) -> Reduce:
+    """Return how the numbers of windows become one, without NaN; NaN if nothing is left."""
+    exceptions: dict[tuple[str, ...], Reduce] = {
+        _SUMS: np.nansum, _MAXIMA: np.nanmax, _MINIMA: np.nanmin, _ERRORS: _error_of_mean,
+    }  # fmt: skip
+    default: Reduce = np.nanmedian if name.partition("_q")[0].removesuffix("_mean") in _MEDIANS else np.nanmean
+    return next((function for names, function in exceptions.items() if name in names), default)
+
+
+def _error_of_mean(errors: np.ndarray, axis: int) -> np.ndarray:
+    count = (~np.isnan(errors)).sum(axis)
+    return np.where(count > 0, np.sqrt(np.nansum(errors**2, axis=axis)) / np.maximum(count, 1), np.nan)
 
 
 def _windows_table(parts: Sequence[Part]) -> pa.Table:
