@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import setuptools  # noqa: F401  # torch.compile needs it, and it must come before anyone's distutils
 import torch
+from hypothesis.internal.conjecture import providers
 from matplotlib.figure import Figure
 
 from tests import shape_checks
@@ -66,7 +67,11 @@ os.fsync = lambda descriptor: None  # an analysis would wait for the disk 100 ti
 
 hypothesis.settings.register_profile("fixed", deadline=None, max_examples=40, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=500, print_blob=True)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "fixed")
+hypothesis.settings.load_profile(PROFILE)
+if PROFILE == "fixed":
+    # Or it reads the source of every module for constants to try, for seconds, and examples depend on what is imported.
+    providers._get_local_constants = lambda: providers._local_constants
 
 # On ARM oneDNN prepares each product of matrices anew, which takes 0.1 ms, longer than to multiply small ones. Tests of
 # an installed package and the nightly run of all tests compute as users do.

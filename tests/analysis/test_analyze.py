@@ -487,7 +487,8 @@ def test_the_names_are_public() -> None:
     assert attnorm.Thresholds().as_dict() == analyze(gpt2(layers=1), ids(20), **CORE).manifest["thresholds"]
 
 
-def test_without_arguments_the_bundled_model_reads_its_own_passage() -> None:
+def test_without_arguments_the_bundled_model_reads_its_own_passage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnorm.analysis.plan.MAX_WINDOWS", 2)
     analysis = analyze(rows="last", metrics="core")
     assert analysis.manifest["model"]["name"] == analysis.manifest["model"]["source"] == "bundled"
     assert [text["name"] for text in analysis.manifest["texts"]] == ["the bundled model's own passage"]

@@ -12,7 +12,7 @@ from tests.attention.kernel_calls import DEVICE, draw, run
 
 pytestmark = [pytest.mark.as_installed, pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")]
 
-SHAPE = (2, 4, 2, 20, 70, 24, 40)  # batch, heads, key heads, queries, keys, width, width of the values
+SHAPE = (1, 4, 2, 16, 20, 24, 40)  # batch, heads, key heads, queries, keys, width, width of the values
 ENGINES = {
     "sigmoid": "triton", "topk": "triton", "adaptive_temperature": "triton", "sa_softmax": "triton",
     "stick_breaking": "triton", "entmax15": "sparse", "sparsemax": "sparse",

@@ -95,7 +95,7 @@ def test_backward_reads_the_costs_that_forward_has_kept(
     """With the same bits as without them. A stick of the first block lasts for all keys, for some, or for one."""
     from attnorm.kernels import stick_breaking as kernels
 
-    tensors = draw((1, 2, 1, 70, 300, 16, 16), dtype)
+    tensors = draw((1, 1, 1, 70, 300, 16, 16), dtype)
     with torch.no_grad():
         tensors[0][..., :64, 0], tensors[0][..., 64:, 0], tensors[1][..., 0] = 4.0, -4.0, shift
     select = [] if window is None else attnorm.get("local", window=window).selections

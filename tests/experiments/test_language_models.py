@@ -194,7 +194,9 @@ def test_a_model_is_tested_at_its_last_step_only(finished: LMWorkspace, tmp_path
         assert training._must_be_trained(workspace, "softmax", 0) == unfinished
 
 
-@pytest.mark.parametrize("name", ["soft:landmarks=32:learned=16:normalised=true", "linear"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("soft:landmarks=32:learned=16:normalised=true", marks=pytest.mark.nightly), "linear"]
+)
 def test_mechanisms_are_tested_without_statistics(
     name: str, finished: LMWorkspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

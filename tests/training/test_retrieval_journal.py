@@ -1,5 +1,6 @@
 """A training that is stopped goes on as if it had not been, and its losses are on record."""
 
+import functools
 import os
 import signal
 from pathlib import Path
@@ -54,6 +55,11 @@ def go(journal: Journal | None, **options: Any) -> Trained:
     )  # fmt: skip
 
 
+@functools.cache
+def uninterrupted() -> Trained:
+    return go(None)
+
+
 def same(one: Trained, other: Trained) -> bool:
     ours, theirs = one.models.state_dict(), other.models.state_dict()
     return one.losses == other.losses and all(torch.equal(ours[name], theirs[name]) for name in ours | theirs)
@@ -64,7 +70,7 @@ def test_killed_and_started_again_gives_the_same_weights_to_the_bit(tmp_path: Pa
         go(DyingJournal(tmp_path, "a", every=15))
     resumed = go(Journal(tmp_path, "a", every=15))
     assert starts == [0, 30]
-    assert same(resumed, go(None))
+    assert same(resumed, uninterrupted())
 
 
 def test_losses_are_on_record_once_for_every_seed(tmp_path: Path) -> None:
@@ -79,7 +85,7 @@ def test_losses_are_on_record_once_for_every_seed(tmp_path: Path) -> None:
     assert [line["losses"] for line in lines if line["stack"] != "a"] == [[0.5, None]]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
 def test_a_signal_stops_between_two_steps_with_a_checkpoint(
     tmp_path: Path, number: signal.Signals, starts: list[int]
 ) -> None:
@@ -93,7 +99,7 @@ def test_a_signal_stops_between_two_steps_with_a_checkpoint(
     assert checkpoint.name.endswith(f"{stopped.value.step:08d}")
     resumed = go(Journal(tmp_path, "a"))
     assert starts == [0, 8]
-    assert same(resumed, go(None))
+    assert same(resumed, uninterrupted())
 
 
 def test_checkpoints_of_other_models_and_damaged_ones_are_named(tmp_path: Path) -> None:
