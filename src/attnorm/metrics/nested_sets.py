@@ -41,7 +41,7 @@ from attnorm.theory.selection import (
 
 PROPER = 1e-4  # tolerance for rows of weights that sum to 1
 NEAR_TIE = 5e-4  # relative difference of closeness below which a key counts in part
-NEAR_WEIGHT = 3e-3  # relative difference of weights below which two sets are mixed
+NEAR_WEIGHT = 1e-2  # relative difference of weights below which two sets are mixed
 
 
 @dataclass(frozen=True)

@@ -143,8 +143,10 @@ def saturation(row: Row, top_n: Sequence[Row], thresholds: Thresholds) -> Satura
         return Saturation("not judged", "separability has no null", N)
     shares = f"{measured:.0%} of its top {N} keys are distinguishable, {null:.0%} with permuted weights"
     excess = measured - null
+    # A mean of shares such as 4/5 may round to either side of a threshold that it equals.
+    most = round(measured, 6) >= thresholds.separable
     if error is None:
-        if measured >= thresholds.separable:
+        if most:
             return Saturation("distinguishes", shares, N, excess)
         return Saturation("not judged", f"{shares}; too few rows for an interval", N, excess)
     width = float(stdtrit(max(rows - 1, 1), ONE_SIDED)) * error
@@ -152,7 +154,7 @@ def saturation(row: Row, top_n: Sequence[Row], thresholds: Thresholds) -> Satura
     power = float(ndtr((thresholds.saturation_margin - width) / error)) if error > 0 else 1.0
     interval = f"{shares}: an excess of {excess:.2f} ({low:.2f} to {high:.2f})"
     numbers = (N, excess, low, high, power)
-    if measured >= thresholds.separable:
+    if most:
         return Saturation("distinguishes", interval, *numbers)
     if high < thresholds.saturation_margin:
         return Saturation("saturated", f"{interval}, below the margin of {thresholds.saturation_margin:g}", *numbers)
