@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -143,3 +144,13 @@ def _first_and_last(cases: list[Case]) -> list[Case]:
 
 # The default and the richest options of each normalizer: enough for what no formula decides (masks, shapes, caches).
 TYPICAL = [*_first_and_last(DECLARED), *COMPOSED]
+
+
+def typical(first: int) -> Callable[[Any], Any]:
+    """Run a test on every second of them, so mostly the default or the richest; others of its file run on the rest."""
+    parametrized = pytest.mark.parametrize("case", TYPICAL, ids=lambda case: case.id)
+
+    def decorate(test: Any) -> Any:
+        return pytest.mark.every_second("case", first=first)(parametrized(test))
+
+    return decorate

@@ -5,14 +5,12 @@ import torch
 
 import attnorm
 from tests.attention.calls import Call, calling, learned, outputs_and_gradients
-from tests.attention.reference import TYPICAL, Case
-
-every_case = pytest.mark.parametrize("case", TYPICAL, ids=lambda case: case.id)
+from tests.attention.reference import Case, typical
 
 PADDED = Call(key_heads=2, queries=6, keys=6)
 
 
-@every_case
+@typical(1)
 @pytest.mark.parametrize(("garbage", "causal"), [(float("nan"), True), (float("nan"), False), (float("inf"), True)])
 def test_garbage_in_padding_reaches_no_output_and_no_gradient(case: Case, garbage: float, causal: bool) -> None:
     normalizer = case.make()
@@ -34,7 +32,7 @@ def test_garbage_in_padding_reaches_no_output_and_no_gradient(case: Case, garbag
         assert gradient.masked_select(hidden_keys[:, None]).eq(0).all()
 
 
-@every_case
+@typical(0)
 def test_a_key_that_only_causality_hides_reaches_nothing(case: Case) -> None:
     """The mask shows the last key to the first query alone, which is too early to see it."""
     normalizer = case.make()
@@ -47,7 +45,7 @@ def test_a_key_that_only_causality_hides_reaches_nothing(case: Case) -> None:
         assert result.isfinite().all()
 
 
-@every_case
+@typical(1)
 def test_garbage_in_queries_before_the_first_key_reaches_nothing(case: Case) -> None:
     """Without a mask: six queries and four keys, of which the first two queries see none."""
     normalizer = case.make()
@@ -60,7 +58,7 @@ def test_garbage_in_queries_before_the_first_key_reaches_nothing(case: Case) -> 
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
-@every_case
+@typical(0)
 @pytest.mark.parametrize("rows", ["some", "all"])
 def test_a_query_that_sees_nothing_gets_zeros_and_finite_gradients(case: Case, rows: str) -> None:
     normalizer = case.make()
@@ -77,7 +75,7 @@ def test_a_query_that_sees_nothing_gets_zeros_and_finite_gradients(case: Case, r
         assert all(gradient.eq(0).all() for gradient in gradients)
 
 
-@every_case
+@typical(1)
 def test_empty_rows_are_zeros_in_every_dtype(case: Case) -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         normalizer = case.make().to(dtype)

@@ -10,12 +10,10 @@ import attnorm
 from attnorm.normalizers.entmax import Entmax
 from attnorm.normalizers.kneemax import Kneemax
 from tests.attention.calls import Call, Tensors, assert_all_close, calling, learned, outputs_and_gradients
-from tests.attention.reference import TYPICAL, Case
+from tests.attention.reference import Case, typical
 
 LENGTH = 7
 SEQUENCE = Call(batch=1, key_heads=2, queries=LENGTH, keys=LENGTH, options={"causal": True})
-
-every_case = pytest.mark.parametrize("case", TYPICAL, ids=lambda case: case.id)
 
 
 def tokens(tensors: Tensors, start: int, stop: int) -> Tensors:
@@ -26,7 +24,7 @@ def joined(*parts: Tensors) -> Tensors:
     return [torch.cat(pieces, dim=-2) for pieces in zip(*parts, strict=True)]
 
 
-@every_case
+@typical(0)
 def test_token_by_token_with_a_cache_equals_the_full_sequence(case: Case) -> None:
     normalizer, tensors = case.make(), SEQUENCE.tensors()
     attend = calling(case, normalizer, {"causal": True})
@@ -37,7 +35,7 @@ def test_token_by_token_with_a_cache_equals_the_full_sequence(case: Case) -> Non
         torch.testing.assert_close(attend(q, k, v, hidden), full[..., t : t + 1, :], atol=1e-12, rtol=0)
 
 
-@every_case
+@typical(1)
 def test_a_few_tokens_with_a_cache_equal_the_full_sequence(case: Case) -> None:
     normalizer, tensors = case.make(), SEQUENCE.tensors()
     attend = calling(case, normalizer, {"causal": True})
@@ -45,7 +43,7 @@ def test_a_few_tokens_with_a_cache_equal_the_full_sequence(case: Case) -> None:
     torch.testing.assert_close(attend(q, *tensors[1:3], hidden), attend(*tensors)[..., 4:, :], atol=1e-12, rtol=0)
 
 
-@every_case
+@typical(0)
 @pytest.mark.parametrize("left", [3, 0], ids=["left", "right"])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
 def test_padding_changes_neither_outputs_nor_gradients(case: Case, left: int, causal: bool) -> None:
@@ -65,7 +63,7 @@ def test_padding_changes_neither_outputs_nor_gradients(case: Case, left: int, ca
     )
 
 
-@every_case
+@typical(1)
 def test_packed_sequences_equal_separate_ones(case: Case) -> None:
     normalizer = case.make()
     first, second = Call(1, 2, 3, 3).tensors(), Call(1, 2, 5, 5).tensors()
@@ -77,7 +75,7 @@ def test_packed_sequences_equal_separate_ones(case: Case) -> None:
     torch.testing.assert_close(packed(*joined(first, second)), expected, atol=1e-12, rtol=0)
 
 
-@every_case
+@typical(0)
 def test_the_last_token_changes_no_earlier_output(case: Case) -> None:
     """Not a bit, except that rows solved together for a threshold take as many steps as the slowest of them."""
     for dtype in (torch.float64, torch.bfloat16):

@@ -8,9 +8,8 @@ from torch import Tensor
 
 import attnorm
 from tests.attention.calls import Call, calling, learned
-from tests.attention.reference import HEADS, TYPICAL, Case
+from tests.attention.reference import HEADS, TYPICAL, Case, typical
 
-every_case = pytest.mark.parametrize("case", TYPICAL, ids=lambda case: case.id)
 one_headed = pytest.mark.parametrize(
     "case",
     [case for case in TYPICAL if not any(p.dim() for p in case.make().state_dict().values())],
@@ -18,7 +17,7 @@ one_headed = pytest.mark.parametrize(
 )
 
 
-@every_case
+@typical(0)
 def test_three_dimensions_are_heads_length_and_width(case: Case) -> None:
     normalizer = case.make()
     q, k, v, hidden = Call(batch=1, key_heads=2, value_width=3).tensors()
@@ -45,7 +44,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@every_case
+@typical(1)
 @pytest.mark.parametrize("grad", [True, False], ids=["with gradients", "without"])
 def test_strides_do_not_matter(case: Case, grad: bool) -> None:
     normalizer = case.make()
@@ -59,7 +58,7 @@ def test_strides_do_not_matter(case: Case, grad: bool) -> None:
         torch.testing.assert_close(actual, expected, atol=1e-12, rtol=0)
 
 
-@every_case
+@typical(0)
 @pytest.mark.parametrize(("batch", "queries"), [(0, 5), (2, 0)], ids=["no sequences", "no queries"])
 def test_an_empty_call_gives_an_empty_output(case: Case, batch: int, queries: int) -> None:
     normalizer = case.make()
@@ -80,7 +79,7 @@ def test_empty_calls_survive_without_gradients(name: str, batch: int, queries: i
         assert attnorm.attention(q, k, v, name, causal=True).shape == q.shape
 
 
-@every_case
+@typical(1)
 def test_the_output_has_the_dtype_of_the_input(case: Case) -> None:
     """The parameters stay float32, as they do in mixed-precision training."""
     normalizer = case.make().float()
