@@ -154,7 +154,9 @@ def test_sampled_rows_are_the_models_logits() -> None:
     torch.testing.assert_close(mine, dense, atol=1e-4, rtol=1e-3)
 
 
-def test_the_outcome_is_complete(tmp_path: Path) -> None:
+def test_the_outcome_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnorm.experiments.adaptive.QUICK_LENGTH", 128)
+    monkeypatch.setattr("attnorm.experiments.adaptive.QUICK_WINDOWS", 2)
     outcome = EXPERIMENT.run(QUICK, silent, tmp_path)
     assert outcome.tables["versions"].num_rows == 4
     assert set(outcome.parameters["coefficients"]) == set(outcome.tables["versions"]["version"].to_pylist())

@@ -259,22 +259,12 @@ def test_a_compiled_function_keeps_one_graph() -> None:
     torch.testing.assert_close(doubled, 2 * expected.entropy)
 
 
+NIGHTLY_MAPS = ("sparsemax", "kneemax", "sigmoid", "relu", "softpick", "topk:k=4", "stick_breaking", "kernel")
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        "sparsemax",
-        "entmax15",
-        "kneemax",
-        "sigmoid",
-        "relu",
-        "softpick",
-        "topk:k=4",
-        "alibi",
-        "stick_breaking",
-        "kernel",
-    ],
+    "name", ["entmax15", "alibi", *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY_MAPS)]
 )
-@pytest.mark.every_second("name", first=1)
 def test_a_compiled_function_keeps_one_graph_with_every_map(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_statistics, "runs_kernels", lambda q: False)
     torch.compiler.reset()

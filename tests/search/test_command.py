@@ -8,16 +8,16 @@ import pytest
 from typer.testing import CliRunner
 
 from attnorm.cli import app
-from attnorm.search.results import ENOUGH
 from attnorm.search.run import JOURNAL
 from tests.training.conftest import write_text
 
 optuna = pytest.importorskip("optuna")
 
+TRIALS = 3  # enough for an importance here
 OBJECTIVES = ["loss", "retrieval", "tokens_per_second"]
 PLAN = f"""
 objectives = {OBJECTIVES}
-trials = {ENOUGH}
+trials = {TRIALS}
 prune = false
 [space]
 groups = "each"
@@ -47,7 +47,10 @@ depths = [0.5]
 
 
 @pytest.mark.usefixtures("quick_workers")
-def test_a_search_in_processes_with_a_database_weighs_three_objectives(tmp_path: Path) -> None:
+def test_a_search_in_processes_with_a_database_weighs_three_objectives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attnorm.search.results.ENOUGH", TRIALS)
     write_text(tmp_path / "train.txt", 300, seed=1)
     write_text(tmp_path / "valid.txt", 120, seed=2)
     (tmp_path / "plan.toml").write_text(PLAN)
@@ -57,7 +60,7 @@ def test_a_search_in_processes_with_a_database_weighs_three_objectives(tmp_path:
     assert result.exit_code == 0, result.output
 
     trials = optuna.load_study(study_name="search", storage=storage).get_trials()
-    assert [trial.state.name for trial in trials] == ["COMPLETE"] * ENOUGH
+    assert [trial.state.name for trial in trials] == ["COMPLETE"] * TRIALS
     assert not (out / JOURNAL).exists()
     table = pq.read_table(out / "trials.parquet").to_pylist()
     for row, trial in zip(table, trials, strict=True):

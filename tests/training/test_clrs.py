@@ -176,7 +176,9 @@ def greedy_answer(model: Any, example: EncodedExample) -> list[int]:
     return [int(token) for token in seen[example.answer_from :]]
 
 
-@pytest.mark.parametrize("normalizer", ["softmax", "adaptive_temperature", "entmax15"])
+@pytest.mark.parametrize(
+    "normalizer", ["softmax", pytest.param("adaptive_temperature", marks=pytest.mark.nightly), "entmax15"]
+)
 def test_one_pass_gives_the_exact_match_of_greedy_decoding(normalizer: str) -> None:
     """Constant answers are learned in a few steps; one task has answers that cannot be known."""
     examples = [
