@@ -113,7 +113,6 @@ def test_half_precision_gradients_follow_those_of_float64(name: str) -> None:
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_compiled_model_says_the_same(name: str) -> None:
-    torch._dynamo.reset()
     model, ids = wide(layers=1), tokens(2, 40)
     attnorm.patch(model, name)
     with torch.no_grad():
@@ -125,7 +124,6 @@ def test_a_compiled_model_says_the_same(name: str) -> None:
 @pytest.mark.parametrize(("name", "checkpointing"), [("ssmax", True), ("entmax15", False), ("sigmoid", False)])
 def test_a_compiled_training_step_under_autocast(name: str, checkpointing: bool) -> None:
     """As close to the exact gradients as the step that is not compiled."""
-    torch._dynamo.reset()
     model, ids = wide(layers=1).train(), tokens(2, 40)
     handle = attnorm.patch(model, name)
     exact = {path: g.clone() for path, g in gradients(model, ids).items()}
