@@ -233,8 +233,8 @@ def vector_numbers(weights: Tensor, vectors: Tensor, N: int) -> dict[str, float]
     return {name: float(value) for name, value in numbers.items()}
 
 
-def separability(a: Tensor, x: Tensor, order: Tensor, N: int) -> Tensor:
-    """N_s / N; near ties count in part, as metrics/nested_sets.py defines."""
+def separability(a: Tensor, x: Tensor, order: Tensor, N: int, *, exchange: bool = True) -> Tensor:
+    """N_s / N; near ties count in part, as metrics/nested_sets.py defines (those of weights not in the null)."""
 
     def share(order: Tensor, weights: Tensor) -> Tensor:  # weights[k] belongs to key order[k]
         y, longest = weights[:, None] * x[order], x.norm(dim=-1).max()
@@ -245,6 +245,8 @@ def separability(a: Tensor, x: Tensor, order: Tensor, N: int) -> Tensor:
         return (1 + torch.where(behind == 0, 0.0, behind / (NEAR_TIE * size[:N]))).clamp(min=0).mean()
 
     weights = a[order]
+    if not exchange:
+        return share(order, weights)
     gap = (1 - weights[N] / weights[N - 1]).abs() if weights[N - 1] != 0 else torch.ones(())
     other = ((1 - gap / NEAR_WEIGHT) / 2).clamp(min=0)
     exchanged = torch.cat([order[: N - 1], order[[N, N - 1]], order[N + 1 :]])

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnorm.metrics import call, row_statistics
+from attnorm.metrics import call, nested_sets, row_statistics
 from attnorm.models.patch import patch
 from attnorm.monitor import watch as watching
 from attnorm.monitor.monitor import AttentionMonitor
 from attnorm.theory import rank_one_eigenvalues as secular
+from attnorm.theory import selection
 from tests.models.tiny import tiny, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::attnorm.monitor.alerts.AttentionAlert")
@@ -56,7 +57,7 @@ def test_a_gpu_is_not_waited_for(family: str, normalizer: str | None, monkeypatc
 
         return run
 
-    for module in (row_statistics, call, secular):
+    for module in (row_statistics, call, secular, nested_sets, selection):
         monkeypatch.setattr(module, "runs_asynchronously", lambda tensor: True)
     monkeypatch.setattr(watching.Sampler, "take", unseen(take))
     monkeypatch.setattr(watching.ForwardWatch, "_measure", unseen(measure))

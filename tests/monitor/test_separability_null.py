@@ -1,11 +1,10 @@
-"""The monitor's separability, which looks at no number on the way, is that of theory.geometry."""
+"""The monitor's separability of a row and of its permuted weights is that of metrics: masks, ties and broken rows."""
 
 import torch
 from torch import Tensor
 
-from attnorm.monitor.measure import _sources, random_scores, separability_and_null
-from attnorm.theory.geometry import separability
-from attnorm.theory.selection import select
+from attnorm.monitor.measure import _row_and_null, random_scores
+from tests.metrics.reference import separability
 
 HEADS, GROUPS, ROWS, KEYS, WIDTH, TOP_N = 4, 2, 5, 40, 3, 6
 
@@ -22,45 +21,65 @@ def rows_of_weights() -> tuple[Tensor, Tensor, Tensor]:
     return weights, visible, x
 
 
+def measured(weights: Tensor, visible: Tensor, x: Tensor, logs: Tensor | None = None) -> Tensor:
+    return _row_and_null(weights, visible, x, random_scores(ROWS, x.shape[-2], x.device), TOP_N, logs)
+
+
 def expected(weights: Tensor, visible: Tensor, x: Tensor) -> Tensor:
-    every = x.repeat_interleave(HEADS // GROUPS, 0)
-    return separability(select(weights, every, TOP_N, visible))
+    """(2, h, r) of the plain formulas, one row at a time."""
+    found = torch.full((2, HEADS, ROWS), torch.nan, dtype=weights.dtype)
+    scores = random_scores(ROWS, KEYS, x.device)
+    for head in range(HEADS):
+        for row in range(ROWS):
+            keys = visible[head, row].nonzero().squeeze(-1)
+            if len(keys) <= TOP_N:
+                continue
+            a, vectors = weights[head, row, keys], x[head // (HEADS // GROUPS), keys]
+            order = a.sort(descending=True, stable=True).indices
+            found[0, head, row] = separability(a, vectors, order, TOP_N)
+            dealt = torch.empty_like(a)
+            drawn = scores[row, keys].argsort()
+            dealt[drawn] = a[order]
+            found[1, head, row] = separability(dealt, vectors, drawn, TOP_N, exchange=False)
+    return found
 
 
-def test_it_is_the_share_of_the_theory() -> None:
+def test_it_is_that_of_the_formulas() -> None:
     weights, visible, x = rows_of_weights()
-    found, _ = separability_and_null(weights, visible, x, random_scores(ROWS, KEYS, x.device), TOP_N)
-    assert found[0, 0].isnan()
-    assert 0 < found.nanmean() < 1
+    found = measured(weights, visible, x)
+    assert found[:, 0, 0].isnan().all()
+    assert (found.nanmean((1, 2)) > 0).all()
+    assert (found.nanmean((1, 2)) < 1).all()
     torch.testing.assert_close(found, expected(weights, visible, x), equal_nan=True)
 
 
-def test_by_chance_it_is_that_of_weights_dealt_out_anew() -> None:
+def test_weights_that_underflow_count_by_their_logarithms() -> None:
+    _, visible, x = rows_of_weights()
+    logs = torch.randn(visible.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    weights = logs.exp() * visible
+    found = measured(weights * 0, visible, x, logs)
+    torch.testing.assert_close(found, expected(weights, visible, x), equal_nan=True)
+
+
+def test_rows_that_see_no_more_than_n_keys_have_none() -> None:
     weights, visible, x = rows_of_weights()
-    weights = weights + visible * torch.rand(weights.shape, generator=torch.Generator().manual_seed(2))  # no ties
-    scores = random_scores(ROWS, KEYS, x.device)
-    kept, dealt = _sources(visible, scores).unbind(1)
-    keys = torch.arange(KEYS).expand(visible.shape)
-    assert torch.equal(kept, keys)
-    assert torch.equal(dealt.sort(-1).values, keys)
-    assert torch.equal(dealt[~visible], keys[~visible])
-    assert not torch.equal(dealt, keys)
-    found = separability_and_null(weights, visible, x, scores, TOP_N)
-    torch.testing.assert_close(found[1], expected(weights.gather(-1, dealt), visible, x), equal_nan=True)
+    few = slice(TOP_N)
+    assert measured(weights[..., few], visible[..., few], x[:, few]).isnan().all()
 
 
 def test_a_row_that_is_not_finite_has_none() -> None:
     weights, visible, x = rows_of_weights()
     weights[2, 3, 0] = torch.nan
-    found = separability_and_null(weights, visible, x, random_scores(ROWS, KEYS, x.device), TOP_N)
+    found = measured(weights, visible, x)
     assert found[:, 2, 3].isnan().all()
     assert found.isnan().sum() == 4
 
 
 def test_a_value_that_is_not_finite_leaves_nothing_to_tell() -> None:
-    weights, visible, x = rows_of_weights()
-    x[0, 3] = torch.inf
-    found = separability_and_null(weights, visible, x, random_scores(ROWS, KEYS, x.device), TOP_N)
-    sees_it = visible[:2, :, 3]
-    assert found[:, :2][:, sees_it].isnan().all()
-    assert found[:, 2:].isfinite().all()
+    for value in (torch.inf, -torch.inf, torch.nan):
+        weights, visible, x = rows_of_weights()
+        x[0, 3] = value
+        found = measured(weights, visible, x)
+        sees_it = visible[:2, :, 3]
+        assert found[:, :2][:, sees_it].isnan().all()
+        assert found[:, 2:].isfinite().all()

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from attnorm.metrics.nested_sets import separabilities
-from attnorm.monitor.measure import random_scores, separability_and_null
 from attnorm.theory.geometry import distinguishable, separability, separability_null
 from attnorm.theory.selection import near_one, relative_weights, select
 from tests.theory.reference.separability import in_the_ball, rounding
@@ -28,15 +27,7 @@ def of_metrics(weights: Tensor, x: Tensor, logs: Tensor | None) -> Tensor:
     return separabilities(rows, itself, (TOP_N, 2 * TOP_N))[0, :, 0, 0]
 
 
-def of_monitor(weights: Tensor, x: Tensor, logs: Tensor | None) -> Tensor:
-    scores = random_scores(len(weights), KEYS, torch.device("cpu"))
-    logs = None if logs is None else logs[None]
-    return separability_and_null(
-        weights[None], torch.ones(1, *weights.shape, dtype=torch.bool), x[None], scores, TOP_N, logs
-    )[0, 0]
-
-
-MEASURES = pytest.mark.parametrize("measure", [of_theory, of_metrics, of_monitor])
+MEASURES = pytest.mark.parametrize("measure", [of_theory, of_metrics])
 
 
 def rows_with_lead(lead: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

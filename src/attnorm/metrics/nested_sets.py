@@ -73,6 +73,23 @@ class NestedSets:
             log_weights=None if logs is None else logs[:, rows],
         )
 
+    def select_vectors(self, sets: slice) -> "NestedSets":
+        """Return the rows of some of the g sets of vectors."""
+        logs = self.log_weights
+        return replace(
+            self,
+            weights=self.weights[sets],
+            vectors=self.vectors[sets],
+            visible=self.visible[sets],
+            order=self.order[sets],
+            log_weights=None if logs is None else logs[sets],
+        )
+
+    def ranked_keys(self) -> Tensor:
+        """Return all keys of each row, heaviest first, (g, r, w)."""
+        numbers = self.weights if self.log_weights is None else self.log_weights
+        return top_n_indices(numbers, numbers.shape[-1], self.visible)
+
     def selected(self) -> SelectedRows:
         """The largest set, as the functions of theory take it."""
         return SelectedRows(self.weights, self.vectors, self.visible, self.order, False, self.log_weights)
@@ -80,7 +97,7 @@ class NestedSets:
     @cached_property
     def top_n(self) -> Tensor:
         """The sizes in the dtype of the weights, (N,)."""
-        return sent_to(self.weights.device, torch.tensor(self.sizes, dtype=self.weights.dtype))
+        return _on_device(self.sizes, self.weights.device).to(self.weights.dtype)
 
     @cached_property
     def n(self) -> Tensor:
@@ -276,18 +293,41 @@ def draw_permutations(
     return targets
 
 
-def ranked_keys(rows: NestedSets) -> tuple[Tensor, Tensor]:
-    """Return the keys of each row, heaviest first; and for each key of rank k, the k-th visible key: (g, r, w).
+def visible_places(rows: NestedSets, ranked: Tensor) -> Tensor:
+    """Return for each key of rank k the k-th visible key, (g, r, w). ranked: all keys of a row, heaviest first.
 
     A permutation that is indexed by rank gives the same null whichever of two nearly equal weights is larger.
     """
-    numbers = rows.weights if rows.log_weights is None else rows.log_weights
-    order = top_n_indices(numbers, numbers.shape[-1], rows.visible)
     in_order = rows.visible.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices
-    return order, torch.empty_like(order).scatter_(-1, order, in_order)
+    return torch.empty_like(ranked).scatter_(-1, ranked, in_order)
 
 
-def exchange_near_ties(rows: NestedSets, order: Tensor) -> tuple[Tensor, Tensor]:
+def separability_and_null(
+    rows: NestedSets, ranked: Tensor, permutations: Tensor, *, draws_at_once: int | None = None, sphere: bool = True
+) -> Tensor:
+    """Return separability of the rows and of d permutations of their weights: (g, 1 + d, r, 1 or 2, N).
+
+    NaN where n <= N and where a weight or a visible vector is not finite. The row itself is the mean of two sets where
+    the last selected weight and the next one are nearly equal. Does not synchronize with a GPU.
+
+    ranked (g, r, w): all keys of each row, heaviest first. permutations (g, d, r, w): the new index of every key.
+    draws_at_once limits the memory; all at once by default. sphere: also of the vectors on the sphere.
+    """
+    share, exchanged = _exchange_near_ties(rows, ranked)
+    itself = torch.arange(ranked.shape[-1], device=ranked.device).expand(ranked.shape)
+    targets = torch.cat([torch.stack([itself, exchanged], 1), permutations], 1)
+    selected = rows.selected()
+    shares = [
+        separabilities(selected, some, rows.sizes, sphere=sphere)
+        for some in targets.split(draws_at_once or targets.shape[1], 1)
+    ]
+    row, other, null = torch.cat(shares, 1).split([1, 1, permutations.shape[1]], 1)
+    found = torch.cat([torch.lerp(row, other, share[:, None, :, None]), null], 1)
+    defined = (rows.n > rows.top_n) & rows.weights.sum(-1, keepdim=True).isfinite()
+    return torch.where(defined[:, None, :, None], found, torch.nan)
+
+
+def _exchange_near_ties(rows: NestedSets, order: Tensor) -> tuple[Tensor, Tensor]:
     """Exchange the last key of each set of N with the next one where their weights are nearly equal.
 
     Return the share of the exchanged set, (g, r, N): 1/2 for equal weights, 0 if they differ by NEAR_WEIGHT; and the
@@ -305,26 +345,28 @@ def exchange_near_ties(rows: NestedSets, order: Tensor) -> tuple[Tensor, Tensor]
     return share, torch.empty_like(order).scatter_(-1, order, exchanged)
 
 
-def separabilities(rows: SelectedRows, targets: Tensor, top_n: Sequence[int]) -> Tensor:
+def separabilities(rows: SelectedRows, targets: Tensor, top_n: Sequence[int], *, sphere: bool = True) -> Tensor:
     """Return the separability N_s / N of the vectors, unchanged and on the sphere: (..., d, r, 2, len(top_n)).
 
     rows: r rows for each set of vectors (..., w, E), with at least as many selected keys as the largest N. targets
     (..., d, r, w): the new index of every key in each of d draws. The result is meaningless for rows with n <= N. Keys
     are compared by their closeness to the context vector (theory.selection): first those in no set, then the others.
-    Near ties count in part (see the top of this file).
+    Near ties count in part (see the top of this file). Without the sphere, 1 instead of 2.
     """
     x, heaviest = near_one(rows.vectors), rows.indices
     selected = targets.gather(-1, heaviest.unsqueeze(-3).expand(*targets.shape[:-1], -1))
     norms: Tensor = torch.linalg.vector_norm(x, dim=-1)
     # On the sphere y_i = a_i x_i / ||x_i||: the same vectors with other weights.
-    kinds = torch.stack([torch.ones_like(norms), torch.where(norms > 0, 1 / norms, 0.0)], -2)  # (..., 2, w)
+    kinds = torch.ones_like(norms).unsqueeze(-2)  # (..., 2, w)
+    if sphere:
+        kinds = torch.cat([kinds, torch.where(norms > 0, 1 / norms, 0.0).unsqueeze(-2)], -2)
     of_keys = kinds[..., None, None, :, :]
     shares, beyond = (
         _permute_weights(relative_weights(rows.weights, keys, rows.log_weights), targets).unsqueeze(-2) * of_keys
         for keys in (rows.visible, rows.outside)
     )  # (..., d, r, 2, w)
 
-    sizes = sent_to(x.device, torch.tensor(top_n))
+    sizes = _on_device(top_n, x.device)
     inside = torch.arange(selected.shape[-1], device=x.device) < sizes.unsqueeze(-1)  # (N, m)
     points, of_kind, lengths = (
         _gather_keys(x, selected),
@@ -332,18 +374,20 @@ def separabilities(rows: SelectedRows, targets: Tensor, top_n: Sequence[int]) ->
         _gather_keys(norms[..., None], selected),
     )
     of_kind = of_kind.mT.unsqueeze(-2)  # (..., d, r, 2, 1, m)
-    of_chosen = shares.gather(-1, _for_both(selected)).unsqueeze(-2)  # (..., d, r, 2, 1, m)
+    selected_of_kinds = selected.unsqueeze(-2).expand(*shares.shape[:-1], -1)
+    of_chosen = shares.gather(-1, selected_of_kinds).unsqueeze(-2)  # (..., d, r, 2, 1, m)
     context = (of_chosen * inside).flatten(-3, -2) @ points  # (..., d, r, 2 N, E)
 
     squared_terms = -(beyond * shares * norms.square()[..., None, None, None, :])
     squared_terms.masked_fill_(~rows.visible[..., None, :, None, :], -torch.inf).scatter_(
-        -1, _for_both(selected), -torch.inf
+        -1, selected_of_kinds, -torch.inf
     )
-    nearest = _nearest(context.unflatten(-2, (2, -1)), x, 2 * beyond, squared_terms)  # (..., d, r, 2, N)
+    by_kind = (kinds.shape[-2], -1)
+    nearest = _nearest(context.unflatten(-2, by_kind), x, 2 * beyond, squared_terms)  # (..., d, r, 2, N)
 
     factors, units = _in_units_of_each(rows, inside)
     # Many small products: without a copy, torch on ARM takes ten times as long.
-    twice_along = (points @ (2 * context).mT.contiguous()).mT.unflatten(-2, (2, -1))  # (..., d, r, 2, N, m)
+    twice_along = (points @ (2 * context).mT.contiguous()).mT.unflatten(-2, by_kind)  # (..., d, r, 2, N, m)
     squares = lengths.squeeze(-1).square()[..., None, None, :]
     q = twice_along.sub_(of_chosen * squares).mul_(of_kind).mul_(factors[..., None, :, None, :, :])
     not_outside = inside | ~rows.visible.gather(-1, heaviest)[..., None, :, None, None, :]
@@ -352,7 +396,7 @@ def separabilities(rows: SelectedRows, targets: Tensor, top_n: Sequence[int]) ->
     nearest = torch.where(nearest.isfinite(), nearest * units[..., None, :, None, :], nearest)
     nearest = torch.maximum(nearest, among_chosen).unsqueeze(-1)
     length: Tensor = torch.linalg.vector_norm(context, dim=-1, keepdim=True)
-    tolerance = _tolerance(rows, factors, norms, kinds, length.unflatten(-2, (2, -1)))
+    tolerance = _tolerance(rows, factors, norms, kinds, length.unflatten(-2, by_kind))
     short = q.sub_(nearest).div_(tolerance).clamp_(-1, 0).masked_fill_(~inside, 0)  # 0 at keys that count, -1 at others
     distinguishable: Tensor = (sizes + short.sum(-1)) / sizes
     return distinguishable
@@ -361,14 +405,23 @@ def separabilities(rows: SelectedRows, targets: Tensor, top_n: Sequence[int]) ->
 def _tolerance(rows: SelectedRows, factors: Tensor, norms: Tensor, kinds: Tensor, length: Tensor) -> Tensor:
     """Return NEAR_TIE times the size of the terms that cancel in q_i of each selected key, (..., d, r, 2, N, m).
 
+    NaN where the row sees a vector that is not finite.
+
     factors (..., r, N, m) as q has them, norms (..., w), kinds (..., 2, w), length of s (..., d, r, 2, N, 1).
     """
     lengths = (kinds * norms.unsqueeze(-2)).unsqueeze(-3).masked_fill(~rows.visible.unsqueeze(-2), 0.0)
     longest = lengths.amax(-1)[..., None, :, :, None, None]  # (..., 1, r, 2, 1, 1)
+    longest = longest.masked_fill(longest == torch.inf, torch.nan)
     shares = relative_weights(rows.weights, rows.visible, rows.log_weights).gather(-1, rows.indices).abs()
     weight = NEAR_TIE * factors.abs()[..., None, :, None, :, :] * longest
     own = weight * longest * shares[..., None, :, None, None, :]
     return torch.addcmul(own, weight, length, value=2).clamp_(min=torch.finfo(norms.dtype).tiny)
+
+
+def _on_device(sizes: Sequence[int], device: torch.device) -> Tensor:
+    if len(sizes) == 1:  # nothing to send
+        return torch.full((1,), sizes[0], device=device)
+    return sent_to(device, torch.tensor(sizes))
 
 
 def _gather_keys(numbers: Tensor, selected: Tensor) -> Tensor:
@@ -400,10 +453,6 @@ def _in_units_of_each(rows: SelectedRows, inside: Tensor) -> tuple[Tensor, Tenso
     visible = torch.cat([rows.visible.gather(-1, rows.indices), rows.outside.any(-1, keepdim=True)], -1)
     relative = relative_weights(weights, left_out & visible.unsqueeze(-2), logs)
     return relative[..., :-1], relative[..., -1].abs()
-
-
-def _for_both(keys: Tensor) -> Tensor:
-    return keys.unsqueeze(-2).expand(*keys.shape[:-1], 2, keys.shape[-1])
 
 
 def _nearest(context: Tensor, x: Tensor, twice: Tensor, added: Tensor) -> Tensor:

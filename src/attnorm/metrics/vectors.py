@@ -20,14 +20,13 @@ from attnorm.metrics.nested_sets import (
     NestedSets,
     distances,
     draw_permutations,
-    exchange_near_ties,
-    ranked_keys,
-    separabilities,
+    separability_and_null,
     theorem2,
+    visible_places,
 )
 from attnorm.metrics.normalized import Choice, resolve_normalizers, rows_block, weights_and_logs
 from attnorm.metrics.sampling import Source, evenly_spaced, sources_of
-from attnorm.theory.selection import SelectedRows, at_least_float32
+from attnorm.theory.selection import at_least_float32
 
 # Number of vectors per head among which pairs are compared, so that no K x K array is needed.
 PAIRED_VECTORS = 512
@@ -218,17 +217,15 @@ def _measure_groups(
     null = nearest.new_empty(heads, len(local), len(sizes), 2, len(targets))
     broken = ~weights.sum(-1).isfinite()
     if len(local):
-        of_head: Tensor | slice = slice(None)
         few_rows: Tensor | slice = slice(None)
         if len(local) < rows:
-            of_head = few_in_head = sent_to(x.device, local)
+            few_in_head = sent_to(x.device, local)
             few_rows = (torch.arange(0, weights.shape[1], rows, device=x.device).unsqueeze(-1) + few_in_head).flatten()
         few = sets.select_rows(few_rows)
         shares = _separabilities(few, targets, owner)
         bounds = theorem2(few, nearest[:, few_rows])
         compared[:, :, few_rows] = torch.stack([*shares[:, 0].unbind(-2), *bounds]).to(nearest.dtype)
         null = shares[:, 1:].permute(0, 2, 4, 3, 1).reshape(null.shape)
-        null = null.masked_fill(broken.reshape(heads, rows)[:, of_head, None, None, None], torch.nan)
     numbers = torch.cat([torch.stack([set_distances[name] for name in NUMBERS if name not in COMPARED]), compared])
     numbers = numbers.masked_fill(broken.unsqueeze(-1), torch.nan)
     return numbers.reshape(len(NUMBERS), heads, rows, len(sizes)), null
@@ -237,15 +234,11 @@ def _measure_groups(
 def _separabilities(rows: NestedSets, targets: Tensor, owner: Tensor) -> Tensor:
     """Return separability of rows (g, p l, w) and its null in d draws: (g, 1 + d, p l, 2, N), the row itself first.
 
-    The row itself is the mean of two sets where the last selected weight and the next one are nearly equal.
-
     targets (d, s, l, w): the new key of every key; owner (g p,): which of the s each head has.
     """
-    selected = rows.selected()
     groups, count, keys = rows.weights.shape
-    order, places = ranked_keys(rows)
-    itself = torch.arange(keys, device=targets.device).expand(1, 1, count, keys)
-    near, exchanged = exchange_near_ties(rows, order)
+    ranked = rows.ranked_keys()
+    places = visible_places(rows, ranked)
     targets = targets.transpose(0, 1)  # (s, d, l, w)
     of_set = count * keys
     if runs_asynchronously(targets):
@@ -253,27 +246,18 @@ def _separabilities(rows: NestedSets, targets: Tensor, owner: Tensor) -> Tensor:
         sets_at_once = max(1, GPU_NULL_ELEMENTS // (of_set * draws_at_once))
     else:
         draws_at_once, sets_at_once = max(1, NULL_ELEMENTS // of_set), 1
-    separability_parts = []
+    parts = []
     per_group = len(owner) // groups
     for start in range(0, groups, sets_at_once):
         batch = slice(start, start + sets_at_once)
-        alone = SelectedRows(
-            selected.weights[batch],
-            selected.vectors[batch],
-            selected.visible[batch],
-            selected.indices[batch],
-            one_row_per_set=False,
-            log_weights=None if selected.log_weights is None else selected.log_weights[batch],
-        )
         heads = owner[start * per_group : (start + sets_at_once) * per_group]
         of_heads = targets.index_select(0, heads).unflatten(0, (-1, per_group))  # (g, p, d, l, w)
         permuted = of_heads.transpose(1, 2).flatten(2, 3).long()
         permuted = permuted.gather(-1, places[batch, None].expand(permuted.shape))
-        drawn = torch.cat([itself.expand(len(permuted), -1, -1, -1), exchanged[batch, None], permuted], 1)
-        parts = [separabilities(alone, part, rows.sizes) for part in drawn.split(draws_at_once, 1)]
-        row, other, null = torch.cat(parts, 1).split([1, 1, permuted.shape[1]], 1)
-        separability_parts.append(torch.cat([torch.lerp(row, other, near[batch, None, :, None]), null], 1))
-    return torch.where((rows.n > rows.top_n)[:, None, :, None], torch.cat(separability_parts), torch.nan)
+        parts.append(
+            separability_and_null(rows.select_vectors(batch), ranked[batch], permuted, draws_at_once=draws_at_once)
+        )
+    return torch.cat(parts)
 
 
 def _null(draws: Tensor) -> dict[str, Tensor]:

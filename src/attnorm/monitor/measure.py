@@ -22,17 +22,19 @@ from attnorm.engines.execution import sent_to
 from attnorm.engines.inputs import without_autocast
 from attnorm.metrics import fused_maps, fused_rows
 from attnorm.metrics.call import GROUP, AttentionCall, logit_blocks, stack_calls
+from attnorm.metrics.nested_sets import NestedSets, separability_and_null
 from attnorm.metrics.normalized import MODEL, MeasuredNormalizer, as_normalizer, resolve_normalizers, rows_block
 from attnorm.metrics.rows import measure_rows
 from attnorm.metrics.sampling import evenly_spaced, length_bins, one_sequence
 from attnorm.normalizers.contract import Mechanism, Normalizer, ScaleRule
 from attnorm.normalizers.softmax import Softmax
-from attnorm.theory.selection import at_least_float32, near_one, relative_weights
+from attnorm.theory.selection import at_least_float32, top_n_indices
 
 Part = TypeVar("Part", bound=nn.Module)
 BROKEN = "broken_rows"
 OF_FEW = ("separability", "separability_null")
 SEPARABILITY_ROWS = 8  # of the sampled rows: it costs several times as much as all the rest
+DRAWS = 3  # the row itself, with two nearly equal weights exchanged, and permuted
 
 
 @dataclass(frozen=True)
@@ -251,7 +253,7 @@ def _separability(call: AttentionCall, rows: Tensor, top_n: int) -> Tensor:
     scores = random_scores(len(rows), values.shape[-2], values.device)
     parts = []
     with without_autocast(values.device):
-        for block in logit_blocks(call, rows, all_heads=True):
+        for block in logit_blocks(call, rows, all_heads=True, copies=DRAWS):
             # A softmax's logits are its weights' logarithms: what underflows keeps its order.
             logs = None
             if measured.scaled_softmax:
@@ -263,7 +265,7 @@ def _separability(call: AttentionCall, rows: Tensor, top_n: int) -> Tensor:
                 weights = torch.softmax(logs.masked_fill(~block.visible, -torch.inf), dim=-1)
             keys = slice(block.first_key, block.first_key + weights.shape[-1])
             x = values[:, keys].to(weights.dtype)
-            parts.append(separability_and_null(weights, block.visible, x, scores[block.rows, keys], top_n, logs))
+            parts.append(_row_and_null(weights, block.visible, x, scores[block.rows, keys], top_n, logs))
     return torch.cat(parts, -1)
 
 
@@ -316,51 +318,25 @@ def random_scores(rows: int, keys: int, device: torch.device) -> Tensor:
     return sent_to(device, torch.rand(rows, keys, generator=generator, dtype=torch.float64, device="cpu"))
 
 
-def separability_and_null(
+def _row_and_null(
     weights: Tensor, visible: Tensor, x: Tensor, scores: Tensor, top_n: int, log_weights: Tensor | None = None
 ) -> Tensor:
-    """(2, h, r) from weights (h, r, w), visibility (1 or h, r, w) and vectors (g, w, E); NaN where n <= N.
+    """Return separability of rows and of their weights, permuted once: (2, h, r), NaN as in metrics.nested_sets.
 
-    theory.geometry.separability of the rows and of their permuted weights at once, without GPU synchronization.
-    log_weights (h, r, w): log a_i up to a constant per row, where weights >= 0 may underflow.
+    weights (h, r, w), visible (1 or h, r, w), x (g, w, E). scores (r, w): the k-th heaviest weight goes to the key
+    with the k-th smallest one. log_weights (h, r, w): log a_i up to a constant per row, if weights >= 0 may underflow.
     """
-    heads, rows, width = weights.shape
-    sources = _sources(visible, scores).expand(heads, 2, rows, width)
-
-    def for_both(tensor: Tensor) -> Tensor:
-        return tensor.unsqueeze(1).expand(sources.shape)
-
-    groups = (len(x), -1, width)
-    heaviest = _heaviest(weights if log_weights is None else log_weights, visible, top_n)
-    outside = visible & ~heaviest
-    permuted = (
-        relative_weights(weights, visible, log_weights),
-        relative_weights(weights, outside, log_weights),
-        heaviest,
-    )
-    a, factors, selected = (for_both(t).gather(-1, sources).view(groups) for t in permuted)
-    hidden = ~for_both(visible).reshape(groups)
-    x = near_one(x.masked_fill(hidden.all(-2).unsqueeze(-1), 0.0))  # keys that no row sees may hold anything
-    along = (a * selected) @ x @ x.mT
-    closeness = factors * torch.sub(a * x.square().sum(-1).unsqueeze(-2), along, alpha=2).neg_()
-    nearest = closeness.masked_fill(selected | hidden, -torch.inf).amax(-1, keepdim=True)
-    shares = (selected & (closeness >= nearest)).sum(-1, dtype=a.dtype) / top_n
-    shares = shares.masked_fill(~closeness.masked_fill(hidden, 0.0).sum(-1).isfinite(), torch.nan)
-    undefined = ~weights.sum(-1).isfinite() | (visible.sum(-1) <= top_n)
-    return shares.view(heads, 2, rows).transpose(0, 1).masked_fill(undefined, torch.nan)
-
-
-def _heaviest(weights: Tensor, visible: Tensor, top_n: int) -> Tensor:
-    """True at the N heaviest visible keys, ties to the earlier key."""
-    weights = weights.masked_fill(~visible, -torch.inf)
-    least = weights.topk(min(top_n, weights.shape[-1]), dim=-1).values[..., -1:]
-    heavier, tied = weights > least, weights == least
-    return heavier | (tied & (tied.cumsum(-1) <= top_n - heavier.sum(-1, keepdim=True)))
-
-
-def _sources(visible: Tensor, scores: Tensor) -> Tensor:
-    """The key whose weight each key gets, (1 or h, 2, r, w): itself, and a random visible key."""
-    keys = torch.arange(visible.shape[-1], device=visible.device).expand(visible.shape)
-    at_random = scores.expand(visible.shape).masked_fill(~visible, torch.inf).argsort(-1)
-    other = at_random.gather(-1, (visible.cumsum(-1) - 1).clamp(min=0))
-    return torch.stack([keys, torch.where(visible, other, keys)], 1)
+    heads, rows, keys = weights.shape
+    if keys <= top_n:
+        return weights.new_full((2, heads, rows), torch.nan)
+    shuffled = scores.expand(visible.shape).masked_fill(~visible, torch.inf).argsort(-1)
+    grouped = (len(x), -1, keys)
+    weights, visible, shuffled = (t.expand(heads, rows, keys).reshape(grouped) for t in (weights, visible, shuffled))
+    if log_weights is not None:
+        log_weights = log_weights.reshape(grouped).masked_fill(~visible, -torch.inf)
+    x = torch.where(visible.any(-2).unsqueeze(-1), x, 0.0)  # keys that no row sees may hold anything
+    ranked = top_n_indices(weights if log_weights is None else log_weights, keys, visible)
+    sets = NestedSets(weights, x, visible, ranked[..., :top_n], (top_n,), log_weights)
+    permuted = torch.empty_like(ranked).scatter_(-1, ranked, shuffled)
+    shares = separability_and_null(sets, ranked, permuted.unsqueeze(1), sphere=False)
+    return shares[..., 0, 0].transpose(0, 1).reshape(2, heads, rows)

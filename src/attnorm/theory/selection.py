@@ -201,9 +201,8 @@ def visible_keys(weights: Tensor, mask: Tensor | None) -> Tensor:
 def top_n_indices(weights: Tensor, top_n: int, visible: Tensor) -> Tensor:
     """Return indices of the N heaviest visible keys, heaviest first, then by position; if n < N, also hidden keys."""
     weights = torch.where(visible, weights, -torch.inf)
-    if runs_asynchronously(
-        weights
-    ):  # sorting all keys is faster than waiting for the GPU to know whether there are ties
+    # On a GPU sorting all keys is faster than waiting to know whether there are ties.
+    if runs_asynchronously(weights) or top_n >= weights.shape[-1]:
         return weights.sort(dim=-1, descending=True, stable=True).indices[..., :top_n]
     values, indices = weights.topk(min(top_n, weights.shape[-1]), dim=-1)
     # topk returns equal weights in any order.
