@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-MANY = 6  # cases; below it little would be gained
+MANY = 3  # cases; below it little would be gained
 
 
 def mark_further_cases(items: Iterable[pytest.Item]) -> None:
