@@ -19,6 +19,7 @@ from attnorm.metrics.normalized import Choice
 from attnorm.metrics.reads import coverage_sums
 from attnorm.metrics.sensitivity import measure_sensitivity
 from attnorm.metrics.vectors import isotropy, measure_vectors
+from attnorm.monitor import measure as monitor
 
 LAYERS, HEADS, KEY_HEADS, KEYS = 4, 9, 3, 256
 ROWS = torch.arange(192, 256, 4)
@@ -74,6 +75,11 @@ def test_few_operations_for_all_layers_and_no_wait(call: AttentionCall) -> None:
     # Of one layer alone there were 2,800, 1,080, 160 and 60.
     most = {"vectors": 800, "sensitivity": 200, "coverage": 90, "isotropy": 75}
     assert all(counts[name] <= most[name] for name in most), counts
+
+
+def test_few_operations_for_separability_in_the_monitor(call: AttentionCall, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor, "without_autocast", lambda device: nullcontext())
+    assert operators(lambda: monitor._separability(call, ROWS[:8], 20)) <= 230
 
 
 def test_more_sets_temperatures_and_steps_take_no_more_operations(call: AttentionCall) -> None:

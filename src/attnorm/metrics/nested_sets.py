@@ -360,23 +360,20 @@ def separabilities(rows: SelectedRows, targets: Tensor, top_n: Sequence[int], *,
     kinds = torch.ones_like(norms).unsqueeze(-2)  # (..., 2, w)
     if sphere:
         kinds = torch.cat([kinds, torch.where(norms > 0, 1 / norms, 0.0).unsqueeze(-2)], -2)
-    of_keys = kinds[..., None, None, :, :]
-    shares, beyond = (
-        _permute_weights(relative_weights(rows.weights, keys, rows.log_weights), targets).unsqueeze(-2) * of_keys
-        for keys in (rows.visible, rows.outside)
-    )  # (..., d, r, 2, w)
+    relative, relative_to_outside = (
+        relative_weights(rows.weights, keys, rows.log_weights) for keys in (rows.visible, rows.outside)
+    )
+    shares, beyond = (_permute_weights(t, targets).unsqueeze(-2) for t in (relative, relative_to_outside))
+    if sphere:
+        shares, beyond = (t * kinds[..., None, None, :, :] for t in (shares, beyond))  # (..., d, r, 2, w)
 
     sizes = _on_device(top_n, x.device)
     inside = torch.arange(selected.shape[-1], device=x.device) < sizes.unsqueeze(-1)  # (N, m)
-    points, of_kind, lengths = (
-        _gather_keys(x, selected),
-        _gather_keys(kinds.mT, selected),
-        _gather_keys(norms[..., None], selected),
-    )
-    of_kind = of_kind.mT.unsqueeze(-2)  # (..., d, r, 2, 1, m)
+    points, of_points = (_gather_keys(t, selected) for t in (x, torch.cat([norms.unsqueeze(-2), kinds], -2).mT))
+    lengths, of_kind = of_points[..., 0], of_points[..., 1:].mT.unsqueeze(-2)  # (..., d, r, m), (..., d, r, 2, 1, m)
     selected_of_kinds = selected.unsqueeze(-2).expand(*shares.shape[:-1], -1)
     of_chosen = shares.gather(-1, selected_of_kinds).unsqueeze(-2)  # (..., d, r, 2, 1, m)
-    context = (of_chosen * inside).flatten(-3, -2) @ points  # (..., d, r, 2 N, E)
+    context = _sums_of_points((of_chosen * inside).flatten(-3, -2), points)  # (..., d, r, 2 N, E)
 
     squared_terms = -(beyond * shares * norms.square()[..., None, None, None, :])
     squared_terms.masked_fill_(~rows.visible[..., None, :, None, :], -torch.inf).scatter_(
@@ -386,9 +383,8 @@ def separabilities(rows: SelectedRows, targets: Tensor, top_n: Sequence[int], *,
     nearest = _nearest(context.unflatten(-2, by_kind), x, 2 * beyond, squared_terms)  # (..., d, r, 2, N)
 
     factors, units = _in_units_of_each(rows, inside)
-    # Many small products: without a copy, torch on ARM takes ten times as long.
-    twice_along = (points @ (2 * context).mT.contiguous()).mT.unflatten(-2, by_kind)  # (..., d, r, 2, N, m)
-    squares = lengths.squeeze(-1).square()[..., None, None, :]
+    twice_along = _along_points(2 * context, points).unflatten(-2, by_kind)  # (..., d, r, 2, N, m)
+    squares = lengths.square()[..., None, None, :]
     q = twice_along.sub_(of_chosen * squares).mul_(of_kind).mul_(factors[..., None, :, None, :, :])
     not_outside = inside | ~rows.visible.gather(-1, heaviest)[..., None, :, None, None, :]
     among_chosen = q.masked_fill(not_outside, -torch.inf).amax(-1)
@@ -396,25 +392,28 @@ def separabilities(rows: SelectedRows, targets: Tensor, top_n: Sequence[int], *,
     nearest = torch.where(nearest.isfinite(), nearest * units[..., None, :, None, :], nearest)
     nearest = torch.maximum(nearest, among_chosen).unsqueeze(-1)
     length: Tensor = torch.linalg.vector_norm(context, dim=-1, keepdim=True)
-    tolerance = _tolerance(rows, factors, norms, kinds, length.unflatten(-2, by_kind))
+    chosen_shares = relative.gather(-1, heaviest)
+    tolerance = _tolerance(rows.visible, chosen_shares, factors, norms, kinds, length.unflatten(-2, by_kind))
     short = q.sub_(nearest).div_(tolerance).clamp_(-1, 0).masked_fill_(~inside, 0)  # 0 at keys that count, -1 at others
     distinguishable: Tensor = (sizes + short.sum(-1)) / sizes
     return distinguishable
 
 
-def _tolerance(rows: SelectedRows, factors: Tensor, norms: Tensor, kinds: Tensor, length: Tensor) -> Tensor:
+def _tolerance(
+    visible: Tensor, shares: Tensor, factors: Tensor, norms: Tensor, kinds: Tensor, length: Tensor
+) -> Tensor:
     """Return NEAR_TIE times the size of the terms that cancel in q_i of each selected key, (..., d, r, 2, N, m).
 
     NaN where the row sees a vector that is not finite.
 
-    factors (..., r, N, m) as q has them, norms (..., w), kinds (..., 2, w), length of s (..., d, r, 2, N, 1).
+    visible (..., r, w), shares (..., r, m) of the selected keys, factors (..., r, N, m) as q has them, norms (..., w),
+    kinds (..., 2, w), length of s (..., d, r, 2, N, 1).
     """
-    lengths = (kinds * norms.unsqueeze(-2)).unsqueeze(-3).masked_fill(~rows.visible.unsqueeze(-2), 0.0)
+    lengths = (kinds * norms.unsqueeze(-2)).unsqueeze(-3).masked_fill(~visible.unsqueeze(-2), 0.0)
     longest = lengths.amax(-1)[..., None, :, :, None, None]  # (..., 1, r, 2, 1, 1)
     longest = longest.masked_fill(longest == torch.inf, torch.nan)
-    shares = relative_weights(rows.weights, rows.visible, rows.log_weights).gather(-1, rows.indices).abs()
     weight = NEAR_TIE * factors.abs()[..., None, :, None, :, :] * longest
-    own = weight * longest * shares[..., None, :, None, None, :]
+    own = weight * longest * shares.abs()[..., None, :, None, None, :]
     return torch.addcmul(own, weight, length, value=2).clamp_(min=torch.finfo(norms.dtype).tiny)
 
 
@@ -422,6 +421,20 @@ def _on_device(sizes: Sequence[int], device: torch.device) -> Tensor:
     if len(sizes) == 1:  # nothing to send
         return torch.full((1,), sizes[0], device=device)
     return sent_to(device, torch.tensor(sizes))
+
+
+def _sums_of_points(coefficients: Tensor, points: Tensor) -> Tensor:
+    """Sums of points (..., m, E) with coefficients (..., k, m): (..., k, E)."""
+    if coefficients.shape[-2] == 1:  # many small products, for which matmul takes ten times as long on a CPU
+        return (coefficients.mT * points).sum(-2, keepdim=True)
+    return coefficients @ points
+
+
+def _along_points(vectors: Tensor, points: Tensor) -> Tensor:
+    """Inner products of vectors (..., k, E) and points (..., m, E): (..., k, m)."""
+    if vectors.shape[-2] == 1:
+        return (vectors * points).sum(-1).unsqueeze(-2)
+    return (points @ vectors.mT.contiguous()).mT  # without a copy, torch on ARM takes ten times as long
 
 
 def _gather_keys(numbers: Tensor, selected: Tensor) -> Tensor:
@@ -460,6 +473,7 @@ def _nearest(context: Tensor, x: Tensor, twice: Tensor, added: Tensor) -> Tensor
     kinds, sizes, width = context.shape[-3:]
     keys = x.shape[-2]
     x = x.reshape(-1, keys, width)
+    transposed = x.mT if runs_asynchronously(x) else x.mT.contiguous()  # or torch on ARM takes twice as long
     most = CUDA_BLOCK_ELEMENTS if runs_asynchronously(x) else BLOCK_ELEMENTS
     at_once = max(1, most // (len(x) * kinds * sizes * keys))
     workspace = LogitWorkspace(x)
@@ -469,6 +483,6 @@ def _nearest(context: Tensor, x: Tensor, twice: Tensor, added: Tensor) -> Tensor
     largest = []
     for s, c, squares in zip(*parts, strict=True):
         along = workspace.array(*s.shape[:-1], keys)
-        torch.bmm(s.reshape(len(x), -1, width), x.mT, out=along.view(len(x), -1, keys))
+        torch.bmm(s.reshape(len(x), -1, width), transposed, out=along.view(len(x), -1, keys))
         largest.append(torch.addcmul(squares.unsqueeze(-2), c.unsqueeze(-2), along, out=along).amax(-1))
     return torch.cat(largest, 1).reshape(context.shape[:-1])
