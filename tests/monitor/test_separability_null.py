@@ -70,9 +70,10 @@ def test_rows_that_see_no_more_than_n_keys_have_none() -> None:
 def test_a_row_that_is_not_finite_has_none() -> None:
     weights, visible, x = rows_of_weights()
     weights[2, 3, 0] = torch.nan
-    found = measured(weights, visible, x)
-    assert found[:, 2, 3].isnan().all()
-    assert found.isnan().sum() == 4
+    for logs in (None, weights.nan_to_num(1.0).log()):
+        found = measured(weights, visible, x, logs)
+        assert found[:, 2, 3].isnan().all()
+        assert found.isnan().sum() == 4
 
 
 def test_a_value_that_is_not_finite_leaves_nothing_to_tell() -> None:
