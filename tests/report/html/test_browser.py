@@ -42,11 +42,21 @@ def lines(page: Page) -> list[str]:
     return page.locator("#heads-table tbody th").all_inner_texts()
 
 
-def test_the_map_shows_the_mark_of_every_head(open_report: Open) -> None:
+def test_the_map_shows_marks_numbers_gaps_and_its_scale(open_report: Open) -> None:
     page = open_report(sample())
     for row in head_rows(sample()):
         expect(cell(page, row["layer"], row["head"])).to_have_text(verdict_word(row["verdict"]).mark)
     assert page.locator(".cell").count() == len(CAST) * len(CAST[0])
+    page.select_option("#choose-metric", "max_weight")
+    expect(cell(page, 2, 3)).to_have_class("cell missing")
+    expect(cell(page, 2, 3)).to_have_text("–")
+    page.select_option("#choose-metric", "effective_keys")
+    expect(page.locator("#legend .scale")).to_contain_text("Effective keys (keys, logarithmic)")
+    page.select_option("#choose-metric", "horizon")
+    cell(page, 0, 0).click()
+    first = next(row for row in head_rows(sample()) if (row["layer"], row["head"]) == (0, 0))
+    assert close((cell(page, 0, 0).get_attribute("aria-label") or "").split()[-2], first["horizon_q50"])
+    expect(page.locator(".chart", has_text="Entropy against length")).to_contain_text("horizon")
 
 
 def test_a_click_opens_the_head_with_its_evidence_and_marks_it_everywhere(open_report: Open) -> None:
@@ -61,8 +71,15 @@ def test_a_click_opens_the_head_with_its_evidence_and_marks_it_everywhere(open_r
     expect(page.locator("#announce")).to_contain_text("Layer 1, head 2")
 
 
-def test_every_selector_changes_map_and_table(open_report: Open) -> None:
+def test_every_selector_changes_map_table_and_coverage(open_report: Open) -> None:
     page = open_report(sample())
+    drawing = page.locator("#coverage-chart svg[role=img]")
+    page.select_option("#coverage-n", "5")
+    row = next(
+        row for row in sample().coverage.to_pylist()
+        if (row["text"], row["length"], row["normalizer"], row["layer"], row["top_n"]) == ("prose", 160, "model", 1, 5)
+    )  # fmt: skip
+    assert f"layer 1: one head {100 * row['per_head']:.1f} %" in (drawing.get_attribute("aria-label") or "")
     page.select_option("#choose-metric", "entropy_nats")
     choices: dict[str, Any] = {}
     for selector, label, choice in (
@@ -86,14 +103,7 @@ def close(text: str, value: float) -> bool:
     return math.isclose(float(text.replace("−", "-").replace(",", "")), value, rel_tol=0.006, abs_tol=1e-9)
 
 
-def test_missing_values_are_hatched_and_said_to_be_missing(open_report: Open) -> None:
-    page = open_report(sample())
-    page.select_option("#choose-metric", "max_weight")
-    expect(cell(page, 2, 3)).to_have_class("cell missing")
-    expect(cell(page, 2, 3)).to_have_text("–")
-
-
-def test_the_numbers_behind_a_curve_are_those_of_the_table(open_report: Open) -> None:
+def test_a_curve_is_read_with_the_pointer_and_in_its_table(open_report: Open) -> None:
     page = open_report(sample(), address="#head=0.1")
     figure = page.locator(".chart", has_text="Entropy against length")
     figure.locator("summary").click()
@@ -109,11 +119,6 @@ def test_the_numbers_behind_a_curve_are_those_of_the_table(open_report: Open) ->
         assert close(cells[1], entropy)
         assert close(cells[2], math.log(n))
         assert cells[3] == number(floor) or close(cells[3], floor)
-
-
-def test_the_pointer_reads_a_curve(open_report: Open) -> None:
-    page = open_report(sample(), address="#head=0.1")
-    figure = page.locator(".chart", has_text="Entropy against length")
     expect(figure.locator(".readout")).to_contain_text("n = 160")
     box = figure.locator("svg").bounding_box()
     figure.locator("svg").hover(position={"x": 0.14 * box["width"], "y": 0.5 * box["height"]})
@@ -151,7 +156,7 @@ def test_the_map_is_walked_with_the_keyboard(open_report: Open) -> None:
     expect(page.locator("#panel-title")).to_contain_text("Layer 1, head 2")
 
 
-def test_the_table_sorts_both_ways_with_missing_values_last(open_report: Open) -> None:
+def test_the_table_sorts_both_ways_and_its_rows_open_their_heads(open_report: Open) -> None:
     page = open_report(sample())
     measured = [row for row in head_rows(sample()) if math.isfinite(row["entropy_ratio"])]
     ordered = [f"L{r['layer']} H{r['head']}" for r in sorted(measured, key=lambda row: -row["entropy_ratio"])]
@@ -163,9 +168,13 @@ def test_the_table_sorts_both_ways_with_missing_values_last(open_report: Open) -
     page.keyboard.press("Enter")
     expect(heading).to_have_attribute("aria-sort", "ascending")
     assert lines(page) == [*reversed(ordered), "L2 H3"]
+    page.get_by_role("button", name="Open Layer 1, head 3").press("Enter")
+    expect(page.locator("#panel-title")).to_contain_text("Layer 1, head 3")
+    expect(page.locator("#panel-title")).to_be_focused()
+    expect(page.locator("#panel-title")).to_be_in_viewport()
 
 
-def test_the_table_is_filtered_by_words(open_report: Open) -> None:
+def test_the_table_is_filtered_by_words_and_verdicts(open_report: Open) -> None:
     page = open_report(sample())
     for typed, found in [
         ("layer 1", ["L1 H0", "L1 H1", "L1 H2", "L1 H3"]),
@@ -182,10 +191,6 @@ def test_the_table_is_filtered_by_words(open_report: Open) -> None:
         assert page.locator(".cell:not(.dim)").count() == len(found)
     page.fill("#search", "")
     expect(page.locator("#table-count")).to_have_text("12 heads")
-
-
-def test_the_table_is_filtered_by_verdicts(open_report: Open) -> None:
-    page = open_report(sample())
     wanted = [row for row in head_rows(sample()) if row["verdict"] in ("frozen", "broken")]
     for name in ("frozen", "broken"):
         page.locator(f'#verdict-filter [data-verdict="{name}"]').click()
@@ -195,25 +200,6 @@ def test_the_table_is_filtered_by_verdicts(open_report: Open) -> None:
     chip.click()
     expect(chip).to_have_attribute("aria-pressed", "false")
     assert len(lines(page)) == 1
-
-
-def test_a_row_of_the_table_opens_its_head(open_report: Open) -> None:
-    page = open_report(sample())
-    page.get_by_role("button", name="Open Layer 1, head 3").press("Enter")
-    expect(page.locator("#panel-title")).to_contain_text("Layer 1, head 3")
-    expect(page.locator("#panel-title")).to_be_focused()
-    expect(page.locator("#panel-title")).to_be_in_viewport()
-
-
-def test_coverage_follows_its_selector(open_report: Open) -> None:
-    page = open_report(sample())
-    drawing = page.locator("#coverage-chart svg[role=img]")
-    page.select_option("#coverage-n", "5")
-    row = next(
-        row for row in sample().coverage.to_pylist()
-        if (row["text"], row["length"], row["normalizer"], row["layer"], row["top_n"]) == ("prose", 160, "model", 1, 5)
-    )  # fmt: skip
-    assert f"layer 1: one head {100 * row['per_head']:.1f} %" in (drawing.get_attribute("aria-label") or "")
 
 
 def test_the_address_keeps_the_view(open_report: Open) -> None:
@@ -244,8 +230,16 @@ def test_a_text_without_the_chosen_length_moves_to_one_it_has(open_report: Open)
     assert len(lines(page)) == 12
 
 
-def test_no_width_needs_sideways_scrolling(open_report: Open) -> None:
-    page = open_report(sample())
+def assert_every_evidence_ends(page: Page) -> None:
+    shown = page.locator("#heads-table tbody td:last-child").all_inner_texts()
+    assert [text[-1] for text in shown] == ["."] * 12
+
+
+def test_no_width_needs_sideways_scrolling_or_cuts_evidence(open_report: Open) -> None:
+    page = open_report(sample(), width=1280)
+    assert_every_evidence_ends(page)
+    cells = page.locator("#heads-table tbody td:last-child")
+    assert cells.evaluate_all("all => all.every(one => one.scrollWidth <= one.clientWidth)")
     page.select_option("#choose-metric", "entropy_ratio")
     for width in (360, 800, 1400, 2200):
         page.set_viewport_size({"width": width, "height": 900})
@@ -270,7 +264,7 @@ def test_a_report_of_gpt2_size_opens(whole: bool, open_report: Open) -> None:
     assert page.locator("#heads-table tbody tr").count() == 144
 
 
-def test_hostile_names_are_only_text(open_report: Open) -> None:
+def test_hostile_names_and_tokens_are_only_text(open_report: Open) -> None:
     page = open_report(hostile(), address="#head=0.0")
     for name in ("choose-text", "choose-normalizer", "coverage-n"):
         for place in range(page.locator(f"#{name} option").count()):
@@ -278,13 +272,24 @@ def test_hostile_names_are_only_text(open_report: Open) -> None:
     page.locator(".chart summary").first.click()
     page.fill("#search", HOSTILE[:20])
     page.fill("#search", "")
-    assert page.evaluate("window.hurt") is None
-    assert page.locator("img, iframe, object").count() == 0
-    assert page.locator("script").count() == 2
     assert page.evaluate("document.querySelector('.subject bdi').textContent") == HOSTILE
     assert "<img src=x" in page.locator("h1").inner_text()
     assert page.evaluate("document.querySelector('#choose-text option').textContent").endswith(HOSTILE)
     assert "{{7*7}}" in page.locator("#panel .evidence").inner_text()
+    cell(page, 0, 2).click()
+    for button in page.locator(".read-rows button").all():
+        button.click()
+    page.locator(".token.query").first.hover()
+    page.wait_for_timeout(200)
+    assert page.evaluate("window.hurt") is None
+    assert page.locator("img, iframe, object").count() == 0
+    assert page.locator("script").count() == 2
+    shown = page.locator(".reads").inner_text()
+    assert "</script><img src=x" in shown
+    assert "\u202e" not in shown
+    assert "\u2028" not in shown
+    assert page.locator(".reads [onerror]").count() == 0
+    assert page.locator(".reads").evaluate("one => one.scrollWidth <= one.clientWidth")
 
 
 def test_nothing_that_is_put_into_the_page_can_run(open_report: Open) -> None:
@@ -309,19 +314,14 @@ def test_the_core_group_alone_makes_a_whole_page(open_report: Open) -> None:
     expect(page.locator("#coverage-chart")).to_contain_text("Not measured")
     assert "jacobian_norm" not in page.locator("#choose-metric option").evaluate_all("all => all.map(o => o.value)")
     expect(page.locator(".chart", has_text="Entropy against length").locator("svg")).to_be_visible()
+    expect(page.locator(".reads")).to_contain_text("--tokens 8")
 
 
-def test_the_horizon_is_that_of_the_median_row(open_report: Open) -> None:
-    page = open_report(sample(), address="#head=0.0&metric=horizon")
-    row = next(row for row in head_rows(sample()) if (row["layer"], row["head"]) == (0, 0))
-    assert close((cell(page, 0, 0).get_attribute("aria-label") or "").split()[-2], row["horizon_q50"])
-    expect(page.locator(".chart", has_text="Entropy against length")).to_contain_text("horizon")
-
-
-def test_a_broken_head_opens_without_curves(open_report: Open) -> None:
+def test_a_broken_head_opens_without_curves_and_keys(open_report: Open) -> None:
     page = open_report(sample(), address="#head=2.3")
     expect(page.locator("#panel-title")).to_contain_text("broken")
     assert page.locator("#panel .chart svg path").count() == 0
+    expect(page.locator(".reads")).to_contain_text("no row with finite weights")
 
 
 def test_an_analysis_without_heads_still_says_so(open_report: Open) -> None:
@@ -331,11 +331,11 @@ def test_an_analysis_without_heads_still_says_so(open_report: Open) -> None:
 
 
 def test_without_javascript_the_words_and_the_table_read(open_report: Open) -> None:
-    page = open_report(sample(), script=False)
+    page = open_report(sample(), width=1280, script=False)
     expect(page.locator("h1")).to_be_visible()
     assert page.locator("h1").inner_text().split(".")[0] in sample().verdict.headline.replace("; ", ". ")
     expect(page.locator(".advice li").first).to_be_visible()
-    assert page.locator("#heads-table tbody tr").count() == 12
+    assert_every_evidence_ends(page)
     expect(page.locator("#controls")).to_be_hidden()
     expect(page.locator("noscript").first).to_be_visible()
 
@@ -357,23 +357,6 @@ def test_bounds_of_softmax_are_not_shown_as_those_of_another_normalizer(open_rep
     charts = page.locator("#panel")
     expect(charts).not_to_contain_text("printed bound")
     expect(charts).to_contain_text("The floor is for ssmax")
-
-
-@pytest.mark.parametrize("script", [True, False])
-def test_no_evidence_is_cut(open_report: Open, script: bool) -> None:
-    page = open_report(sample(), width=1280, script=script)
-    cells = page.locator("#heads-table tbody td:last-child")
-    assert cells.count() == 12
-    if script:
-        assert cells.evaluate_all("all => all.every(one => one.scrollWidth <= one.clientWidth)")
-    for place, row in enumerate(cells.all_inner_texts()):
-        assert row.endswith("."), place
-
-
-def test_the_scale_of_the_map_says_what_it_shows(open_report: Open) -> None:
-    page = open_report(sample())
-    page.select_option("#choose-metric", "effective_keys")
-    expect(page.locator("#legend .scale")).to_contain_text("Effective keys (keys, logarithmic)")
 
 
 def reads_of(analysis: Sample, layer: int, head: int, row: int) -> list[dict[str, Any]]:
@@ -402,7 +385,7 @@ def test_the_keys_of_a_row_are_shaded_in_the_text_and_listed(open_report: Open) 
     expect(page.locator(".read-text")).to_contain_text("prose0 prose1 prose2")
 
 
-def test_pointing_at_a_row_shows_its_keys_and_a_click_keeps_them(open_report: Open) -> None:
+def test_pointing_at_a_row_shows_its_keys_and_a_click_or_the_keyboard_keeps_them(open_report: Open) -> None:
     page = open_report(sample(), address="#head=0.2")
     last, half = ({one["key"] for one in reads_of(sample(), 0, 2, row)} for row in (159, 80))
     query = page.locator('.token.query[data-position="80"]')
@@ -417,34 +400,8 @@ def test_pointing_at_a_row_shows_its_keys_and_a_click_keeps_them(open_report: Op
     expect(page.locator(".read-keys caption")).to_contain_text("Row 80")
     cell(page, 1, 0).click()  # the row is kept from head to head
     expect(page.locator(".read-keys caption")).to_contain_text("Row 80")
-
-
-def test_rows_can_be_chosen_with_the_keyboard(open_report: Open) -> None:
-    page = open_report(sample(), address="#head=0.2")
+    cell(page, 0, 2).click()
+    page.locator('.read-rows [data-position="159"]').click()
     page.locator('.read-rows [data-position="80"]').focus()
     expect(page.locator('.read-rows [data-position="80"]')).to_have_attribute("aria-pressed", "true")
     assert shaded(page) == {one["key"] for one in reads_of(sample(), 0, 2, 80)}
-
-
-def test_hostile_tokens_are_only_text_in_text_table_and_rows(open_report: Open) -> None:
-    page = open_report(hostile(), address="#head=0.2")
-    for button in page.locator(".read-rows button").all():
-        button.click()
-    page.locator(".token.query").first.hover()
-    page.wait_for_timeout(200)
-    assert page.evaluate("window.hurt") is None
-    assert page.locator("img, iframe, object").count() == 0
-    assert page.locator("script").count() == 2
-    shown = page.locator(".reads").inner_text()
-    assert "</script><img src=x" in shown
-    assert "\u202e" not in shown
-    assert "\u2028" not in shown
-    assert page.locator(".reads [onerror]").count() == 0
-    assert page.locator(".reads").evaluate("one => one.scrollWidth <= one.clientWidth")
-
-
-def test_without_tokens_the_panel_says_how_to_get_them(open_report: Open) -> None:
-    page = open_report(core_only(), address="#head=0.1")
-    expect(page.locator(".reads")).to_contain_text("--tokens 8")
-    page = open_report(sample(), address="#head=2.3")  # broken
-    expect(page.locator(".reads")).to_contain_text("no row with finite weights")
