@@ -17,7 +17,7 @@ from attnorm.analysis.result import Analysis
 from attnorm.analysis.tables import WINDOW_NUMBERS, WINDOWS
 from attnorm.analysis.verdicts import Thresholds
 from attnorm.analysis.verdicts.judge import judge_all, judge_head, saturation
-from attnorm.analysis.verdicts.rules import NOT_JUDGED, HeadCase, verdict_codes
+from attnorm.analysis.verdicts.rules import NOT_JUDGED, HeadCase, codes_on_both_sides, verdict_codes
 from attnorm.analysis.verdicts.thresholds import VERDICTS
 from tests.analysis.synthetic import synthetic_tables
 from tests.analysis.tiny_models import gpt2, ids
@@ -64,7 +64,8 @@ def windows_of(tables: dict[str, pa.Table], values: list[float]) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=WINDOWS)
 
 
-def judged_over(values: list[float]) -> tuple[dict[str, Any], list[str]]:
+def tables_over(values: list[float]) -> tuple[pa.Table, pa.Table, pa.Table, pa.Table]:
+    """Return heads, by_length, top_n and windows of one head with these entropy ratios."""
     tables = synthetic_tables(cast=[["flat"]], lengths=(512,), normalizers=("model",))
     mean = float(np.mean(values))
     heads = [
@@ -79,9 +80,73 @@ def judged_over(values: list[float]) -> tuple[dict[str, Any], list[str]]:
         for row in tables["heads"].to_pylist()
     ]
     heads_table = pa.Table.from_pylist(heads, schema=tables["heads"].schema)
-    windows = windows_of({"heads": heads_table}, values)
-    found, by_window = judge_all(heads_table, tables["by_length"], tables["top_n"], windows=windows)
+    return heads_table, tables["by_length"], tables["top_n"], windows_of({"heads": heads_table}, values)
+
+
+def judged_over(values: list[float]) -> tuple[dict[str, Any], list[str]]:
+    heads, by_length, top_n, windows = tables_over(values)
+    found, by_window = judge_all(heads, by_length, top_n, windows=windows)
     return found.to_pylist()[0], by_window["verdict"].to_pylist()
+
+
+def with_rounding_errors(table: pa.Table, chance: np.random.Generator) -> pa.Table:
+    """The table with every number multiplied by 1 + 1e-6 noise."""
+    for index, field in enumerate(table.schema):
+        if pa.types.is_floating(field.type):
+            numbers = table[field.name].to_numpy(zero_copy_only=False)
+            noisy = numbers * (1 + 1e-6 * chance.standard_normal(len(numbers)))
+            table = table.set_column(index, field, pa.array(noisy, type=field.type))
+    return table
+
+
+@pytest.mark.parametrize("values", [[0.62, 0.66, 0.7, 0.74, 0.76, 0.78], [0.64, 0.66, 0.67, 0.69, 0.7, 0.75]])
+def test_rounding_errors_do_not_move_confidence(values: list[float]) -> None:
+    """With entropies of two digits many resamples have the mean 0.70, which is the threshold."""
+    chance = np.random.default_rng(0)
+    heads, by_length, top_n, windows = tables_over(values)
+    confidence = judge_all(heads, by_length, top_n, windows=windows)[0]["confidence"][0].as_py()
+    assert 0.55 < confidence < 0.95
+    for _ in range(5):
+        noisy_heads, noisy_windows = with_rounding_errors(heads, chance), with_rounding_errors(windows, chance)
+        moved = judge_all(noisy_heads, by_length, top_n, windows=noisy_windows)[0]["confidence"][0].as_py()
+        assert moved == pytest.approx(confidence, abs=1e-4)
+
+
+SMEARED: dict[str, float] = {
+    "entropy_ratio": 0.8, "entropy_nats": 0.8 * math.log(1000), "entropy_floor": 0.1, "max_weight": 0.2,
+    "sink_mass": 0.02, "horizon": 5e4, "jacobian_norm": 0.2, "jacobian_norm_q75": 0.3,
+    "entropy_ratio_without_sink": 0.4, "horizon_without_sink": 5e4, "gap_slope": 0.2, "gap_slope_without_sink": 0.2,
+    "gap_slope_error": 0.0, "slope_over_lengths": math.nan, "n_high": 1000, "n_low": 1000, "broken_rows": 0,
+    "worst_norm": 0.5, "near_worst": False, "what_if": False,
+}  # fmt: skip
+SHARP = SMEARED | {"entropy_ratio": 0.3, "entropy_nats": 0.3 * math.log(1000)}
+
+
+@pytest.mark.parametrize(
+    ("head", "name", "threshold"),
+    [
+        (SMEARED | {"entropy_nats": math.nan, "entropy_floor": math.nan}, "entropy_ratio", 0.7),
+        (SMEARED, "entropy_nats", 0.1 + 0.1 * (math.log(1000) - 0.1)),
+        (SMEARED, "gap_slope", 0.75),
+        (SMEARED | {"gap_slope_error": 0.2}, "gap_slope", 0.6),
+        (SMEARED, "horizon", 1000),
+        (SMEARED, "sink_mass", 0.1),
+        (SMEARED, "sink_mass", 0.5),
+        (SHARP, "jacobian_norm_q75", 0.45),
+        (SHARP | {"jacobian_norm": 0.01}, "max_weight", 0.99),
+        (SHARP | {"max_weight": 0.995}, "jacobian_norm", 0.02),
+    ],
+)
+def test_beyond_the_nearest_threshold_lies_the_verdict_of_its_other_side(
+    head: dict[str, float], name: str, threshold: float
+) -> None:
+    sides = {column: np.full(3, value) for column, value in head.items()}
+    sides[name] = threshold * np.array([1 - 1e-5, 1 + 1e-5, 1.1])
+    codes, beyond, distance = codes_on_both_sides(sides, Thresholds(), 1e-3)
+    assert codes.tolist() == verdict_codes(sides, Thresholds()).tolist()
+    assert codes[0] != codes[1]
+    assert beyond.tolist() == [codes[1], codes[0], codes[2]]
+    assert distance[:2] == pytest.approx(1e-5, rel=0.7)
 
 
 def test_windows_that_agree_make_a_verdict_sure() -> None:

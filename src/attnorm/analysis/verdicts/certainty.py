@@ -3,6 +3,11 @@
 The bootstrap draws units with replacement: windows of the text, or blocks of consecutive rows if there are fewer than
 four windows. Every resample is judged by the same rules as the head. The confidence of a verdict is the share of
 resamples that have it. The interval of a number is between its 2.5 % and 97.5 % quantiles over resamples.
+
+A resample on a threshold would have either verdict by rounding alone, so half of its vote is for the verdict on the
+other side. That part falls to 0 where every number is NEAR_THRESHOLD or more, relative to the threshold, away from the
+threshold that it is compared with. So confidence is continuous: rounding errors, such as those between a CPU and a GPU,
+cannot move it by a whole vote.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,12 +19,13 @@ import pyarrow as pa
 
 from attnorm.analysis.tables import BLOCK_METRICS, BLOCK_NORM, HEAD_KEY
 from attnorm.analysis.verdicts.rows import Row
-from attnorm.analysis.verdicts.rules import NOT_JUDGED, judged_suffix, verdict_codes
+from attnorm.analysis.verdicts.rules import NOT_JUDGED, codes_on_both_sides, judged_suffix, verdict_codes
 from attnorm.analysis.verdicts.thresholds import DISPERSED, VERDICTS, Thresholds
 
 RESAMPLES = 400
 ENOUGH_WINDOWS = 4  # for a bootstrap over windows
 HEADS_AT_ONCE = 256
+NEAR_THRESHOLD = 1e-3  # relative; 100 times the rounding errors of float32, a small part of what windows differ by
 SLOPES = ("gap_slope", "gap_slope_without_sink")
 HORIZONS = ("horizon", "horizon_without_sink")
 LARGEST_LOG = 690.0
@@ -63,12 +69,23 @@ def assess_certainty(
     for start in range(0, len(rows), HEADS_AT_ONCE):
         batch = slice(start, start + HEADS_AT_ONCE)
         resampled = _resample(batch, judged, by_window, _block_medians(blocks, index_of, batch, len(rows)))
-        part_codes = verdict_codes({**resampled, **{k: v[batch, None] for k, v in judged.fixed.items()}}, thresholds)
+        part_codes, beyond, distances = codes_on_both_sides(
+            {**resampled, **{k: v[batch, None] for k, v in judged.fixed.items()}}, thresholds, NEAR_THRESHOLD
+        )
+        confidences = _share_of_votes(codes[batch, None], part_codes, beyond, distances)
         for offset, row in enumerate(rows[batch]):
             head_numbers = {name: value[offset] for name, value in resampled.items()}
             certainties.append(
                 _certainty_of_head(
-                    row, start + offset, codes, part_codes[offset], head_numbers, by_window, judged, thresholds
+                    row,
+                    start + offset,
+                    codes,
+                    part_codes[offset],
+                    float(confidences[offset]),
+                    head_numbers,
+                    by_window,
+                    judged,
+                    thresholds,
                 )
             )
     return certainties, by_window.verdicts
@@ -184,17 +201,32 @@ def _draw_counts(generator: np.random.Generator, units: int, times: int) -> np.n
     return generator.multinomial(units, [1 / units] * units, size=times).astype(np.float64)
 
 
+def _share_of_votes(verdict: np.ndarray, codes: np.ndarray, beyond: np.ndarray, distances: np.ndarray) -> np.ndarray:
+    """Return the share of votes for each head's verdict over its resamples.
+
+    codes, beyond, distances: as `codes_on_both_sides` returns them. The square keeps a vote near one half around the
+    threshold, for numbers of many resamples that equal it.
+    """
+    for_other = (1 - np.minimum(distances / NEAR_THRESHOLD, 1.0) ** 2) / 2
+    votes = np.where(codes == verdict, 1 - for_other, 0.0) + np.where(beyond == verdict, for_other, 0.0)
+    return np.asarray(votes.mean(1))
+
+
 def _certainty_of_head(
     row: Row,
     index: int,
     codes: np.ndarray,
     resampled: np.ndarray,
+    confidence: float,
     numbers: Arrays,
     windows: _Windows,
     judged: HeadArrays,
     thresholds: Thresholds,
 ) -> Certainty:
-    """Compute the certainty of one head. resampled: its verdict code in each resample; numbers: its numbers in each."""
+    """Compute the certainty of one head.
+
+    resampled, numbers: its verdict code in each resample, and its numbers. confidence: share of their votes.
+    """
     code = int(codes[index])
     window_codes = windows.codes[windows.owner == index] if len(windows.owner) else np.zeros(0, dtype=int)
     agreeing, count = int((window_codes == code).sum()), len(window_codes)
@@ -208,7 +240,7 @@ def _certainty_of_head(
     low, high = (_quantile(values, share) for share in (0.025, 0.975)) if moved else (np.nan, np.nan)
     resampling = any(np.ptp(np.nan_to_num(value, posinf=0.0, neginf=0.0)) > 0 for value in numbers.values())
     return Certainty(
-        confidence=float((resampled == code).mean()) if resampling else float("nan"),
+        confidence=confidence if resampling else float("nan"),
         agreement=agreeing / count if count > 1 else float("nan"),
         windows=max(count, 1),
         agreeing=agreeing,

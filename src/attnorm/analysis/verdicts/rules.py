@@ -261,13 +261,16 @@ def _relative_entropy(case: HeadCase, suffix: str, ratio: float) -> float | None
     return (entropy - floor) / max(math.log(n) - floor, 1e-12)
 
 
-def _keys_of_median_row(case: HeadCase) -> int:
-    """Return the keys of the median row, which has fewer than the longest: from its entropy and entropy / log n."""
+def _keys_of_median_row(case: HeadCase) -> float:
+    """Return the keys of the median row, which has fewer than the longest: from its entropy and entropy / log n.
+
+    They are not rounded to a whole number, since rounding would turn a tiny change of the entropy into a jump.
+    """
     entropy, ratio = case.number("entropy_nats"), case.number("entropy_ratio")
     if entropy is None or not ratio:
         return case.n
     quotient = math.exp(min(entropy / ratio, 700.0))
-    return round(min(max(quotient, case.row.get("n_low") or 2), case.n))
+    return min(max(quotient, case.row.get("n_low") or 2), case.n)
 
 
 def verdict_codes(heads: Arrays, thresholds: Thresholds) -> np.ndarray:
@@ -276,16 +279,61 @@ def verdict_codes(heads: Arrays, thresholds: Thresholds) -> np.ndarray:
     heads: the numbers of the median row by column name; n_high, n_low, broken_rows, worst_norm (NaN: unknown);
     near_worst and what_if (boolean); slope_over_lengths and gated_sink_mass (NaN or missing: none).
     """
+    return _codes_by(_Comparison(), heads, thresholds)
+
+
+def codes_on_both_sides(
+    heads: Arrays, thresholds: Thresholds, near: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return `verdict_codes`, the codes beyond the nearest threshold, and the distance to it relative to the threshold.
+
+    The nearest threshold is that of the comparison whose number is closest to it. Where it is farther than `near`, the
+    code beyond it is not computed and equals the first.
+    """
+    comparison = _Comparison()
+    codes = _codes_by(comparison, heads, thresholds)
+    distance = np.broadcast_to(comparison.nearest, codes.shape)
+    close = distance < near
+    beyond = codes.copy()
+    if close.any():
+        chosen = {name: np.broadcast_to(value, codes.shape)[close] for name, value in heads.items()}
+        beyond[close] = _codes_by(_Comparison(reversed_within=distance[close]), chosen, thresholds)
+    return codes, beyond, distance
+
+
+class _Comparison:
+    """Compares numbers with thresholds, and keeps the smallest relative distance of any number to its threshold.
+
+    reversed_within: distance up to which comparisons give the opposite answer.
+    """
+
+    def __init__(self, reversed_within: np.ndarray | float = -1.0) -> None:
+        self.nearest = np.array(np.inf)
+        self.reversed_within = reversed_within + 1e-12  # logarithms of the same number may differ in the last bit
+
+    def at_least(self, numbers: np.ndarray, threshold: float | np.ndarray) -> np.ndarray:
+        return self._answer(numbers >= threshold, numbers, threshold)
+
+    def above(self, numbers: np.ndarray, threshold: float | np.ndarray) -> np.ndarray:
+        return self._answer(numbers > threshold, numbers, threshold)
+
+    def _answer(self, holds: np.ndarray, numbers: np.ndarray, threshold: float | np.ndarray) -> np.ndarray:
+        distance = np.abs(numbers - threshold) / np.abs(threshold)
+        self.nearest = np.fmin(self.nearest, distance)  # NaN for missing numbers, and for 0 and the threshold 0
+        return np.asarray(holds ^ (distance <= self.reversed_within))
+
+
+def _codes_by(compare: _Comparison, heads: Arrays, thresholds: Thresholds) -> np.ndarray:
     if not np.size(heads["n_high"]):
         return np.zeros(np.shape(heads["entropy_ratio"]), dtype=np.int64)
     with np.errstate(all="ignore"):
-        return _compute_codes({name: np.asarray(value) for name, value in heads.items()}, thresholds)
+        return _compute_codes({name: np.asarray(value) for name, value in heads.items()}, thresholds, compare)
 
 
-def _compute_codes(heads: Arrays, t: Thresholds) -> np.ndarray:
+def _compute_codes(heads: Arrays, t: Thresholds, compare: _Comparison) -> np.ndarray:
     ratio_all, sink = _finite(heads["entropy_ratio"]), _finite(heads["sink_mass"])
     beside = _finite(heads["entropy_ratio_without_sink"])
-    hidden = (sink >= t.sink_matters) & ~np.isnan(beside)
+    hidden = compare.at_least(sink, t.sink_matters) & ~np.isnan(beside)
     ratio = np.where(hidden, beside, ratio_all)
     n = np.asarray(heads["n_high"], dtype=np.float64)
     horizon = np.minimum(np.where(hidden, heads["horizon_without_sink"], heads["horizon"]), BEYOND_NUMBERS)
@@ -294,17 +342,21 @@ def _compute_codes(heads: Arrays, t: Thresholds) -> np.ndarray:
 
     gated = _finite(heads.get("gated_sink_mass", np.array(np.nan)))
 
-    smeared = (ratio >= t.dispersed_entropy) & ~_keeps_up(heads, hidden, t)
-    smeared &= ~(_relative_entropies(heads, hidden, ratio, horizon, n) <= t.near_floor)
+    above_floor = _relative_entropies(heads, hidden, ratio, horizon, n)
+    smeared = compare.at_least(ratio, t.dispersed_entropy) & ~_keeps_up(heads, hidden, t, compare)
+    smeared &= compare.above(above_floor, t.near_floor) | np.isnan(above_floor)
     half_if_unknown = np.where(np.isnan(worst) | (worst == 0), 0.5, worst)
+    reaches = compare.at_least(horizon, n)
     holds = {
         "broken": heads["broken_rows"] > 0,
-        "sink-dominated": (sink >= t.sink_dominated) & ~(gated < t.sink_dominated * GATE_OPEN),
-        "frozen": (_finite(heads["max_weight"]) >= t.frozen_weight) & (norm <= t.frozen_norm * half_if_unknown),
-        "dispersed-forced": smeared & (n > horizon),
-        "dispersed-by-choice": smeared & (n <= horizon),
+        "sink-dominated": compare.at_least(sink, t.sink_dominated) & ~(gated < t.sink_dominated * GATE_OPEN),
+        "frozen": compare.at_least(_finite(heads["max_weight"]), t.frozen_weight)
+        & ~compare.above(norm, t.frozen_norm * half_if_unknown)
+        & ~np.isnan(norm),
+        "dispersed-forced": smeared & ~reaches & ~np.isnan(horizon),
+        "dispersed-by-choice": smeared & reaches,
         "dispersed": smeared & np.isnan(horizon),
-        "sensitive": (high_norm >= t.sensitive_norm * worst) & ~heads["near_worst"].astype(bool),
+        "sensitive": compare.at_least(high_norm, t.sensitive_norm * worst) & ~heads["near_worst"].astype(bool),
     }
     shape = np.broadcast_shapes(*(value.shape for value in holds.values()))
     codes = np.full(shape, CODE["healthy"])
@@ -313,13 +365,13 @@ def _compute_codes(heads: Arrays, t: Thresholds) -> np.ndarray:
     return np.where(np.isnan(ratio_all) & ~(heads["broken_rows"] > 0), NOT_JUDGED, codes)
 
 
-def _keeps_up(heads: Arrays, hidden: np.ndarray, t: Thresholds) -> np.ndarray:
+def _keeps_up(heads: Arrays, hidden: np.ndarray, t: Thresholds, compare: _Comparison) -> np.ndarray:
     slope_all = _finite(heads["gap_slope"])
     slope_all = np.where(np.isnan(slope_all), heads["slope_over_lengths"], slope_all)
     slope = np.where(hidden, _finite(heads["gap_slope_without_sink"]), slope_all)
     slope = np.where(heads["what_if"].astype(bool), np.nan, slope)
     error = np.where(hidden, 0.0, np.nan_to_num(_finite(heads["gap_slope_error"])))
-    return np.asarray((slope > t.dispersed_slope) | (slope + 2 * error >= 1))
+    return np.asarray(compare.above(slope, t.dispersed_slope) | compare.at_least(slope + 2 * error, 1.0))
 
 
 def _relative_entropies(
@@ -333,7 +385,7 @@ def _relative_entropies(
     middle = np.where(
         np.isnan(nats) | ~(total_ratio != 0) | np.isnan(total_ratio),
         n,
-        np.rint(np.minimum(np.maximum(quotient, low), n)),
+        np.minimum(np.maximum(quotient, low), n),
     )
     keys = middle - hidden
     floor = _finite(heads["entropy_floor"])
