@@ -657,7 +657,18 @@ def test_an_empty_analysis_has_a_verdict_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "words"), [(8.37, "8.4"), (2191.6, "2,192"), (27_232_100, "27.2 million"), (2.1e15, "2e+15")]
+    ("count", "words"),
+    [
+        (8.37, "8.4"),
+        (511.9, "512"),
+        (1024, "1,024"),
+        (2048.0, "2,048"),
+        (2191.6, "2,190"),
+        (473352.3, "473,000"),
+        (999_700.5, "1 million"),
+        (27_232_100, "27.2 million"),
+        (2.1e15, "2e+15"),
+    ],
 )
 def test_lengths_are_told_as_people_say_them(count: float, words: str) -> None:
     assert format_keys(count) == words

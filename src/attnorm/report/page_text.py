@@ -154,7 +154,7 @@ def metric_text(name: str, value: float | None) -> str:
     """Format a metric; numbers of keys from 10 on have no fraction."""
     if name in SHARES:
         return share(value)
-    counted = BY_NAME[name].unit == "keys" and value is not None and 10 <= value < 10_000
+    counted = BY_NAME[name].unit == "keys" and value is not None and 10 <= value < 1_000
     return number(math.floor(value + 0.5) if counted and value is not None else value)
 
 
@@ -238,13 +238,13 @@ def number(value: float | None) -> str:
     for large, word in ((1e9, "billion"), (1e6, "million")):
         if size >= large:
             return _minus(f"{_digits(value / large)} {word}")
-    if size >= 10_000 and not float(value).is_integer():
+    if size >= 1_000 and not float(value).is_integer():
         return _minus(f"{math.copysign(size, value):,.0f}")
     return _minus(f"{value:,.0f}" if float(value).is_integer() else _digits(value))
 
 
 def _digits(value: float) -> str:
-    """Return three significant digits of a number between 0.0001 and 10,000."""
+    """Return three significant digits of a number between 0.0001 and 1,000."""
     return f"{value:,.{max(0, 2 - math.floor(math.log10(float(f'{abs(value):.2e}'))))}f}"
 
 

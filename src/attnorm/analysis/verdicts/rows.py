@@ -45,11 +45,18 @@ def number(row: Row, name: str) -> float | None:
 
 
 def format_keys(count: float) -> str:
-    """Format a number of keys: 8.4, 2,190, 27.2 million, 2e+15."""
+    """Format a number of keys: 8.4, 512, 2,190, 473,000, 27.2 million, 2e+15.
+
+    Measured numbers have three digits at most, as rounding errors change further ones. Whole numbers below a million,
+    such as lengths, are exact.
+    """
+    rounded = float(f"{count:.3g}")
     for size, word in ((1e12, ""), (1e9, " billion"), (1e6, " million")):
-        if count >= size:
-            return f"{count / size:,.3g}{word}" if word else f"{count:.0e}"
-    return f"{count:,.0f}" if count >= 10 else f"{count:.2g}"
+        if rounded >= size:
+            return f"{rounded / size:.3g}{word}" if word else f"{count:.0e}"
+    if count < 10:
+        return f"{count:.2g}"
+    return f"{count if float(count).is_integer() else rounded:,.0f}"
 
 
 def representative_rows(heads: Sequence[Row], normalizer: str | None = None) -> tuple[list[Row], int]:

@@ -20,11 +20,11 @@ function number(value) {
   }
   if (size >= 1e9) return withMinus(`${digits(value / 1e9)} billion`);
   if (size >= 1e6) return withMinus(`${digits(value / 1e6)} million`);
-  if (size >= 10000 && !Number.isInteger(value)) return withMinus(grouped.format(Math.sign(value) * size));
+  if (size >= 1000 && !Number.isInteger(value)) return withMinus(grouped.format(Math.sign(value) * size));
   return withMinus(Number.isInteger(value) ? grouped.format(value) : digits(value));
 }
 
-// Three significant digits of a number between 0.0001 and 10,000.
+// Three significant digits of a number between 0.0001 and 1,000.
 function digits(value) {
   const places = Math.max(0, 2 - Math.floor(Math.log10(Number(Math.abs(value).toPrecision(3)))));
   return places ? value.toFixed(places) : grouped.format(value);
@@ -45,7 +45,7 @@ function lengthText(length) {
 // Numbers of keys from 10 on have no fraction.
 function metricText(name, value) {
   if (source.shares.includes(name)) return share(value);
-  const counted = metrics.get(name)?.unit === "keys" && value >= 10 && value < 10000;
+  const counted = metrics.get(name)?.unit === "keys" && value >= 10 && value < 1000;
   return number(counted ? Math.round(value) : value);
 }
 
