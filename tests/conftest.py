@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.covering import mark_further_cases
+from tests.fresh import start_server
 from tests.real_model import smollm2 as smollm2
 from tests.shared_rewriting import rewrite_share
 
@@ -30,6 +31,7 @@ gc.disable()  # until the tests are collected: it took a fifth of that time and 
 # The process that hands tests to workers runs none. In others the package is imported with checks of shapes, before the
 # conftest.py of a folder named on the command line imports it without.
 if "PYTEST_XDIST_WORKER" in os.environ or not any(given.startswith(("-n", "--numprocesses")) for given in sys.argv):
+    start_server()
     importlib.import_module("tests.ground_rules")
 
 

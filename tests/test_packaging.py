@@ -111,7 +111,8 @@ def loaded() -> dict[str, set[str]]:
     """
     script = """
 import json, sys
-before, loaded = set(sys.modules), {}
+before = set(sys.modules)
+loaded = {"before": sorted(before)}
 for name in (
     "attnorm",
     "attnorm.cli",
@@ -145,6 +146,7 @@ def test_dir_lists_what_is_public_before_it_is_loaded_and_nothing_else(loaded: d
 def test_importing_attnorm_loads_nothing_heavy(loaded: dict[str, set[str]]) -> None:
     heavy = {"beartype", "matplotlib", "pyarrow", "rich", "scipy", "transformers", "triton", "typer"}
     assert "attnorm.normalizers" in loaded["attnorm"]
+    assert not (heavy | {"accelerate", "attnorm", "torch._dynamo"}) & loaded["before"]
     assert not heavy & loaded["attnorm"]
     assert not loaded["checked"], "users would pay for the checks of shapes"
 
