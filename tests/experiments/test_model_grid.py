@@ -74,6 +74,17 @@ def test_records_of_another_plan_are_not_used(trained: tuple[Path, list[grid.Rec
     assert found["settings"]["steps"] == 2 != records[0]["settings"]["steps"]
 
 
+def test_models_of_another_text_are_not_mixed_with_those_of_this_one(
+    trained: tuple[Path, list[grid.Record]], tmp_path: Path
+) -> None:
+    parts, records = trained
+    (texts,) = [line for line in read_jsonl(parts / "results.jsonl") if line["stage"] == "texts"]
+    append_jsonl(tmp_path / grid.RECORDS, [texts | {"training_tokens": 7}, records[0]])
+    plan = replace(temperature.QUICK, models=temperature.QUICK.models[1:])
+    with pytest.raises(ValueError, match="7 tokens"):
+        grid.records_of(plan, SUBJECT, silent, tmp_path / "parts" / "temperature")
+
+
 def test_what_another_process_finished_meanwhile_is_not_trained_again(
     trained: tuple[Path, list[grid.Record]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from attnorm.metrics.nested_sets import NEAR_TIE, NestedSets, distances, draw_pe
 from attnorm.metrics.vectors import _separabilities
 from attnorm.theory import distance, geometry
 from attnorm.theory.selection import SelectedRows, select
+from tests.metrics import reference
 
 SIZES = (1, 2, 5, 7)
 FORMULAS: dict[str, Callable[[SelectedRows], Tensor]] = {
@@ -155,3 +156,24 @@ def test_separability_is_continuous_where_keys_are_equally_close_or_heavy() -> N
         rounding = 0.0 if dtype == torch.float64 else 1e-6
         change = (shares(moved_logits, moved_x) - expected).abs()
         assert change.max() <= 4 * (noise + rounding) / NEAR_TIE
+
+
+def test_the_separability_of_one_set_does_not_depend_on_the_others() -> None:
+    """The first weights are nearly equal, so that every set has one with two keys exchanged beside it."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 12, 3, generator=generator, dtype=torch.float64)
+    weights = 1 + 0.005 * torch.rand(1, 40, 12, generator=generator, dtype=torch.float64)
+    visible = torch.ones_like(weights, dtype=torch.bool)
+
+    def of(*sizes: int) -> Tensor:
+        rows = NestedSets.of(weights, x, visible, sizes, None)
+        no_draws = torch.empty(1, 0, 40, 12, dtype=torch.long)
+        return nested_sets.separability_and_null(rows, rows.ranked_keys(), no_draws)[:, 0]
+
+    together = of(1, 2, 3, 6)
+    for index, N in enumerate((1, 2, 3, 6)):
+        alone = of(N)[..., 0]
+        torch.testing.assert_close(together[..., index], alone)
+        for row in range(5):
+            expected = reference.separability(weights[0, row], x[0], weights[0, row].argsort(descending=True), N)
+            torch.testing.assert_close(alone[0, row, 0], expected)

@@ -73,7 +73,7 @@ def test_few_operations_for_all_layers_and_no_wait(call: AttentionCall) -> None:
         "isotropy": operators(lambda: isotropy(call.value_BGKE)),
     }
     # Of one layer alone there were 2,800, 1,080, 160 and 60.
-    most = {"vectors": 800, "sensitivity": 200, "coverage": 90, "isotropy": 75}
+    most = {"vectors": 860, "sensitivity": 200, "coverage": 90, "isotropy": 75}
     assert all(counts[name] <= most[name] for name in most), counts
 
 
@@ -89,12 +89,12 @@ def test_more_sets_temperatures_and_steps_take_no_more_operations(call: Attentio
     def sensitivity(temperatures: Sequence[float], epsilons: Sequence[float]) -> int:
         return operators(lambda: measure_sensitivity(call, [None], ROWS, temperatures, epsilons, generators()))
 
-    # gaps among selected keys and exchanged keys, one N at a time
-    assert vectors((1, 2, 4, 8, 16, 32)) - vectors((1, 32)) <= 4 * 9
+    # gaps among selected keys, one N at a time
+    assert vectors((1, 2, 4, 8, 16, 32)) - vectors((1, 32)) <= 4 * 6
     assert sensitivity(TEMPERATURES, EPSILONS) == sensitivity((1.0, 2.0), (1e-3, 0.1))
 
 
 @pytest.mark.parametrize("choice", ["ssmax", "sigmoid"])
 def test_other_normalizers_do_not_wait_for_their_weights(choice: Choice, call: AttentionCall) -> None:
-    assert operators(lambda: measure_vectors(call, [choice], ROWS, TOP_N, generator=generators())) < 800
+    assert operators(lambda: measure_vectors(call, [choice], ROWS, TOP_N, generator=generators())) < 860
     assert operators(lambda: coverage_sums(call, [choice], ROWS, TOP_N, LAYERS)) < 200

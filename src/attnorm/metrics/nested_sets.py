@@ -6,8 +6,8 @@ short rows take as long as the launches of their operations. The null needs many
 computed as one more of them.
 
 theory/ counts the keys that are distinguishable. Such a count jumps where two keys are equally close, or two weights
-equal; the inputs of two devices differ by 1e-6, so some count differs on any model. Here near ties count in part, and
-the result is continuous:
+equal; the inputs of two devices differ by 1e-6, so some count differs on any model. Here near ties of two
+count in part, so that the result does not jump there (it may where three weights are nearly equal):
 
 - a selected key that is farther than the nearest one outside counts 1 - (nearest - q_i) / t_i, at least 0. t_i is
   NEAR_TIE times the size of the terms that cancel in q_i, a_i M (2 ||s|| + a_i M), with M the length of the longest
@@ -315,13 +315,14 @@ def separability_and_null(
     """
     share, exchanged = _exchange_near_ties(rows, ranked)
     itself = torch.arange(ranked.shape[-1], device=ranked.device).expand(ranked.shape)
-    targets = torch.cat([torch.stack([itself, exchanged], 1), permutations], 1)
+    targets = torch.cat([itself.unsqueeze(1), exchanged, permutations], 1)
     selected = rows.selected()
     shares = [
         separabilities(selected, some, rows.sizes, sphere=sphere)
         for some in targets.split(draws_at_once or targets.shape[1], 1)
     ]
-    row, other, null = torch.cat(shares, 1).split([1, 1, permutations.shape[1]], 1)
+    row, others, null = torch.cat(shares, 1).split([1, len(rows.sizes), permutations.shape[1]], 1)
+    other = others.diagonal(dim1=1, dim2=-1).unsqueeze(1)
     found = torch.cat([torch.lerp(row, other, share[:, None, :, None]), null], 1)
     defined = (rows.n > rows.top_n) & rows.weights.sum(-1, keepdim=True).isfinite()
     return torch.where(defined[:, None, :, None], found, torch.nan)
@@ -331,18 +332,18 @@ def _exchange_near_ties(rows: NestedSets, order: Tensor) -> tuple[Tensor, Tensor
     """Exchange the last key of each set of N with the next one where their weights are nearly equal.
 
     Return the share of the exchanged set, (g, r, N): 1/2 for equal weights, 0 if they differ by NEAR_WEIGHT; and the
-    new index of every key, (g, r, w).
+    new index of every key in the row with that exchange alone, (g, N, r, w).
     """
     next_rank = rows.top_n.long()
     numbers = rows.weights if rows.log_weights is None else rows.log_weights
     last, following = (numbers.gather(-1, order.index_select(-1, rank)) for rank in (next_rank - 1, next_rank))
     gap = 1 - following / last if rows.log_weights is None else -torch.expm1(following - last)
     share = ((1 - gap.abs() / NEAR_WEIGHT) / 2).clamp(min=0).nan_to_num(0.0)
-    near, exchanged = (share > 0).unsqueeze(-1), order.clone()
-    for index, N in enumerate(rows.sizes):
-        pair = exchanged[..., N - 1 : N + 1]
-        pair.copy_(torch.where(near[..., index, :], pair.flip(-1), pair))
-    return share, torch.empty_like(order).scatter_(-1, order, exchanged)
+    ranks, sizes = torch.arange(order.shape[-1], device=order.device), next_rank.unsqueeze(-1)
+    partner = torch.where(ranks == sizes, sizes - 1, torch.where(ranks == sizes - 1, sizes, ranks))  # (N, w)
+    of_sizes = order.unsqueeze(1).expand(-1, len(rows.sizes), -1, -1)
+    exchanged = of_sizes.gather(-1, partner.unsqueeze(1).expand_as(of_sizes))
+    return share, torch.empty_like(exchanged).scatter_(-1, of_sizes, exchanged)
 
 
 def separabilities(rows: SelectedRows, targets: Tensor, top_n: Sequence[int], *, sphere: bool = True) -> Tensor:

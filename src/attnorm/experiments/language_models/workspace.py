@@ -9,7 +9,7 @@ locks/                        which work is claimed; the operating system releas
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -298,9 +298,28 @@ def prepare_texts(
             write_json(workspace.data / INDEX, index)
     texts = read_texts(workspace)
     with workspace.locked("counts"):
+        check_same_texts(workspace.results(stage="texts"), texts, str(workspace.folder))
         if not workspace.results(stage="texts"):
             workspace.add({"stage": "texts", **_describe_texts(texts)})
     return texts
+
+
+def check_same_texts(described: Sequence[Mapping[str, Any]], texts: Texts, where: str) -> None:
+    """Check that records belong to these texts: their numbers of tokens are equal, packed or not.
+
+    Raises:
+        ValueError: They do not.
+    """
+    held_out = {name: len(tokens) for name, tokens in texts.held_out.items()}
+    for record in described:
+        if record["training_tokens"] != len(texts.corpus.train) or held_out != {
+            name: text["tokens"] for name, text in record["held_out"].items()
+        }:
+            names = ", ".join(text["name"] for text in record["source"]["train"])
+            raise ValueError(
+                f"{where} has models of another text, {names} with {record['training_tokens']:,} tokens; this one has "
+                f"{len(texts.corpus.train):,}. Pass that text and its held-out ones, or another --out."
+            )
 
 
 def require_texts(folder: Path) -> None:

@@ -28,6 +28,7 @@ from attnorm.experiments.language_models.workspace import (
     ModelPlan,
     Texts,
     Workspace,
+    check_same_texts,
     on_this_machine,
     prepare_texts,
     read_results,
@@ -101,6 +102,8 @@ def records_of(plan: GridPlan, subject: ExperimentSubject, progress: ProgressCal
         progress("encoding the texts", 0, len(missing))
         train, valid, others = texts_of(subject, parts)
         texts = prepare_texts(workspace, train, valid, others)
+        given = _records_elsewhere(parts)
+        check_same_texts([line for line in given if line.get("stage") == "texts"], texts, str(parts.parent.parent))
         unigram = _unigram_loss(workspace)
         for done, (key, model, seed) in enumerate(missing):
             if time.monotonic() + _slowest(_known_records(workspace, parts).values()) >= deadline:
@@ -116,10 +119,15 @@ def records_of(plan: GridPlan, subject: ExperimentSubject, progress: ProgressCal
     return [known[key] for key in keys if key in known]
 
 
-def _known_records(workspace: Workspace[GridPlan], parts: Path) -> dict[str, Record]:
+def _records_elsewhere(parts: Path) -> list[Record]:
+    """Return the lines of another machine, in OUT/records.jsonl or its packed copy."""
     files = [parts.parent.parent / name for name in (RECORDS, f"{RECORDS}.xz")]
-    elsewhere = [record for file in files if file.exists() for record in read_results(file)]
-    records = [record for record in [*elsewhere, *workspace.results()] if record.get("stage") == "model"]
+    return [record for file in files if file.exists() for record in read_results(file)]
+
+
+def _known_records(workspace: Workspace[GridPlan], parts: Path) -> dict[str, Record]:
+    lines = [*_records_elsewhere(parts), *workspace.results()]
+    records = [record for record in lines if record.get("stage") == "model"]
     return {_record_key(record["label"], record["settings"]): record for record in records}
 
 
