@@ -16,7 +16,7 @@ def image() -> Analysis:
     return attnorm.analyze(vit(), {"pixel_values": pixels}, metrics="core")
 
 
-def test_the_heaviest_patch_is_the_brightest(image: Analysis, open_report: Open) -> None:
+def test_the_heaviest_patch_is_the_brightest_and_the_query_patch_is_framed(image: Analysis, open_report: Open) -> None:
     page = open_report(image)
     patches = page.locator(".reads .picture .patch")
     expect(patches).to_have_count(16)
@@ -26,10 +26,6 @@ def test_the_heaviest_patch_is_the_brightest(image: Analysis, open_report: Open)
     weights = [float(title.rpartition(" ")[2]) for title in titles]
     assert weights[brightness.index(max(brightness))] == max(weights)
     assert titles[5].startswith("patch in row 2, column 2")
-
-
-def test_the_query_patch_is_framed(image: Analysis, open_report: Open) -> None:
-    page = open_report(image)
     frame = page.locator(".reads .query-patch")
     expect(frame).to_have_attribute("visibility", "hidden")  # the class token is not in the picture
     page.locator(".read-rows .chip").nth(1).click()

@@ -88,7 +88,7 @@ def test_the_theme_follows_the_system_until_the_reader_chooses(open_report: Open
     assert page.evaluate(ground) == dark
 
 
-def test_everything_that_can_be_used_or_seen_has_a_name(open_report: Open) -> None:
+def test_everything_that_can_be_used_has_a_name_and_headings_descend(open_report: Open) -> None:
     page = open_report(sample())
     page.locator(".chart summary").first.click()
     tree = page.context.new_cdp_session(page).send("Accessibility.getFullAXTree")["nodes"]
@@ -102,10 +102,6 @@ def test_everything_that_can_be_used_or_seen_has_a_name(open_report: Open) -> No
     )
     named_by = "[...document.querySelectorAll('[aria-labelledby]')].map(e => e.getAttribute('aria-labelledby'))"
     assert [name for name in page.evaluate(named_by) if page.locator(f"#{name}").count() != 1] == []
-
-
-def test_headings_descend_one_level_at_a_time(open_report: Open) -> None:
-    page = open_report(sample())
     levels = page.evaluate("[...document.querySelectorAll('h1, h2, h3, h4')].map(h => Number(h.tagName[1]))")
     assert levels[0] == 1
     assert levels.count(1) == 1
