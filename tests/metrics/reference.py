@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from attnorm.metrics.call import AttentionCall
-from attnorm.metrics.nested_sets import NEAR_TIE, NEAR_WEIGHT
 from attnorm.metrics.normalized import RowsBlock
+from attnorm.metrics.separability import NEAR_TIE, NEAR_WEIGHT
 from attnorm.normalizers.block import Positions
 from attnorm.normalizers.contract import Normalizer, ScaleRule
 from attnorm.normalizers.softmax import Softmax
@@ -234,7 +234,7 @@ def vector_numbers(weights: Tensor, vectors: Tensor, N: int) -> dict[str, float]
 
 
 def separability(a: Tensor, x: Tensor, order: Tensor, N: int, *, exchange: bool = True) -> Tensor:
-    """N_s / N; near ties count in part, as metrics/nested_sets.py defines (those of weights not in the null)."""
+    """N_s / N; near ties count in part, as metrics/separability.py defines (those of weights not in the null)."""
 
     def share(order: Tensor, weights: Tensor) -> Tensor:  # weights[k] belongs to key order[k]
         y, longest = weights[:, None] * x[order], x.norm(dim=-1).max()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnorm.metrics.call import AttentionCall
-from attnorm.metrics.nested_sets import draw_permutations, separabilities
+from attnorm.metrics.separability import draw_permutations, separabilities
 from attnorm.metrics.vectors import NULL_ROWS, NULLS, NUMBERS, measure_vectors
 from attnorm.normalizers import get
 from attnorm.normalizers.contract import Normalizer

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnorm.metrics import call, nested_sets, row_statistics
+from attnorm.metrics import call, nested_sets, row_statistics, separability
 from attnorm.models.patch import patch
 from attnorm.monitor import watch as watching
 from attnorm.monitor.monitor import AttentionMonitor
@@ -57,7 +57,7 @@ def test_a_gpu_is_not_waited_for(family: str, normalizer: str | None, monkeypatc
 
         return run
 
-    for module in (row_statistics, call, secular, nested_sets, selection):
+    for module in (row_statistics, call, secular, nested_sets, separability, selection):
         monkeypatch.setattr(module, "runs_asynchronously", lambda tensor: True)
     monkeypatch.setattr(watching.Sampler, "take", unseen(take))
     monkeypatch.setattr(watching.ForwardWatch, "_measure", unseen(measure))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from attnorm.theory import coverage
+from attnorm.theory import geometry
 from tests.mutation import equivalents, mutants, session
 from tests.mutation.mutants import (
     ROOT,
@@ -82,18 +82,18 @@ def test_the_function_of_a_mutant_is_named_as_its_code_is(
     assert function_at(path, line, SOURCE.splitlines()[line - 1].index(text)) == function
 
 
-COVERAGE = "src/attnorm/theory/coverage.py"
+GEOMETRY = "src/attnorm/theory/geometry.py"
 
 
 def mutant_of(name: str, change: str = "") -> tuple[Mutant, Function]:
-    """The first mutant of that kind in a function of theory/coverage.py."""
-    every = ((one, function_at(one.file, one.line, one.column)) for one in mutants_of(ROOT / COVERAGE))
+    """The first mutant of that kind in a function of theory/geometry.py."""
+    every = ((one, function_at(one.file, one.line, one.column)) for one in mutants_of(ROOT / GEOMETRY))
     return next((one, function) for one, function in every if function.name == name and change in one.change)
 
 
 def test_a_mutant_is_tried_on_the_tests_that_run_its_statement_near_cheap_and_different_ones_first() -> None:
     (mutant, function), (other, _) = mutant_of("union_bounds"), mutant_of("union_coverage")
-    inside, outside = (f"{COVERAGE}:union_bounds", mutant.line), (f"{COVERAGE}:union_coverage", other.line)
+    inside, outside = (f"{GEOMETRY}:union_bounds", mutant.line), (f"{GEOMETRY}:union_coverage", other.line)
     calls = {
         "tests/a/test_other.py::test_cheap": (0.1, [inside]),
         "tests/a/test_coverage.py::test_slow": (5.0, [inside, outside]),
@@ -183,19 +183,19 @@ def test_the_statement_of_a_place_ends_before_the_body(tmp_path: Path) -> None:
 def test_the_lines_that_run_are_recorded() -> None:
     lines = Lines()
     lines.start()
-    coverage.independent_coverage(0.5, 2)
+    geometry.independent_coverage(0.5, 2)
     found = lines.stop()
     mutant, _ = mutant_of("independent_coverage")
-    assert mutant.line in found[f"{COVERAGE}:independent_coverage"]
-    assert f"{COVERAGE}:union_bounds" not in found
+    assert mutant.line in found[f"{GEOMETRY}:independent_coverage"]
+    assert f"{GEOMETRY}:union_bounds" not in found
 
 
 def test_a_mutant_is_put_into_imported_functions() -> None:
     mutant, _ = mutant_of("independent_coverage", "* to /")
 
     def work() -> int:
-        before = float(coverage.independent_coverage(0.5, 2))
-        return 0 if put_into_functions(mutant) and float(coverage.independent_coverage(0.5, 2)) != before else 1
+        before = float(geometry.independent_coverage(0.5, 2))
+        return 0 if put_into_functions(mutant) and float(geometry.independent_coverage(0.5, 2)) != before else 1
 
     assert in_a_fork(work, 60, 600) == 0
 
@@ -219,7 +219,9 @@ out = pathlib.Path(sys.argv[1])
 (out / "calls").mkdir()
 given = argparse.Namespace(out=out, test_seconds=20.0, further_seconds=60.0, timeout=600.0)
 journal = mutate.Journal(out / "results.jsonl")
-mutants = list(mutate.mutants_of(mutate.ROOT / "src/attnorm/theory/coverage.py"))[:6]
+path = mutate.ROOT / "src/attnorm/theory/geometry.py"
+start = path.read_text(encoding="utf-8").split("def independent_coverage")[0].count("\\n") + 1
+mutants = [mutant for mutant in mutate.mutants_of(path) if mutant.line > start][:6]
 mutate.PRELOADED = ["setuptools", "torch", "numpy", "hypothesis", "jaxtyping", "pytest"]  # what these tests need
 mutate.preload()
 mutate.try_mutants(mutants, journal, given, float("inf"))

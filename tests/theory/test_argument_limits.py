@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnorm.theory import coverage, dispersion, distance, geometry, gradient, isotropic_law, search
+from attnorm.theory import dispersion, distance, geometry, gradient, isotropic_law, search
 from attnorm.theory.catalogue import claims
 from attnorm.theory.gradient import entmax_worst_norm, longest_constant_length, power_iteration_norm, random_directions
 from attnorm.theory.selection import select, top_n_set
@@ -30,11 +30,11 @@ def sums_to(total: float) -> Tensor:
 
 
 LIMITS: list[tuple[Callable[[Any], Any], list[Any], list[Any]]] = [
-    (lambda heads: coverage.independent_coverage(0.5, heads), [1], [0]),
-    (lambda share: coverage.independent_coverage(share, 2), [0.0, 1.0], [-1e-9, 1 + 1e-6]),
-    (lambda share: coverage.independent_union(torch.tensor([share, 0.5])), [0.0, 1.0], [-1e-9, 1 + 1e-6]),
-    (lambda share: coverage.union_bounds(torch.tensor([share, 0.5])).lower, [0.0, 1.0], [-1e-9, 1 + 1e-6]),
-    (lambda n: coverage.top_n_coverage(WEIGHTS.expand(2, 4), n).union, [1, 3], [0]),
+    (lambda heads: geometry.independent_coverage(0.5, heads), [1], [0]),
+    (lambda share: geometry.independent_coverage(share, 2), [0.0, 1.0], [-1e-9, 1 + 1e-6]),
+    (lambda share: geometry.independent_union(torch.tensor([share, 0.5])), [0.0, 1.0], [-1e-9, 1 + 1e-6]),
+    (lambda share: geometry.union_bounds(torch.tensor([share, 0.5])).lower, [0.0, 1.0], [-1e-9, 1 + 1e-6]),
+    (lambda n: geometry.top_n_coverage(WEIGHTS.expand(2, 4), n).union, [1, 3], [0]),
     (lambda T: dispersion.lemma21_bounds(1.0, 3, T).lower, [1.0], [0.0, -1.0, math.nan]),
     (lambda least: dispersion.lemma1_constants(least, 1.0)[0], [TINY, 1.0], [0.0, 1 + 1e-6]),
     (lambda low: dispersion.range_on_interval(torch.exp, low, 1.0)[0], [1.0, 0.9], [1 + 1e-9, math.nan]),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnorm.metrics.nested_sets import separabilities
+from attnorm.metrics.separability import separabilities
 from attnorm.theory.geometry import distinguishable, separability, separability_null
 from attnorm.theory.selection import near_one, relative_weights, select
 from tests.theory.reference.separability import in_the_ball, rounding

@@ -11,7 +11,7 @@ import torch
 
 from attnorm.normalizers.kneemax import Kneemax
 from attnorm.normalizers.softmax import Softmax
-from attnorm.theory import claims, coverage, dispersion, distance, frontier, geometry, gradient, verify
+from attnorm.theory import claims, dispersion, distance, frontier, geometry, gradient, verify
 from attnorm.theory.dispersion import Bounds
 
 CLAIMS = {claim.id: claim for claim in claims()}
@@ -140,8 +140,8 @@ OTHERS = [
     Mutant("entmax-worst-case", gradient, "entmax_worst_norm", "more", times(1.01)),
     Mutant("entmax-worst-case", gradient, "entmax_worst_norm", "many keys", only_many_keys),
     Mutant("entmax-worst-case", gradient, "entmax_worst_norm", "less", times(0.99)),
-    Mutant("head-coverage-bounds", coverage, "union_bounds", "lower", lower),
-    Mutant("head-coverage-bounds", coverage, "union_bounds", "upper", upper),
+    Mutant("head-coverage-bounds", geometry, "union_bounds", "lower", lower),
+    Mutant("head-coverage-bounds", geometry, "union_bounds", "upper", upper),
     Mutant("law-attained", frontier, "frontier_weight", "more", times(1.01)),
     Mutant("gap-for-weight", frontier, "softmax_gap", "n for n-1",
            lambda formula: lambda w, n: formula(w, n) + math.log(n / (n - 1))),

@@ -12,7 +12,7 @@ from torch import Tensor
 from attnorm.engines.execution import in_threads, sent_to
 from attnorm.metrics.call import AttentionCall, logit_blocks
 from attnorm.metrics.normalized import Choice, as_normalizer, resolve_normalizers, rows_block
-from attnorm.theory.coverage import independent_union
+from attnorm.theory.geometry import independent_union
 
 NO_KEY = -1
 

@@ -1,7 +1,8 @@
 """`measure_vectors`: distances and separability of the N heaviest keys among the vectors that attention mixes.
 
-nested_sets.py has the formulas. This file chooses the vectors (values or layer inputs), selects the heaviest keys once
-for all N, divides heads among threads, and draws the null: the same weights, randomly permuted among the visible keys.
+nested_sets.py and separability.py have the formulas. This file chooses the vectors (values or layer inputs), selects
+the heaviest keys once for all N, divides heads among threads, and draws the null: the same weights, randomly permuted
+among the visible keys.
 `isotropy` checks assumptions of the papers about the vectors: do they point in all directions, are any two equal?
 """
 
@@ -16,16 +17,10 @@ from torch.nn.functional import pad
 
 from attnorm.engines.execution import each_in_a_thread, in_threads, runs_asynchronously, sent_to
 from attnorm.metrics.call import AttentionCall, LogitBlock, known_n, logit_blocks, padded_keys
-from attnorm.metrics.nested_sets import (
-    NestedSets,
-    distances,
-    draw_permutations,
-    separability_and_null,
-    theorem2,
-    visible_places,
-)
+from attnorm.metrics.nested_sets import NestedSets, distances, theorem2
 from attnorm.metrics.normalized import Choice, resolve_normalizers, rows_block, weights_and_logs
 from attnorm.metrics.sampling import Source, evenly_spaced, sources_of
+from attnorm.metrics.separability import draw_permutations, separability_and_null, visible_places
 from attnorm.theory.selection import at_least_float32
 
 # Number of vectors per head among which pairs are compared, so that no K x K array is needed.

@@ -22,10 +22,11 @@ from attnorm.engines.execution import sent_to
 from attnorm.engines.inputs import without_autocast
 from attnorm.metrics import fused_maps, fused_rows
 from attnorm.metrics.call import GROUP, AttentionCall, logit_blocks, stack_calls
-from attnorm.metrics.nested_sets import NestedSets, separability_and_null
+from attnorm.metrics.nested_sets import NestedSets
 from attnorm.metrics.normalized import MODEL, MeasuredNormalizer, as_normalizer, resolve_normalizers, rows_block
 from attnorm.metrics.rows import measure_rows
 from attnorm.metrics.sampling import evenly_spaced, length_bins, one_sequence
+from attnorm.metrics.separability import separability_and_null
 from attnorm.normalizers.contract import Mechanism, Normalizer, ScaleRule
 from attnorm.normalizers.softmax import Softmax
 from attnorm.theory.selection import at_least_float32, top_n_indices
@@ -321,7 +322,7 @@ def random_scores(rows: int, keys: int, device: torch.device) -> Tensor:
 def _row_and_null(
     weights: Tensor, visible: Tensor, x: Tensor, scores: Tensor, top_n: int, log_weights: Tensor | None = None
 ) -> Tensor:
-    """Return separability of rows and of their weights, permuted once: (2, h, r), NaN as in metrics.nested_sets.
+    """Return separability of rows and of their weights, permuted once: (2, h, r), NaN as in metrics.separability.
 
     weights (h, r, w), visible (1 or h, r, w), x (g, w, E). scores (r, w): the k-th heaviest weight goes to the key
     with the k-th smallest one. log_weights (h, r, w): log a_i up to a constant per row, if weights >= 0 may underflow.

@@ -26,9 +26,8 @@ from attnorm.experiments.model_runs import (
 from attnorm.metrics.call import AttentionCall, LogitBlock, logit_blocks
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.topk import topk
-from attnorm.theory.coverage import independent_coverage, union_coverage
 from attnorm.theory.dispersion import entropy_nats
-from attnorm.theory.geometry import distinguishable, separability
+from attnorm.theory.geometry import distinguishable, independent_coverage, separability, union_coverage
 from attnorm.theory.gradient import entmax_jacobian_norm
 from attnorm.theory.selection import SelectedRows, at_least_float32, select, top_n_indices
 

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from attnorm.theory import coverage, geometry
+from attnorm.theory import geometry
 from attnorm.theory.catalogue.claim import (
     EXACTLY,
     NEARLY,
@@ -324,9 +324,9 @@ HEADS = 4
 on_several_heads = partial(Claim, family="coverage", proof="docs/theory/coverage.md", differentiable=False)
 
 
-def _coverage(case: ClaimCase) -> coverage.HeadCoverage:
+def _coverage(case: ClaimCase) -> geometry.HeadCoverage:
     """Groups of four rows as four heads over one context."""
-    return coverage.top_n_coverage(case.weights.unflatten(0, (-1, HEADS)), case.top_n)
+    return geometry.top_n_coverage(case.weights.unflatten(0, (-1, HEADS)), case.top_n)
 
 
 def _per_row(ratio: Tensor) -> Tensor:
@@ -340,7 +340,7 @@ def _independence(case: ClaimCase) -> Tensor:
 
 def _union(case: ClaimCase) -> Tensor:
     measured = _coverage(case)
-    lower, upper = coverage.union_bounds(measured.per_head)
+    lower, upper = geometry.union_bounds(measured.per_head)
     rounding = torch.finfo(upper.dtype).eps * 8
     return _per_row(between(measured.union, lower * (1 - rounding), upper * (1 + rounding)))
 
