@@ -14,9 +14,8 @@ from attnorm.cli import app
 from attnorm.models.patch_state import normalizer_of, patched_modules
 from attnorm.training.vision import train
 from attnorm.training.vision.data import generated_textures
-from attnorm.training.vision.export import model_card, save_vit
 from attnorm.training.vision.model import VisionSettings, build_model
-from attnorm.training.vision.train import train_vit
+from attnorm.training.vision.train import model_card, save_vit, train_vit
 
 SIDE = 16
 CLASSES = ("a", "b", "c")

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from attnorm.analysis.settings import default_text
 from attnorm.analysis.verdicts.reach import circuit_of, reach
+from attnorm.arithmetic import ceil_div
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.reads import measure_targets
 from attnorm.metrics.sampling import evenly_spaced
@@ -65,7 +66,7 @@ def repeated_tokens(
     period = (length - len(before)) // 2
     blocks = []
     for _ in range(sequences):
-        drawn = [torch.randperm(len(ordinary), generator=generator) for _ in range(-(-period // len(ordinary)))]
+        drawn = [torch.randperm(len(ordinary), generator=generator) for _ in range(ceil_div(period, len(ordinary)))]
         blocks.append(ordinary[torch.cat(drawn)[:period]])
     block = torch.stack(blocks)
     start = torch.tensor(before, dtype=torch.long).expand(sequences, -1)
@@ -95,7 +96,7 @@ def needles(
     for index in range(sequences):
         code = ordinary[torch.randperm(len(ordinary), generator=generator)[:CODE]]
         offset = int(torch.randint(len(hay), (1,), generator=generator))
-        text = hay.roll(-offset).repeat(-(-body // len(hay)))[:body]
+        text = hay.roll(-offset).repeat(ceil_div(body, len(hay)))[:body]
         depth = round(body * (index + 0.5) / sequences)
         ids.append(torch.cat([start, text[:depth], cue, code, text[depth:], cue, code[:-1]]))
         first = len(start) + depth + len(cue)

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from attnorm.arithmetic import ceil_div
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.declaration import LayerFacts, warm_start_of
 from attnorm.normalizers.registry import entries, get, resolve
@@ -121,7 +122,7 @@ def sampled_rows_at(settings: AnalysisSettings, n: int) -> int:
     rows, and longer rows are sampled less, so that they cost no more than the forward pass.
     """
     if settings.vector_rows is not None:
-        shared = -(-settings.vector_rows // settings.window_count)
+        shared = ceil_div(settings.vector_rows, settings.window_count)
         return max(min(settings.vector_rows, MIN_SAMPLED_PER_WINDOW), shared)
     row_count = settings.rows if isinstance(settings.rows, int) else 0
     return max(MIN_SAMPLED_ROWS, row_count // 16, min(FAST_SAMPLED_ROWS, FAST_SAMPLED_ROWS * 1024 // max(n, 1)))

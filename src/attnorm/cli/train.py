@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from attnorm.arithmetic import ceil_div
 from attnorm.cli.analysis_options import check_minutes, numbers_of
 from attnorm.cli.output import Json, ProgressBar, add_command, failures, say, say_result, show, show_json, usage_errors
 from attnorm.cli.train_tasks import Device, clrs, retrieval
@@ -101,7 +102,7 @@ def lm(
         if steps is not None and tokens is not None:
             raise ValueError("expected --steps or --tokens, got both")
         if tokens is not None:
-            steps = -(-tokens // max(1, batch * context))
+            steps = ceil_div(tokens, max(1, batch * context))
         on_cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
         settings = LMSettings(
             architecture=architecture, layers=layers, heads=heads, width=width, context=context, vocab=vocab,
@@ -328,9 +329,8 @@ def vision(
             raise ValueError(f"--lr: expected a learning rate above 0, got {lr:g}")
     from attnorm.training.device import chosen_device
     from attnorm.training.vision.data import generated_textures, read_archive
-    from attnorm.training.vision.export import save_vit
     from attnorm.training.vision.model import VisionSettings
-    from attnorm.training.vision.train import train_vit
+    from attnorm.training.vision.train import save_vit, train_vit
 
     options = {
         "layers": layers, "heads": heads, "width": width, "epochs": epochs, "batch": batch, "learning_rate": lr,

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+from attnorm.arithmetic import round_up
 from attnorm.engines.execution import MIN_QUERIES, runs_kernels
 from attnorm.engines.inputs import (
     FLOAT16_HEADROOM,
@@ -163,7 +164,7 @@ def _sdpa(inputs: Inputs, k: Tensor, v: Tensor, sink: Sink | None) -> Tensor:
         q, k, v = _prepend_sink_key(inputs, q, k, v, sink)
     if sink is not None or q.shape[-1] != v.shape[-1]:  # SDPA's fast kernels need one width, on CUDA a multiple of 8
         widest = max(q.shape[-1], v.shape[-1])
-        widest = -(-widest // 8) * 8 if q.is_cuda else widest
+        widest = round_up(widest, 8) if q.is_cuda else widest
         q, k, v = (pad(t, (0, widest - t.shape[-1])) for t in (q, k, v))
     extra = 0 if sink is None else 1
     grouped = inputs.groups > 1

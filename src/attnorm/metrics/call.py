@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from attnorm.arithmetic import round_up
 from attnorm.engines.execution import runs_asynchronously, sent_to
 from attnorm.engines.inputs import Inputs
 from attnorm.normalizers.block import Positions
@@ -378,4 +379,4 @@ def _size(reach: list[int], start: int, per_group: int, groups: int, elements: i
 
 def padded_keys(keys: int) -> int:
     """Return the number of columns of a block with this many keys."""
-    return math.ceil(keys / GROUP) * GROUP
+    return round_up(keys, GROUP)

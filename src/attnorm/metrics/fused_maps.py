@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnorm.arithmetic import ceil_div
 from attnorm.engines.execution import sent_to
 from attnorm.engines.one_pass import POWERS
 from attnorm.kernels.launch import device_of
@@ -116,7 +117,7 @@ def fused_map(call: AttentionCall, rows: Tensor, names: Sequence[str], map_: Row
     broken = sums.new_empty(shape, dtype=torch.bool)
     if total:
         with device_of(sums):
-            weight_statistics[(-(-total // _BLOCK),)](
+            weight_statistics[(ceil_div(total, _BLOCK),)](
                 sums, numbers, others, n, broken.view(torch.uint8), total, MORE=more, BLOCK=_BLOCK,
                 num_warps=_BLOCK // 32,
             )  # fmt: skip
@@ -162,7 +163,7 @@ def _threshold_sums(call: AttentionCall, rows: Tensor, map_: RowMap) -> Tensor:
     q = launch.q
     out = launch.empty(len(COLUMNS) + 1)
     tile = _threshold_tile(q)
-    across, programs = -(-launch.key.shape[-2] // tile[1]), launch.programs(tile) if out.numel() else 0
+    across, programs = ceil_div(launch.key.shape[-2], tile[1]), launch.programs(tile) if out.numel() else 0
     at_once = max(1, MAX_SCRATCH // across)
     gaps = torch.empty(min(programs, at_once) * across, dtype=torch.float32, device=q.device)
     listed = torch.empty(len(gaps) + 1, dtype=torch.int32, device=q.device)  # a place beyond the end is read
@@ -295,7 +296,7 @@ def _key_weights(
         reference = int(maps.MAPS[map_.map].reference)
     if z.numel():
         with device_of(z):
-            key_weights[(-(-z.numel() // _BLOCK),)](
+            key_weights[(ceil_div(z.numel(), _BLOCK),)](
                 z, *(z if t is None else t for t in (shift, parameter, threshold)), weights, z.numel(), z.shape[-1],
                 unit, WEIGHTS=function, P=map_.power, FAST=False, REFERENCE=reference,
                 HAS_THRESHOLD=map_.has_threshold, DEFORMED=deformed, SHIFTED=shift is not None,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnorm.arithmetic import ceil_div
 from attnorm.engines.execution import runs_kernels, sent_to
 from attnorm.engines.inputs import Inputs, under_transform
 from attnorm.kernels.launch import device_of, in_rows, padded
@@ -71,7 +72,7 @@ def _counted(mask: Tensor, visibility: Visibility, rows: Tensor) -> Tensor:
     n = torch.empty((*mask.shape[:2], len(rows)), dtype=torch.int64, device=mask.device)
     if n.numel():
         row_tile, key_tile = _MASK_TILE
-        programs = -(-len(rows) // row_tile) * mask.shape[0] * mask.shape[1]
+        programs = ceil_div(len(rows), row_tile) * mask.shape[0] * mask.shape[1]
         with device_of(mask):
             visible_keys[(programs,)](
                 mask.view(torch.uint8), rows, n, *mask.stride(), mask.shape[1], len(rows), keys, keys - queries,
@@ -181,7 +182,7 @@ def _run_on_rows(
     if total == 0:
         return
     with device_of(sums):
-        kernel[(-(-total // _BLOCK),)](
+        kernel[(ceil_div(total, _BLOCK),)](
             *(sums if t is None else t for t in (sums, factor, sink, roots, poles)), *outputs, rows, heads, total,
             FACTORED=factor is not None, SINK=sink is not None, IMPROVE=poles is not None, BLOCK=_BLOCK,
             num_warps=_BLOCK // 32, **constants,
@@ -245,7 +246,7 @@ class RowsLaunch:
         return torch.empty((columns, *self.q.shape[:3]), dtype=torch.float32, device=self.q.device)
 
     def programs(self, tile: Tile) -> int:
-        return -(-self.q.shape[2] // tile[0]) * self.q.shape[0] * self.q.shape[1]
+        return ceil_div(self.q.shape[2], tile[0]) * self.q.shape[0] * self.q.shape[1]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attnorm.arithmetic import ceil_div
 from attnorm.models.inputs import Media, Text
 from attnorm.models.load import LoadedModel
 from attnorm.models.private_names import loaded_from
@@ -158,7 +159,7 @@ def picture_of(model_inputs: Mapping[str, Tensor], config: Any) -> PatchPicture 
 
 def _data_uri(pixels_CHW: Tensor) -> str:
     """Undo the normalization up to brightness and contrast: smallest value black, largest white."""
-    step = -(-max(pixels_CHW.shape[-2:]) // LONGEST_SIDE)
+    step = ceil_div(max(pixels_CHW.shape[-2:]), LONGEST_SIDE)
     small = pixels_CHW[:, ::step, ::step].detach().float().cpu().nan_to_num()
     small = (small - small.min()) / (small.max() - small.min()).clamp(min=1e-6)
     bytes_HWC = (255 * small).round().to(torch.uint8).expand(3, -1, -1).permute(1, 2, 0).contiguous()

@@ -27,6 +27,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from numpy.typing import NDArray
 
 from attnorm.analysis.result import Analysis
+from attnorm.arithmetic import ceil_div
 from attnorm.figures import INK, LETTERING, PALE
 from attnorm.metrics.catalogue import BY_NAME, PER_ROW, Metric
 from attnorm.report.views import (
@@ -317,7 +318,7 @@ def _grid(heads: pa.Table, title: str, choice: Mapping[str, Any]) -> tuple[Figur
     axes.set_xlim(-0.5, len(columns) - 0.5)
     axes.set_ylim(len(layers) - 0.5, -0.5)
     for values, ticks in ((columns, axes.set_xticks), (layers, axes.set_yticks)):
-        tick_step = math.ceil(len(values) / 24)
+        tick_step = ceil_div(len(values), 24)
         ticks(range(0, len(values), tick_step), [str(value) for value in values[::tick_step]])
     axes.tick_params(length=0)
     axes.set_xlabel("head")

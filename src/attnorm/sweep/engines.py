@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from attnorm.arithmetic import ceil_div
 from attnorm.sweep.plan import Item, Resources, require_known
 
 NAMES = ("local", "ray", "slurm")
@@ -399,7 +400,7 @@ class SlurmEngine:
 
     def chunks(self, items: Sequence[Item]) -> list[list[Item]]:
         """Neighbours stay together: they have the same model."""
-        size = -(-len(items) // self.slots) if items else 1
+        size = ceil_div(len(items), self.slots) if items else 1
         return [list(items[start : start + size]) for start in range(0, len(items), size)]
 
     def submit(self, items: list[Item]) -> "Future[list[Outcome]]":

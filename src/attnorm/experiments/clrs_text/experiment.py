@@ -3,7 +3,6 @@
 Drawn are right answers against problem size, a panel per algorithm, and the entropy of answer rows.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from attnorm.arithmetic import ceil_div
 from attnorm.engines.execution import one_thread
 from attnorm.experiments.clrs_text.results import (
     RANGES,
@@ -336,7 +336,7 @@ def _draw_accuracy(results: ClrsResults, drawn: Drawn, about: str) -> Figure:
     """Draw right answers in % against size, a panel per algorithm; the first two variants have intervals."""
     count = len(results.algorithms)
     columns = min(COLUMNS, max(2, count))
-    rows = math.ceil(count / columns)
+    rows = ceil_div(count, columns)
     width, height = 2.1 * columns + 0.7, 1.1 + 1.75 * rows  # inches
     figure = Figure(figsize=(width, height), facecolor="white")
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from attnorm.arithmetic import ceil_div
 from attnorm.experiments.experiment import (
     Experiment,
     ExperimentFinding,
@@ -135,7 +136,7 @@ def summary(records: Sequence[Record], times: int) -> str:
 
 def figure(records: Sequence[Record], longer: Sequence[int]) -> Figure:
     maps = list(dict.fromkeys(record["map"] for record in records))
-    rows = math.ceil((len(maps) + 1) / 2)
+    rows = ceil_div(len(maps) + 1, 2)
     drawn = Figure(figsize=(7.2, 2.8 * rows + 0.4))
     grid = drawn.subplots(rows, 2, squeeze=False).ravel()
     for unused in grid[len(maps) + 1 :]:

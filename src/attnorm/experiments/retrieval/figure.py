@@ -1,6 +1,5 @@
 """Draw retrieval: accuracy by size, kinds of errors, and the margin that logits deliver against the margin needed."""
 
-import math
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from attnorm.arithmetic import ceil_div
 from attnorm.experiments.retrieval.plan import BASELINE, GOALS, PRINTED_SOFTMAX, Section
 from attnorm.experiments.retrieval.results import RetrievalLine, Scale
 from attnorm.figures import CORRECTED, INK, MEASURED, NULL, PALE, PRINTED, letter, note, place_labels, tidy
@@ -99,7 +99,7 @@ def errors(lines: Sequence[RetrievalLine], about: str) -> Figure:
     ranked = [(section, label) for section in ("paper", "ours") for label in _rank_labels(split, section)]
     panels = [(section, label) for section, label in ranked if section == "paper" or label == BASELINE]
     across = min(6, max(1, len(panels)))
-    down = math.ceil(len(panels) / across)
+    down = ceil_div(len(panels), across)
     figure = Figure(figsize=(1.9 * across + 0.8, 1.75 * down + 1.0), facecolor="white", layout="constrained")
     grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     for axes in grid.flat[len(panels) :]:

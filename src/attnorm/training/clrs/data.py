@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attnorm.arithmetic import round_up
 from attnorm.files import read_jsonl
 from attnorm.text import did_you_mean
 
@@ -272,7 +273,7 @@ def padded(examples: Sequence[EncodedExample]) -> PaddedExamples:
 
 def _padded_length(tokens: int) -> int:
     """Return the inputs of an example, all tokens but the last, rounded up."""
-    return -(-max(1, tokens - 1) // ROUNDED_TO) * ROUNDED_TO
+    return round_up(max(1, tokens - 1), ROUNDED_TO)
 
 
 def groups_by_length(examples: Sequence[EncodedExample], most_tokens: int) -> Iterator[list[int]]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from attnorm.arithmetic import ceil_div
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import as_normalizer, resolve_normalizers
 from attnorm.metrics.sampling import evenly_spaced
@@ -241,7 +242,7 @@ def fitted_coefficients(
     generator = np.random.default_rng(seed)
     fit_examples = [examples[i] for i in generator.permutation(len(examples))[:FIT_EXAMPLES]]
     width = padded(fit_examples).inputs.shape[1]
-    per_example = -(-FIT_ROWS // (len(fit_examples) * len(attention_sites(model))))
+    per_example = ceil_div(FIT_ROWS, len(fit_examples) * len(attention_sites(model)))
     logits: list[Tensor] = []
     visible: list[Tensor] = []
 

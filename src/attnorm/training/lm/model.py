@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from attnorm.arithmetic import ceil_div, round_up
 from attnorm.models.layer_normalizer import SOFTMAX, compact, specs_by_layer
 from attnorm.models.output_head import parse_output, set_output
 from attnorm.normalizers.spec import parse_spec, state_options, state_spec, with_options
@@ -180,7 +181,7 @@ def _llama_config(config: Any, settings: LMSettings, vocabulary: int, end_of_tex
         max_position_embeddings=settings.context,
         hidden_size=settings.width,
         # Three matrices instead of two: 8/3 of the width has as many weights as 4 times the width in GPT-2.
-        intermediate_size=-(-8 * settings.width // (3 * FEED_FORWARD_STEP)) * FEED_FORWARD_STEP,
+        intermediate_size=round_up(ceil_div(8 * settings.width, 3), FEED_FORWARD_STEP),
         num_hidden_layers=settings.layers,
         num_attention_heads=settings.heads,
         num_key_value_heads=settings.heads,

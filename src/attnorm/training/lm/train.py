@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attnorm.arithmetic import round_up
 from attnorm.files import write_json
 from attnorm.normalizers.spec import read_settings
 from attnorm.run_folder import only_process, read_record, require_only, require_same_run
@@ -126,7 +127,7 @@ def train_lm(
     if settings.batch % processes.count:
         raise ValueError(
             f"expected a batch that {processes.count} processes can share equally, got {settings.batch} windows. Use "
-            f"--batch {-(-settings.batch // processes.count) * processes.count}."
+            f"--batch {round_up(settings.batch, processes.count)}."
         )
     torch_device = chosen_device(device, processes.local_rank)
     source = describe_texts(texts, valid)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from attnorm.arithmetic import ceil_div
 from attnorm.text import did_you_mean
 
 DTYPES = ("float32", "bfloat16")
@@ -246,7 +247,7 @@ def training_batches(
     task: Task, seeds: Sequence[int], recipe: RetrievalRecipe, device: torch.device, first: int = 0
 ) -> Iterator[Batch]:
     """Yield one batch per step, from step `first` on: contiguous views of blocks drawn in advance, without copies."""
-    for block in range(first // STEPS_AT_ONCE, -(-recipe.steps // STEPS_AT_ONCE)):
+    for block in range(first // STEPS_AT_ONCE, ceil_div(recipe.steps, STEPS_AT_ONCE)):
         sets = stack_sets([_training_block(task, recipe, stream("training", seed, block, device)) for seed in seeds])
         if recipe.squeezed:
             sets = _squeeze_priorities(sets, recipe.squeezed, seeds, block)
@@ -263,7 +264,7 @@ def sets_for_testing(task: Task, seeds: Sequence[int], size: int, sets: int, dev
     """Yield `sets` sets of `size` items for every seed, in blocks whose length depends only on the size."""
     length = max(1, min(SETS_AT_ONCE, ITEMS_AT_ONCE // size))
     sizes = torch.full((length,), size, device=device)
-    for block in range(-(-sets // length)):
+    for block in range(ceil_div(sets, length)):
         block_sets = stack_sets([task.draw(stream(f"test {size}", seed, block, device), sizes, size) for seed in seeds])
         yield _first_sets(block_sets, sets - block * length)
 

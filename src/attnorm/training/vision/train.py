@@ -1,4 +1,4 @@
-"""Train an image classifier and test it: accuracy, speed and memory in one record.
+"""Train an image classifier, test it (accuracy, speed and memory in one record), and write it as a Hugging Face folder.
 
 All models of a comparison see the same images in the same order. float32 products stay exact (no TF32): Newton's
 inverse of SOFT needs their digits. The others run in bfloat16 on a GPU.
@@ -8,20 +8,28 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from attnorm.files import write_json, write_text
+from attnorm.models.load import silence_transformers
 from attnorm.models.patch_state import patched_modules
+from attnorm.normalizers.registry import entries
+from attnorm.normalizers.spec import parse_spec
+from attnorm.provenance import package_versions
+from attnorm.text import visible
 from attnorm.training.device import MemoryPeak
 from attnorm.training.lm.step import STEPS_BEFORE, CapturedStep, capture, whole_windows
 from attnorm.training.vision.data import ImageSplits, LabelledImages, as_model_input, shifted_and_mirrored
-from attnorm.training.vision.model import VisionSettings, build_model
+from attnorm.training.vision.model import STAGES, VisionSettings, build_model
 
 UNTIMED_STEPS = STEPS_BEFORE + 1  # the first steps compile kernels, one captures a graph
 LOSS_EVERY = 20
+SHOWN_CLASSES = 20  # in the model card
 COMPILE_OPTIONS: dict[str, Any] = {"dynamic": False}
 Record = dict[str, Any]
 
@@ -181,3 +189,88 @@ def _finish(device: torch.device) -> None:
     """Wait for the GPU, so that a clock sees finished work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def save_vit(model: Any, record: Record, side: int, folder: Path, *, images: str = "", command: str = "") -> None:
+    """Write the model, the processor that prepares images as in training, the record, and a model card.
+
+    images: the source of the images, for the card. command: the command line, for the card.
+    """
+    with silence_transformers():
+        from transformers import ViTImageProcessor  # without torchvision the import has a notice
+
+        model.save_pretrained(folder)
+        ViTImageProcessor(size={"height": side, "width": side}).save_pretrained(folder)
+    write_text(folder / "README.md", model_card(record, list(model.config.id2label.values()), side, images, command))
+    write_json(folder / "vision.json", record)
+
+
+def model_card(record: Record, classes: Sequence[str], side: int, images: str, command: str) -> str:
+    """Return README.md for the record of a trained model."""
+    settings = record["settings"]
+    name, options = parse_spec(settings["normalizer"])
+    entry = entries().get(name)
+    paper = f" ([{entry.paper}]({entry.url}))" if entry is not None and entry.url.startswith("https://") else ""
+    chosen = "".join(f", {option}={value}" for option, value in options.items())
+    pyramid = "architecture" in settings
+    described = (
+        f"A pyramid (SegFormer without reduction of keys): {STAGES} stages, the last one with softmax"
+        if pyramid
+        else "A vision transformer (ViT)"
+    )
+    landmarks = f" Landmarks: {settings['landmarks']}." if "landmarks" in settings else ""
+    if record["correct"] is None:
+        tested = f"Training stopped: {record['problem']}. The model was not tested."
+    else:
+        loss = "not finite" if record["test_loss"] is None else f"{record['test_loss']:.3f} nats"
+        tested = (
+            f"{record['correct'] / record['tested_on']:.1%} of {record['tested_on']:,} test images right, "
+            f"loss {loss}. Guessing gets {1 / len(classes):.1%}."
+        )
+    alone = "\n`transformers` alone would load the same weights and run them with softmax.\n" * (name != "softmax")
+    course = ["not finite" if loss is None else f"{loss:.3f}" for loss in record["training_loss"]]
+    versions = " and ".join(" ".join(pair) for pair in package_versions("torch", "transformers").items())
+    return f"""---
+library_name: transformers
+pipeline_tag: image-classification
+tags:
+- attnorm
+---
+
+# An image classifier of {record["parameters"] / 1e6:.2f} million parameters
+
+{described}. Attention uses `{name}`{chosen}{paper}.{landmarks} {settings["layers"]} layers, {settings["heads"]} heads \
+and width {settings["width"]}{" in the last stage" * pyramid}, patches of {settings["patch"]} x {settings["patch"]} \
+pixels: {record["tokens"]:,} per image of {side} x {side}. Trained with `attnorm train vision`.
+
+```python
+import attnorm
+from transformers import AutoImageProcessor
+model = attnorm.from_pretrained("path/to/this/folder")
+processor = AutoImageProcessor.from_pretrained("path/to/this/folder")
+```
+{alone}
+## Test
+
+{tested}
+
+## Data
+
+{images or "The source of the images was not stated when the model was trained."}
+
+{record["trained_on"]:,} training images, shifted and mirrored at random, and {record["tested_on"]:,} test images. \
+{len(classes)} classes: {", ".join(visible(each, 40) for each in classes[:SHOWN_CLASSES])}\
+{", ..." * (len(classes) > SHOWN_CLASSES)}.
+
+## Recipe
+{f"{chr(10)}```{chr(10)}{command}{chr(10)}```{chr(10)}" if command else ""}
+{settings["epochs"]} epochs in batches of {settings["batch"]}, AdamW, learning rate {settings["learning_rate"]:g} \
+after a warmup of {settings["warmup_share"]:.0%} of the steps and then along a cosine to 0, weight decay \
+{settings["weight_decay"]:g}, {settings["dtype"]}, seed {settings["seed"]}; {record["seconds"] / 60:.1f} minutes, \
+{record["images_per_second"]:,.0f} images/s. Trained with {versions}. \
+Training loss: {course[0]} in the first epoch, {course[-1]} in the last. `vision.json` has everything above as data.
+
+## Limits
+
+This model is meant for measurements, not for use.
+"""
