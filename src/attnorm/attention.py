@@ -25,6 +25,7 @@ from attnorm.engines.inputs import Inputs, in_dtype, under_transform, validate_i
 from attnorm.normalizers.block import Positions, is_exporting
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.registry import resolve_for_call
+from attnorm.text import did_you_mean
 
 if TYPE_CHECKING:
     from typing import Never as Refused
@@ -124,7 +125,7 @@ def attention(
     """Compute attention with any normalizer: output (B, H, Q, E) for q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E).
 
     If there are fewer key heads than query heads, groups of query heads share a key head. A query that sees no key gets
-    zeros.
+    zeros. A normalizer given by name is built for this call: its parameters have their initial values and no gradient.
 
     mask: boolean, True = may attend, broadcastable to (B, H, Q, K). causal: aligned bottom-right, so that the last
     query sees all keys. scale: factor of the logits (default: 1/sqrt(D)). positions, hidden_states: as for a
@@ -144,7 +145,7 @@ def attention(
         raise TypeError(_unknown_options_message(unknown))
     chosen = resolve_for_call(normalizer)
     if engine not in ENGINES:
-        raise ValueError(f"unknown engine {engine!r}; expected one of {', '.join(ENGINES)}")
+        raise ValueError(f"unknown engine {engine!r}; {did_you_mean(engine, ENGINES)}")
     if not 0 <= dropout_p < 1:
         raise ValueError(f"expected dropout_p of at least 0 and below 1, got {dropout_p!r}. Pass 0 for no dropout.")
     if isinstance(chosen, Mechanism):

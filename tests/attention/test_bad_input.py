@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import attnorm
+from attnorm.attention import ENGINES
 
 pytestmark = pytest.mark.as_installed  # the checks of the test run would speak first
 
@@ -61,7 +62,8 @@ CALLS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         {"mask": torch.ones(7, 2, 4, 5, 5, dtype=torch.bool)}, ValueError, ["(7, 2, 4, 5, 5)", "(2, 4, 5, 5)"],
     ),
     "a scale that is no number": ({"scale": "1/8"}, ValueError, ["'1/8'", "finite number", "leave it out"]),
-    "unknown engine": ({"engine": "flash"}, ValueError, ["'flash'", "auto, fused, triton, sparse, flex, blocked"]),
+    "unknown engine": ({"engine": "flash"}, ValueError, ["'flash'", *ENGINES]),
+    "misspelled engine": ({"engine": "tritn"}, ValueError, ["'tritn'", "did you mean 'triton'"]),
     "unknown engine for a mechanism": ({"engine": "flash", "normalizer": "linear"}, ValueError, ["'flash'", "auto"]),
     "an engine for a mechanism": (
         {"engine": "fused", "normalizer": "linear"}, ValueError, ["'linear'", "'fused'", "use engine='auto'"],

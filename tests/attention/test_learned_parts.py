@@ -100,3 +100,33 @@ def test_queries_before_the_first_key_may_hold_anything(name: str) -> None:
 def test_a_sink_does_not_count_as_a_key() -> None:
     logits = torch.rand(2, 3, 5, dtype=torch.float64)
     torch.testing.assert_close(attnorm.compose("relu", sink="sink")(logits), attnorm.get("relu")(logits))
+
+
+@pytest.mark.parametrize("name", ["ssmax", "sink", "asentmax", "entmax:alpha=1.3", "forget"])
+def test_a_normalizer_made_by_name_for_one_call_asks_for_no_gradient(name: str) -> None:
+    qkv = _qkv()
+    assert not attnorm.attention(*qkv, name, causal=True).requires_grad
+    q, k, v = (t.requires_grad_() for t in qkv)
+    output = attnorm.attention(q, k, v, name, causal=True)
+    torch.testing.assert_close(output, attnorm.attention(q, k, v, attnorm.get(name), causal=True))
+    assert all(gradient.abs().max() > 0 for gradient in torch.autograd.grad(output.square().sum(), (q, k, v)))
+
+
+def test_a_normalizer_made_by_name_under_compile_asks_for_no_gradient_and_one_of_get_does() -> None:
+    q, k, v = _qkv()
+    for normalizer, learns in (("ssmax", False), ("get", True)):
+
+        @torch.compile(backend="eager", fullgraph=True)
+        def run(q: Tensor, k: Tensor, v: Tensor, normalizer: str = normalizer) -> Tensor:
+            return attnorm.attention(q, k, v, attnorm.get("ssmax") if normalizer == "get" else normalizer)
+
+        assert run(q, k, v).requires_grad == learns
+
+
+def test_a_registered_normalizer_keeps_the_parameters_that_its_owner_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attnorm.normalizers import registry
+
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    own = attnorm.get("ssmax")
+    attnorm.register("own_ssmax")(lambda: own)
+    assert attnorm.attention(*_qkv(), "own_ssmax").requires_grad

@@ -31,7 +31,7 @@ from attnorm.analysis.verdicts import VERDICTS, ModelVerdict, Thresholds, model_
 from attnorm.analysis.verdicts.judge import judge_all
 from attnorm.analysis.verdicts.rows import Row, head_rows
 from attnorm.analysis.verdicts.thresholds import thresholds_of
-from attnorm.text import visible, visible_lines
+from attnorm.text import did_you_mean, visible, visible_lines
 
 _WORST = 8
 _SHOWN = ("kind", "layer", "head", "verdict", "evidence")
@@ -258,7 +258,7 @@ class Analysis:
 
     def _table(self, name: str) -> pa.Table:
         if name not in TABLES:
-            raise ValueError(f"unknown table {name!r}; expected one of {', '.join(map(repr, TABLES))}")
+            raise ValueError(f"unknown table {name!r}; {did_you_mean(name, TABLES)}")
         return getattr(self, name)
 
 

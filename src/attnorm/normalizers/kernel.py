@@ -15,6 +15,7 @@ from torch.nn.functional import softplus
 from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import KernelForm, Map, Normalizer, Properties
 from attnorm.normalizers.declaration import Row, WarmStart, declare
+from attnorm.text import did_you_mean
 
 Elementwise = Callable[[Tensor], Tensor]
 
@@ -126,7 +127,9 @@ def kernel(
     """F(z) / sum F(z) for F = exp, softplus, elu+1, an even polynomial, or your own with its derivative."""
     if isinstance(function, str):
         if function not in FUNCTIONS:
-            raise ValueError(f"unknown function {function!r}; expected one of {', '.join(FUNCTIONS)}, or a callable")
+            raise ValueError(
+                f"expected a callable or a known function, got {function!r}; {did_you_mean(function, FUNCTIONS)}"
+            )
         positive_function = polynomial(power, offset) if function == "polynomial" else FUNCTIONS[function]
     elif isinstance(function, PositiveFunction):
         positive_function = function

@@ -15,6 +15,7 @@ from torch import Tensor
 from attnorm.normalizers.contract import Normalizer, ScaleRule
 from attnorm.normalizers.declaration import Row, WarmStart, declare
 from attnorm.normalizers.softmax import Softmax, softmax_row
+from attnorm.text import did_you_mean
 
 Rule = Literal["qwen", "llama4", "yarn"]
 
@@ -108,5 +109,5 @@ def log_scaled(
     elif rule == "yarn":
         scale = YarnScale(extension)
     else:
-        raise ValueError(f"unknown rule {rule!r}; expected one of {', '.join(get_args(Rule))}")
+        raise ValueError(f"unknown rule {rule!r}; {did_you_mean(rule, get_args(Rule))}")
     return Normalizer(Softmax(), scale=[scale], name="log_scaled")

@@ -248,18 +248,20 @@ def get(name: str, **options: Any) -> Normalizer | Mechanism:
     Code under torch.compile builds it once, while it is traced.
     """
     if torch.compiler.is_compiling():
-        built: Normalizer | Mechanism = getattr(_compiled_normalizers, _build_for_compiled_code(name, **options))
+        built: Normalizer | Mechanism = getattr(_compiled_normalizers, _build_for_compiled_code(name, True, **options))
         return built
     return _build(name, options)
 
 
-def _build(name: str, options: dict[str, Any]) -> Normalizer | Mechanism:
+def _build(name: str, options: dict[str, Any], trainable: bool = True) -> Normalizer | Mechanism:
     if isinstance(name, str) and ":" in name:
         name, options = with_options(name, options)
     factory = entry_of(name).factory()
     check_options(name, factory, options)
     normalizer = as_normalizer(factory(**options), name)
     reject_nan(name, options)
+    if not trainable and name in BUILT_IN:  # a factory of somebody else may return an object that they train
+        normalizer.requires_grad_(False)
     return normalizer
 
 
@@ -288,14 +290,21 @@ def resolve(normalizer: str | Normalizer | Mechanism) -> Normalizer | Mechanism:
 
 
 def resolve_for_call(normalizer: str | Normalizer | Mechanism) -> Normalizer | Mechanism:
-    """Resolve a normalizer for a single call. Built-in normalizers without tensors are built once and reused."""
-    if not isinstance(normalizer, str) or normalizer not in BUILT_IN or torch.compiler.is_compiling():
-        return resolve(normalizer)
+    """Resolve a normalizer for a single call.
+
+    A built-in normalizer given by name is built for this call alone, so that its parameters need no gradient. One
+    without tensors is built once and reused.
+    """
+    if not isinstance(normalizer, str):
+        return as_normalizer(normalizer)
+    if torch.compiler.is_compiling():
+        built: Normalizer | Mechanism = getattr(_compiled_normalizers, _build_for_compiled_code(normalizer, False))
+        return built
     cached = _stateless_normalizers.get(normalizer)
     if cached is not None:
         return cached
-    built = get(normalizer)
-    if not any(True for _ in chain(built.parameters(), built.buffers())):
+    built = _build(normalizer, {}, trainable=False)
+    if normalizer in BUILT_IN and not any(True for _ in chain(built.parameters(), built.buffers())):
         _stateless_normalizers[normalizer] = built
     return built
 
@@ -313,10 +322,10 @@ class _CompiledNormalizers:
 _compiled_normalizers = _CompiledNormalizers()
 
 
-def _build_for_compiled_code(name: str, /, **options: Any) -> str:
+def _build_for_compiled_code(name: str, trainable: bool, /, **options: Any) -> str:
     """Build the normalizer of that name, which may have options; return the attribute that holds it."""
-    attribute = f"normalizer_{repr((name, *sorted(options.items()))).encode().hex()}"
-    setattr(_compiled_normalizers, attribute, _build(name, options))
+    attribute = f"normalizer_{repr((name, trainable, *sorted(options.items()))).encode().hex()}"
+    setattr(_compiled_normalizers, attribute, _build(name, options, trainable))
     return attribute
 
 

@@ -43,7 +43,7 @@ from attnorm.report.views import (
     relative_distances,
     verdict_word,
 )
-from attnorm.text import visible
+from attnorm.text import did_you_mean, visible
 
 KINDS = ("verdicts", "heads", "curves", "head")
 METRIC = "entropy_ratio"
@@ -274,7 +274,7 @@ def verdict_map(analysis: Analysis, choice: Mapping[str, Any] | None = None) -> 
 def heat_map(analysis: Analysis, metric: str, choice: Mapping[str, Any] | None = None) -> Figure:
     """Draw one metric of the catalogue; missing values are hatched."""
     if metric not in BY_NAME:
-        raise ValueError(f"unknown metric {metric!r}; expected one of {', '.join(map(repr, BY_NAME))}")
+        raise ValueError(f"unknown metric {metric!r}; {did_you_mean(metric, BY_NAME)}")
     full_choice = {**default_choice(analysis), **(choice or {})}
     heads, about = measured_rows(analysis.heads, full_choice), BY_NAME[metric]
     values = column(heads, metric)
