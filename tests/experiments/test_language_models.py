@@ -17,11 +17,9 @@ from attnorm.experiments.language_models.experiment import EXPERIMENT, outcome, 
 from attnorm.experiments.language_models.results import main_runs
 from attnorm.experiments.language_models.stages import (
     MAX_PROBLEMS,
-    attention_statistics,
     closest,
     run_stage,
     run_works,
-    spread_chunks,
     write_tables,
 )
 from attnorm.experiments.language_models.train import (
@@ -46,6 +44,7 @@ from attnorm.experiments.language_models.workspace import (
 from attnorm.models.load import load
 from attnorm.models.patch_state import normalizer_of, patched_modules
 from attnorm.training.lm.attention import fastest_attention, in_training
+from attnorm.training.lm.evaluate import attention_statistics, spread_chunks
 from attnorm.training.lm.model import build_model
 from attnorm.training.needle import NeedleTask
 from tests.training.conftest import write_text

@@ -10,7 +10,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -22,7 +22,6 @@ import torch
 from attnorm.analysis.analyze import analyze
 from attnorm.experiments.experiment import ExperimentSubject, ProgressCallback, UnfinishedError
 from attnorm.experiments.language_models.experiment import texts_of
-from attnorm.experiments.language_models.stages import attention_statistics, losses_at, observed_windows
 from attnorm.experiments.language_models.train import free_memory, learned, machine
 from attnorm.experiments.language_models.workspace import (
     ModelPlan,
@@ -37,6 +36,7 @@ from attnorm.provenance import settings_hash
 from attnorm.training.checkpoints import METRICS, StopRequest, TrainingInterrupted, speed_and_memory
 from attnorm.training.device import accelerated, chosen_device
 from attnorm.training.lm.attention import Attention, fastest_attention, in_training, without_compiled_blocks
+from attnorm.training.lm.evaluate import attention_statistics, losses_at, observed_windows
 from attnorm.training.lm.model import ANY_LENGTH, LMSettings
 from attnorm.training.lm.train import Run
 
@@ -211,9 +211,12 @@ def measure_model(
     device: torch.device,
 ) -> Record:  # fmt: skip
     """Return losses by length on every held-out text, and the tables of attnorm.analyze as lists of numbers."""
-    lengths = plan if ANY_LENGTH[settings.architecture] else replace(plan, longer=(1,))
+    longer = plan.longer if ANY_LENGTH[settings.architecture] else (1,)
     with in_training(model, attention=attention), without_compiled_blocks(model, settings):
-        losses = {name: losses_at(lengths, model, settings, tokens, device) for name, tokens in texts.held_out.items()}
+        losses = {
+            name: losses_at(longer, model, settings, tokens, plan.chunks, device)
+            for name, tokens in texts.held_out.items()
+        }
     analysis = analyze(model, windows, metrics=plan.metrics, read_keys=0)
     return {
         "losses": losses,

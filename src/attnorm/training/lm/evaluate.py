@@ -1,4 +1,5 @@
-"""Losses: of the model, in training and validation, at several lengths; and of the counts that it must beat.
+"""Losses of the model, in training and validation, at several lengths; its attention statistics; and the losses of the
+counts that it must beat.
 
 At any length every token of the text except the first is predicted exactly once. So losses at different lengths are
 means over the same tokens; only the visible context differs.
@@ -16,6 +17,10 @@ import torch
 from jaxtyping import Float, Int64
 from torch.nn import functional as F
 
+from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.rows import measure_rows
+from attnorm.metrics.sampling import evenly_spaced, length_bins
+from attnorm.models.observe import observe
 from attnorm.models.output_head import MixtureHead
 from attnorm.training.lm.data import Tokens, check_length, validation_windows
 from attnorm.training.lm.model import ANY_LENGTH, LMSettings
@@ -25,6 +30,11 @@ VOCABULARY_STEP = 64  # sizes of the output layer that suit matrix units
 LONGER = (1, 2, 4)  # times the training length
 STRENGTHS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)
 AT_ONCE = 2**22  # tokens of the training text in memory
+STATISTICS_ROWS = 64  # per head and window
+STATISTICS = (
+    "entropy_nats", "entropy_ratio", "effective_keys", "max_weight", "sink_mass", "logit_spread", "jacobian_norm",
+    "row_sum",
+)  # fmt: skip
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Counts = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -96,6 +106,42 @@ def losses_by_length(
     }
 
 
+def losses_at(
+    longer: Sequence[int], model: Any, settings: LMSettings, tokens: Tokens, count: int, device: torch.device
+) -> dict[str, float]:
+    """Return nats per token by window length, over the same `count` pieces of a text at every length.
+
+    longer: the lengths, as multiples of the training length.
+    """
+    longest = max(longer) * settings.context
+    chunks = spread_chunks(tokens, longest, count)
+    dtype = getattr(torch, settings.dtype)
+    losses = {}
+    for times in longer:
+        length = times * settings.context
+        windows = [chunk[start : start + length + 1] for chunk in chunks for start in range(0, longest, length)]
+        together = max(1, EVALUATION_BATCH * settings.context // length)
+        losses[str(length)] = round(validation_loss(model, windows, device, dtype, together), 5)
+    return losses
+
+
+def spread_chunks(tokens: Tokens, length: int, count: int) -> list[torch.Tensor]:
+    """Return up to `count` pieces of length + 1 tokens, evenly spread over the text without overlap.
+
+    Raises:
+        ValueError: The text is shorter than one piece.
+    """
+    fitting = (len(tokens) - 1) // length
+    if not fitting:
+        raise ValueError(f"a held-out text has {len(tokens)} tokens; a loss at {length} needs {length + 1}")
+    starts = np.linspace(0, fitting - 1, min(count, fitting)).round().astype(int) * length
+    return [torch.from_numpy(tokens[start : start + length + 1].astype(np.int64)) for start in starts]
+
+
+def observed_windows(tokens: Tokens, count: int, context: int) -> torch.Tensor:
+    return torch.stack([chunk[:context] for chunk in spread_chunks(tokens, context, count)])
+
+
 def check_lengths(lengths: Sequence[int], settings: LMSettings) -> None:
     """Check that the model can be evaluated at these lengths.
 
@@ -128,6 +174,51 @@ def evaluation_lengths(wanted: Sequence[int] | None, settings: LMSettings, valid
     for length in wanted:
         check_length(valid, length, "validation")
     return sorted({settings.context, *wanted})
+
+
+@torch.no_grad()  # not inference mode: the Jacobians of some maps take a derivative
+def attention_statistics(model: Any, windows: torch.Tensor, device: torch.device) -> dict[str, Any]:
+    """Return row statistics of all heads: means over everything, and by layer and head; windows (count, length).
+
+    The rows are those of the longest half octave, as in `attnorm.analyze`.
+    """
+    length = windows.shape[1]
+    shortest, _ = length_bins(length)[0]
+    rows = evenly_spaced(torch.arange(shortest - 1, length), STATISTICS_ROWS)
+    by_layer: dict[int, list[dict[str, torch.Tensor]]] = {}
+
+    def on_call(call: AttentionCall) -> None:
+        (statistics,) = measure_rows(call, [None], rows, (1,)).values()
+        means = {
+            name: statistics.values[name].double().nanmean((0, 2)).cpu()
+            for name in STATISTICS
+            if name in statistics.values
+        }
+        by_layer.setdefault(call.layer, []).append(means)
+
+    model.eval()
+    with observe(model, on_call):
+        for window in windows:
+            model.base_model(input_ids=window[None].to(device), use_cache=False)
+    names = next(iter(by_layer.values()))[0]
+    heads = {
+        name: [torch.stack([means[name] for means in by_layer[layer]]).nanmean(0) for layer in sorted(by_layer)]
+        for name in names
+    }
+    return {
+        "windows": len(windows),
+        "length": length,
+        "rows": len(rows),
+        "mean": {name: _round_or_none(torch.stack(layers).nanmean().item()) for name, layers in heads.items()},
+        "heads": {
+            name: [[_round_or_none(x) for x in layer.tolist()] for layer in layers] for name, layers in heads.items()
+        },
+    }
+
+
+def _round_or_none(number: float) -> float | None:
+    """Round to five digits; None for NaN, which JSON does not have."""
+    return None if number != number else float(f"{number:.5g}")
 
 
 @dataclass(frozen=True)
