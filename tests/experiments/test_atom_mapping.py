@@ -68,7 +68,7 @@ def test_verdicts_that_single_out_the_mapping_heads_are_recognised() -> None:
     assert [one.verdict for one in judge_claims(alone)][:2] == ["reproduces", "reproduces"]
     assert [one.verdict for one in judge_claims(table(right, ["healthy"] * 96))][:2] == ["reproduces", "does not"]
     weak = judge_claims(table(right / 2, ["healthy"] * 96))
-    assert [one.verdict for one in weak][:2] == ["does not", "not tested"]
+    assert [one.verdict for one in weak][:2] == ["does not", "not decided"]
     assert place(alone, "right") == 1
     assert place(alone, "max_weight") == 96 - own
     assert "L10H5" in summary(alone)

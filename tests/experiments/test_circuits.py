@@ -6,9 +6,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from attnorm.experiments.circuits import EXPERIMENT, NamedHead, judge_claims, lengths_of, summary
+from attnorm.experiments.circuits import (
+    EXPERIMENT,
+    ModelLimit,
+    NamedHead,
+    figure,
+    heads_table,
+    judge_claims,
+    lengths_of,
+    summary,
+)
 from attnorm.experiments.experiment import ExperimentSubject, Outcome
 from tests.analysis.planted import planted
+from tests.analysis.tiny_models import llama
 
 
 @pytest.fixture(scope="module")
@@ -56,24 +66,60 @@ def test_finished_lengths_are_not_measured_again(
     assert again.tables["curves"].equals(outcome.tables["curves"])
 
 
-def test_lengths_end_at_the_limit_of_the_positions(subject: ExperimentSubject) -> None:
-    assert lengths_of(replace(subject, quick=False)) == [64, 128]
+def test_lengths_end_at_the_limit_of_learned_positions_and_go_beyond_that_of_rotary_ones(
+    subject: ExperimentSubject, tmp_path: Path
+) -> None:
+    learned = replace(subject, quick=False)
+    assert lengths_of(learned) == [64, 128]
+    with pytest.raises(ValueError, match=r"128.*1024"):
+        lengths_of(replace(learned, longest=1024))
+    llama().save_pretrained(tmp_path)  # made for 256 tokens
+    rotary = ExperimentSubject(model=str(tmp_path))
+    assert lengths_of(rotary)[-1] == 512
+    assert lengths_of(replace(rotary, longest=2048)) == [64, 128, 256, 512, 1024, 2048]
+
+
+WHAT_IFS = ("model", "ssmax", "log_scaled", "entmax15", "hard")
+
+
+def head(*weights: float) -> NamedHead:
+    n = 60.0 * 2 ** np.arange(len(weights))
+    return NamedHead(0, 0, "retrieval", 60, n, np.full(len(n), 5.0), dict.fromkeys(WHAT_IFS, np.array(weights)))
+
+
+def test_heads_that_are_sharp_at_the_models_limit_are_counted_beyond_it() -> None:
+    heads = [head(0.9, 0.8, 0.1), head(0.9, 0.7, 0.6), head(0.9, 0.2, 0.1)]
+    limit = ModelLimit(150, False, [64, 128, 256])
+    assert limit.index == 1
+    beyond = judge_claims(heads, 100, limit)[3]
+    assert beyond.verdict == "does not"  # one of two
+    assert "of 2 heads" in beyond.ours
+    assert ", 1 have it at 256 tokens" in beyond.ours
+    assert heads_table(heads, limit)["weight_model_at_limit"].to_pylist() == [0.8, 0.7, 0.2]
+    assert judge_claims([heads[1]], 100, limit)[3].verdict == "reproduces"
+    assert judge_claims([heads[2]], 100, limit)[3].verdict == "not decided"
+    within = ModelLimit(256, False, [64, 128, 256])
+    assert within.index is None
+    assert judge_claims(heads, 100, within)[3].verdict == "not tested"
+    assert "weight_model_at_limit" not in heads_table(heads, within).column_names
+    assert ModelLimit(None, False, [64, 128, 256]).index is None
+
+
+@pytest.mark.parametrize(("tokens", "marked"), [(150, True), (256, True), (300, False), (None, False)])
+def test_the_figure_marks_the_models_limit(tokens: int | None, marked: bool) -> None:
+    drawing = figure([head(0.9, 0.8, 0.1)], "", ModelLimit(tokens, False, [64, 128, 256]))
+    for axes in drawing.axes[:3]:
+        assert any(list(line.get_xdata()) == [tokens, tokens] for line in axes.lines) is marked
 
 
 def test_claims_are_judged_by_the_share_of_heads_that_lose_their_key() -> None:
-    n = np.array([60.0, 120.0])
-
-    def head(first: float, last: float) -> NamedHead:
-        return NamedHead(0, 0, "retrieval", 60, n, np.array([5.0, 5.0]), {"model": np.array([first, last])})
+    limit = ModelLimit(128, True, [64, 128])
 
     def verdict(heads: list[NamedHead]) -> str:
-        return judge_claims([replace(one, weights={**_all(one)}) for one in heads], 100)[2].verdict
-
-    def _all(one: NamedHead) -> dict[str, np.ndarray]:
-        return dict.fromkeys(("model", "ssmax", "log_scaled", "entmax15", "hard"), one.weights["model"])
+        return judge_claims(heads, 100, limit)[2].verdict
 
     assert verdict([head(0.9, 0.1), head(0.9, 0.2)]) == "reproduces"
     assert verdict([head(0.9, 0.1), head(0.9, 0.8)]) == "partly"
     assert verdict([head(0.9, 0.8)]) == "does not"
-    assert verdict([head(0.4, 0.3)]) == "not tested"
-    assert "None of the 36 heads" in summary([], 36, [64, 128])
+    assert verdict([head(0.4, 0.3)]) == "not decided"
+    assert "None of the 36 heads" in summary([], 36, limit)

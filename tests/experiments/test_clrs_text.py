@@ -295,7 +295,7 @@ def test_better_on_most_reproduces_and_the_exceptions_are_judged_apart() -> None
 
 
 def test_no_difference_does_not_reproduce_and_better_exceptions_are_no_exceptions() -> None:
-    assert verdicts(trained(cells(20, 4), at_test=cells(20, 30))) == ["does not", "not tested", "does not"]
+    assert verdicts(trained(cells(20, 4), at_test=cells(20, 30))) == ["does not", "not decided", "does not"]
     assert verdicts(trained(cells(20, 30), at_test=cells(20, 4)))[:2] == ["reproduces", "does not"]
     few = cells(20, 4) | cells(20, 30, NAMES[10:15])
     assert verdicts(trained(few, at_test=cells(20, 4)))[0] == "partly"

@@ -274,7 +274,7 @@ def verdict(verdicts: dict[str, str], claim: str) -> str:
         (0.5, 0.3, 0.8, "reproduces"),
         (0.0, -0.2, 0.56, "partly"),  # below 1, and not known to grow
         (0.9, 0.6, 1.2, "partly"),
-        (0.5, -0.3, 1.3, "not tested"),
+        (0.5, -0.3, 1.3, "not decided"),
         (1.4, 1.1, 1.7, "does not"),
         (-0.5, -0.9, -0.1, "does not"),
     ],
@@ -296,5 +296,5 @@ def test_verdicts_follow_the_numbers(at_200: Distances, result: Result) -> None:
     assert verdict(chance, "no better than chance") == "partly"
     assert verdict(chance, "about 0.06 L (Fig. 2c)") == "does not"  # the same from N = 1 on
     never = judge_claims(result_of(replace(at_200, printed=at_200.measured * 1000)))
-    assert verdict(never, "no better than chance") == "not tested"
+    assert verdict(never, "no better than chance") == "not decided"
     assert verdict(never, "0.06 L") == "does not"

@@ -12,12 +12,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pyarrow.parquet as pq
 import pytest
 
+from attnorm.cli import reproduce as command
 from attnorm.experiments import catalogue, run
-from attnorm.experiments.experiment import ExperimentSubject
+from attnorm.experiments.experiment import ExperimentSubject, Verdict, combine_verdicts
 from attnorm.experiments.run import render_index, reproduce
 from tests.experiments.toy_experiments import Toy
 
@@ -27,6 +29,23 @@ SUBJECT = ExperimentSubject(quick=True)
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch) -> Toy:
     return Toy(takes={**catalogue.ONE_OF_EACH, catalogue.ONLY: None}).enter(monkeypatch)
+
+
+def test_every_verdict_has_a_colour_on_the_page_and_in_the_terminal() -> None:
+    assert set(run.MARKS) == set(command._COLOURS) == set(get_args(Verdict))
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "combined"),
+    [
+        (["reproduces", "not decided", "not tested"], "reproduces"),
+        (["reproduces", "does not"], "partly"),
+        (["not tested", "not decided"], "not decided"),
+        (["not tested"], "not tested"),
+    ],
+)
+def test_models_without_a_decision_do_not_count(verdicts: list[Verdict], combined: Verdict) -> None:
+    assert combine_verdicts(verdicts) == combined
 
 
 def test_every_form_of_figures_and_tables_is_written_with_verdict_and_manifest(toy: Toy, tmp_path: Path) -> None:

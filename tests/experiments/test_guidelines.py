@@ -92,7 +92,7 @@ def test_norms_that_explode_in_few_heads_and_vanish_in_most_are_partly_what_is_s
 
 def test_without_a_saturated_head_there_is_nothing_to_predict() -> None:
     found = replace(numbers(), early=early([0.1, 0.2], [0.9, 0.95], [0.5, 0.5]))
-    assert judge_claims(found)[1].verdict == "not tested"
+    assert judge_claims(found)[1].verdict == "not decided"
 
 
 def test_the_area_is_the_share_of_pairs_in_the_right_order() -> None:

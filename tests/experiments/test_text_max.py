@@ -63,9 +63,9 @@ def test_claims_need_a_model_that_can_do_the_task() -> None:
         head_names=["L0H0", "L0H1"], mass=heads, entropy=entropy, keys=sizes, on_largest=heads,
     )  # fmt: skip
     assert [one.verdict for one in judge_claims(found, 32)] == ["reproduces", "partly"]
-    assert judge_claims(replace(found, right=np.array([0.4, 0.1])), 32)[0].verdict == "not tested"
+    assert judge_claims(replace(found, right=np.array([0.4, 0.1])), 32)[0].verdict == "not decided"
     assert judge_claims(replace(found, right=np.array([0.9, 0.9])), 32)[0].verdict == "does not"
-    assert judge_claims(replace(found, mass=heads / 3), 32)[1].verdict == "not tested"
+    assert judge_claims(replace(found, mass=heads / 3), 32)[1].verdict == "not decided"
     assert "1 of 2 heads read the list" in summary(found)
 
 

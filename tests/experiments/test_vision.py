@@ -212,7 +212,7 @@ def record(model: str, correct: int | None, seed: int = 0) -> vision.Record:
     [
         ((800, 801, 805), "reproduces"),
         ((600, 601, 605), "does not"),
-        ((690, 700, 720), "not tested"),
+        ((690, 700, 720), "not decided"),
         ((702, 706, 707), "reproduces"),  # by seed, 2 to 4 more; intervals of the accuracies overlap
         ((800, 802), "not tested"),  # two differences may be equal by chance
         ((), "not tested"),

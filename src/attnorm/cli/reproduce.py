@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _RESUMES = "finished work is kept, and the same command resumes"
 _MEMORY = f"Use --quick or --device cpu; {_RESUMES}."
-_COLOURS = {"reproduces": "green", "partly": "yellow", "does not": "red", "not tested": "dim"}
+_COLOURS = {"reproduces": "green", "partly": "yellow", "does not": "red", "not decided": "dim", "not tested": "dim"}
 
 
 Stage = Annotated[
@@ -84,7 +84,8 @@ def reproduce(
         typer.Option(
             min=1024,
             metavar="TOKENS",
-            help="dispersion: longest context (default: 8192, and twice the model's limit if that is shorter).",
+            help="dispersion, circuits: longest context (default: 8192 and 2048, and twice the model's limit if that "
+            "is shorter).",
         ),
     ] = None,
     stage: Stage = None,

@@ -256,7 +256,7 @@ def judge_claims(table: pa.Table) -> tuple[ExperimentFinding, ...]:
             claim="attnorm's verdict separates the mapping heads from the others",
             ours=f"the {len(mapping)} mapping heads are called {', '.join(verdicts) or '-'}, and so are {among} of "
             f"{len(rows)} heads",
-            verdict="not tested"
+            verdict="not decided"
             if not mapping
             else "reproduces" if among <= 2 * len(mapping) else "partly" if among < len(rows) else "does not",
             why="a verdict says how a head selects, not whether what it selects is right",

@@ -30,7 +30,7 @@ from attnorm.experiments.experiment import (
     ProgressCallback,
     Verdict,
 )
-from attnorm.figures import CORRECTED, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
+from attnorm.figures import CORRECTED, INK, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
 from attnorm.files import atomic_replace
 from attnorm.models.describe import longest_context
 
@@ -75,12 +75,38 @@ class NamedHead:
         return float(np.polyfit(np.log(self.n[known]), self.gap[known], 1)[0]) if known.sum() > 1 else float("nan")
 
 
+@dataclass(frozen=True)
+class ModelLimit:
+    """The number of tokens that a model was made for, among the lengths that were measured."""
+
+    tokens: int | None  # None: unlimited
+    hard: bool  # it cannot run on more
+    lengths: Sequence[int]
+
+    @property
+    def index(self) -> int | None:
+        """Index of the last length within the limit; None if no length is beyond it, or all are."""
+        within = sum(self.tokens is None or length <= self.tokens for length in self.lengths)
+        return within - 1 if 0 < within < len(self.lengths) else None
+
+
 def lengths_of(subject: ExperimentSubject) -> list[int]:
-    """Return octaves to 2,048 tokens (or --longest); up to twice the limit of a model whose positions do not end."""
-    limit, hard = longest_context(subject.loaded().model)
-    longest = QUICK_LONGEST if subject.quick else subject.longest or LONGEST
-    most = longest if limit is None else min(longest, limit if hard else 2 * limit)
-    return probe_lengths(most)
+    """Return octaves to --longest; by default to 2,048 tokens, and at most to twice the model's limit.
+
+    Raises:
+        ValueError: --longest exceeds the positions of a model that has no others.
+    """
+    loaded = subject.loaded()
+    limit, hard = longest_context(loaded.model)
+    if subject.longest is not None:
+        if hard and limit is not None and subject.longest > limit:
+            raise ValueError(
+                f"{loaded.name} has no positions beyond {limit:,}: expected --longest of at most {limit}, got "
+                f"{subject.longest}. Use a smaller one, or a model with rotary positions."
+            )
+        return probe_lengths(subject.longest)
+    longest = QUICK_LONGEST if subject.quick else LONGEST
+    return probe_lengths(longest if limit is None else min(longest, limit if hard else 2 * limit))
 
 
 def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
@@ -103,15 +129,15 @@ def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> 
     table = pa.concat_tables(tables)
     heads = named_heads(table)
     total = len({(row["layer"], row["head"]) for row in table.select(["layer", "head"]).to_pylist()})
-    limit, _ = longest_context(loaded.model)
+    limit = ModelLimit(*longest_context(loaded.model), lengths)
     about = f"{loaded.name}, {total} heads, {lengths[0]} to {lengths[-1]:,} tokens, seed {subject.seed}"
     return Outcome(
-        summary=summary(heads, total, lengths),
-        findings=judge_claims(heads, total),
-        figures={"circuits": figure(heads, about)},
-        tables={"curves": table, "heads": heads_table(heads)},
+        summary=summary(heads, total, limit),
+        findings=judge_claims(heads, total, limit),
+        figures={"circuits": figure(heads, about, limit)},
+        tables={"curves": table, "heads": heads_table(heads, limit)},
         parameters={
-            "lengths": lengths, "made_for": limit, "sequences": SEQUENCES, "normalizers": names,
+            "lengths": lengths, "made_for": limit.tokens, "sequences": SEQUENCES, "normalizers": names,
             "named_from": NAMED_FROM, "sharp": SHARP, "seed": subject.seed,
         },
     )  # fmt: skip
@@ -135,7 +161,7 @@ def named_heads(table: pa.Table) -> list[NamedHead]:
     return sorted(heads, key=lambda head: (-head.reach, -float(head.weights["model"].max())))
 
 
-def judge_claims(heads: Sequence[NamedHead], total: int) -> tuple[ExperimentFinding, ...]:
+def judge_claims(heads: Sequence[NamedHead], total: int, limit: ModelLimit) -> tuple[ExperimentFinding, ...]:
     by = {name: [head for head in heads if head.circuit == name] for name in CIRCUITS}
     return (
         ExperimentFinding(
@@ -152,11 +178,12 @@ def judge_claims(heads: Sequence[NamedHead], total: int) -> tuple[ExperimentFind
         ExperimentFinding(
             claim="Retrieval heads are sparse, fewer than 5 % of the heads (Wu et al. 2024)",
             ours=f"{_count(by['retrieval'], total)} heads give a needle's next token their largest score",
-            verdict="not tested" if not by["retrieval"] else "reproduces" if len(by["retrieval"]) < FEW * total
+            verdict="not decided" if not by["retrieval"] else "reproduces" if len(by["retrieval"]) < FEW * total
             else "does not",
             why="" if by["retrieval"] else "no head of this model copies from a needle",
         ),
         _judge_lost_heads(heads),
+        _judge_beyond(heads, limit),
         _judge_slopes(heads),
         *(_judge_what_if(heads, name) for name in WHAT_IFS if name != "model" and heads),
     )  # fmt: skip
@@ -165,7 +192,7 @@ def judge_claims(heads: Sequence[NamedHead], total: int) -> tuple[ExperimentFind
 def _judge_lost_heads(heads: Sequence[NamedHead]) -> ExperimentFinding:
     at_first = [head for head in heads if head.sharp()[0]]
     lost = [head for head in at_first if not head.sharp()[-1]]
-    verdict: Verdict = "not tested"
+    verdict: Verdict = "not decided"
     ours = "no head is sharp at the shortest length"
     if at_first:
         share = len(lost) / len(at_first)
@@ -185,10 +212,45 @@ def _judge_lost_heads(heads: Sequence[NamedHead]) -> ExperimentFinding:
     )
 
 
+def _judge_beyond(heads: Sequence[NamedHead], limit: ModelLimit) -> ExperimentFinding:
+    claim = "Circuits work on inputs of any size (the belief that Velickovic et al. 2024 start from)"
+    if limit.index is None:
+        return ExperimentFinding(claim, "no length is beyond the model's limit", "not tested", _why_not_beyond(limit))
+    sharp = [head for head in heads if head.sharp()[limit.index]]
+    kept = sum(bool(head.sharp()[-1]) for head in sharp)
+    tokens = f"{limit.lengths[limit.index]:,} tokens, within the model's limit of {limit.tokens:,}"
+    verdict: Verdict = (
+        "not decided"
+        if not sharp
+        else "reproduces"
+        if kept == len(sharp)
+        else "partly"
+        if 2 * kept > len(sharp)
+        else "does not"
+    )
+    return ExperimentFinding(
+        claim=claim,
+        ours=f"of {len(sharp)} heads with half of the weight on their key at {tokens}, {kept} have it at "
+        f"{limit.lengths[-1]:,} tokens",
+        verdict=verdict,
+        why="" if sharp else "no head is sharp at the limit",
+    )
+
+
+def _why_not_beyond(limit: ModelLimit) -> str:
+    if limit.tokens is None:
+        return "the model has no fixed context length"
+    if limit.hard:
+        return f"the model has no positions beyond {limit.tokens:,}"
+    return f"the model was made for {limit.tokens:,} tokens: use --longest {2 * limit.tokens}"
+
+
 def _judge_slopes(heads: Sequence[NamedHead]) -> ExperimentFinding:
     slopes = np.array([head.slope for head in heads if np.isfinite(head.slope)])
     if not len(slopes):
-        return ExperimentFinding("The gap of the right key does not grow with the length (Lemma 2.1)", "", "not tested")
+        return ExperimentFinding(
+            "The gap of the right key does not grow with the length (Lemma 2.1)", "", "not decided"
+        )
     middle = float(np.median(slopes))
     return ExperimentFinding(
         claim="The gap of the right key does not grow with the length (Lemma 2.1: bounded logits)",
@@ -215,7 +277,8 @@ def _count(heads: Sequence[NamedHead], total: int) -> str:
     return f"{len(heads)} of {total}"
 
 
-def heads_table(heads: Sequence[NamedHead]) -> pa.Table:
+def heads_table(heads: Sequence[NamedHead], limit: ModelLimit) -> pa.Table:
+    ends = {"shortest": 0, **({} if limit.index is None else {"at_limit": limit.index}), "longest": -1}
     return pa.table(
         {
             "layer": [head.layer for head in heads],
@@ -226,40 +289,51 @@ def heads_table(heads: Sequence[NamedHead]) -> pa.Table:
             **{
                 f"weight_{name}_{end}": [float(head.weights[name][index]) for head in heads]
                 for name in (heads[0].weights if heads else ())
-                for end, index in (("shortest", 0), ("longest", -1))
+                for end, index in ends.items()
             },
         }
     )
 
 
-def summary(heads: Sequence[NamedHead], total: int, lengths: Sequence[int]) -> str:
+def summary(heads: Sequence[NamedHead], total: int, limit: ModelLimit) -> str:
     if not heads:
         return (
             f"None of the {total} heads puts {NAMED_FROM:g} of its weight on the key of an induction, previous-token "
-            f"or retrieval circuit at any of the lengths {lengths[0]} to {lengths[-1]:,}."
+            f"or retrieval circuit at any of the lengths {limit.lengths[0]} to {limit.lengths[-1]:,}."
         )
     parts = []
     for name, words in CIRCUITS.items():
         members = [head for head in heads if head.circuit == name]
         if members:
-            still = sum(bool(head.sharp()[-1]) for head in members)
             best = members[0]
+            still = _count_sharp(members, -1)
+            if limit.index is not None:
+                still = f"{_count_sharp(members, limit.index)} within the model's limit, {still}"
             word = f"{words.split(' ', 1)[1]}{'s' * (len(members) != 1)}"
-            parts.append(
-                f"{len(members)} {word}, {still} sharp at {best.n[-1]:,.0f} keys (best: {best.name}, sharp to "
-                f"{format_keys(best.reach)})"
-            )
+            parts.append(f"{len(members)} {word}, {still} (best: {best.name}, sharp to {format_keys(best.reach)})")
     return f"Of {total} heads: {'; '.join(parts)}."
 
 
-def figure(heads: Sequence[NamedHead], about: str) -> Figure:
+def _count_sharp(heads: Sequence[NamedHead], index: int) -> str:
+    return f"{sum(bool(head.sharp()[index]) for head in heads)} sharp at {heads[0].n[index]:,.0f} keys"
+
+
+def figure(heads: Sequence[NamedHead], about: str, limit: ModelLimit) -> Figure:
     drawing = Figure(figsize=(8.8, 6.6), facecolor="white")
     panels = drawing.subplots(2, 2, gridspec_kw=ROOM)
     _draw_weights(panels[0, 0], heads)
     _draw_gaps(panels[0, 1], heads)
     _draw_sharp_shares(panels[1, 0], heads)
     _draw_kept_weights(panels[1, 1], heads)
-    note(drawing, f"{about}; every line is a head with at least 0.3 of the weight on its key at some length")
+    marked = limit.tokens is not None and limit.tokens <= limit.lengths[-1]
+    if marked:
+        for axes in panels.flat[:3]:
+            axes.axvline(limit.tokens, ymax=0.8, color=INK, linewidth=1, linestyle=(0, (1, 2)))  # below the legend
+    note(
+        drawing,
+        f"{about}; every line is a head with at least 0.3 of the weight on its key at some length"
+        + "; dotted: the model's limit" * marked,
+    )
     return drawing
 
 

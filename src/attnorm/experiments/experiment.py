@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from attnorm.models.inputs import Text
     from attnorm.models.load import LoadedModel
 
-Verdict = Literal["reproduces", "partly", "does not", "not tested"]
+# "not decided": measured, and the numbers do not decide. "not tested": not measured, or too little for a verdict.
+Verdict = Literal["reproduces", "partly", "does not", "not decided", "not tested"]
+UNDECIDED: tuple[Verdict, ...] = ("not decided", "not tested")
 Floats = NDArray[np.float64]
 
 BUNDLED = "bundled"
@@ -57,11 +59,11 @@ class ExperimentFinding:
 
 
 def combine_verdicts(verdicts: Sequence[Verdict]) -> Verdict:
-    """Combine verdicts: untested models do not count; different verdicts give "partly"."""
-    tested = {verdict for verdict in verdicts if verdict != "not tested"}
-    if not tested:
-        return "not tested"
-    return next(iter(tested)) if len(tested) == 1 else "partly"
+    """Combine verdicts: models without a decision do not count; different verdicts give "partly"."""
+    decided = {verdict for verdict in verdicts if verdict not in UNDECIDED}
+    if not decided:
+        return "not decided" if "not decided" in verdicts else "not tested"
+    return next(iter(decided)) if len(decided) == 1 else "partly"
 
 
 class UnfinishedError(Exception):

@@ -35,7 +35,8 @@ from attnorm.text import policy_hash
 OUTCOME = "outcome.json"
 PARTS = "parts"
 INDEX = "index.html"
-MARKS = {"reproduces": "yes", "partly": "half", "does not": "no", "not tested": "open"}  # verdict -> its CSS class
+# verdict -> its CSS class
+MARKS = {"reproduces": "yes", "partly": "half", "does not": "no", "not decided": "open", "not tested": "open"}
 SCHEMA = 1
 
 

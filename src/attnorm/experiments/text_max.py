@@ -194,8 +194,11 @@ def judge_claims(measured: TextMax, lists: int) -> tuple[ExperimentFinding, ...]
         ExperimentFinding(
             claim="A language model finds the largest of a few numbers, and fails as the list grows [V]",
             ours=f"right: {accuracy} numbers",
-            verdict="not tested" if not able else "reproduces" if falls else "does not",
-            why="" if able else f"it is not right more often than a random number of {measured.sizes[0]}",
+            verdict="not decided" if not able else "reproduces" if falls else "does not",
+            why=""
+            if able
+            else f"the model cannot do the task: it answers {round(lists * measured.right[0])} of {lists} lists of "
+            f"{measured.sizes[0]} numbers right, and a random number of the list is right in 1 of {measured.sizes[0]}",
         ),
         ExperimentFinding(
             claim="The heads that read the list disperse: their entropy grows with n [V]",
@@ -211,7 +214,7 @@ def judge_claims(measured: TextMax, lists: int) -> tuple[ExperimentFinding, ...]
 
 def _judge_growth(growth: float) -> Verdict:
     if math.isnan(growth):
-        return "not tested"
+        return "not decided"
     return "reproduces" if growth > 0.5 else "partly" if growth > 0 else "does not"
 
 

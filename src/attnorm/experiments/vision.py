@@ -324,7 +324,7 @@ def _compare(ours: Sequence[Record], theirs: Sequence[Record]) -> tuple[Verdict,
     low, high = _student_interval(differences)
     words = f"; difference {100 * fmean(differences):+.1f} points ({100 * low:+.1f} to {100 * high:+.1f})"
     if low <= 0 <= high:
-        return "not tested", words, "the seeds do not decide: the interval of the difference contains 0"
+        return "not decided", words, "the interval of the difference contains 0"
     return ("reproduces" if low > 0 else "does not"), words, ""
 
 

@@ -170,7 +170,10 @@ def findings_of(results: ClrsResults, comparisons: Comparisons) -> tuple[Experim
         if exceptions:
             better = [comparison.algorithm for comparison in exceptions if comparison.outcome == "better"]
             verdict: Verdict = "does not" if len(better) == len(exceptions) else "partly" if better else "reproduces"
-            if not unjudged and _mostly_better(outside) == "does not":
+            if unjudged:
+                verdict = "not tested"
+            elif _mostly_better(outside) == "does not":
+                verdict = "not decided"
                 unjudged = "The other algorithms do not improve either, so there is nothing to be an exception to."
             findings.append(
                 ExperimentFinding(
@@ -179,7 +182,7 @@ def findings_of(results: ClrsResults, comparisons: Comparisons) -> tuple[Experim
                         f"{comparison.algorithm} {100 * comparison.difference:+.1f} points, {comparison.outcome}"
                         for comparison in exceptions
                     ),
-                    "not tested" if unjudged else verdict,
+                    verdict,
                     unjudged,
                 )
             )

@@ -177,13 +177,13 @@ def _judge_sub_linear_growth(result: Result) -> ExperimentFinding:
     printed, corrected = result.comparisons[PRINTED].law, result.comparisons[UPPER].law
     if printed is None:
         return ExperimentFinding(
-            "The critical N grows sub-linearly (Fig. 2c)", "fewer than three lengths have one", "not tested"
+            "The critical N grows sub-linearly (Fig. 2c)", "fewer than three lengths have one", "not decided"
         )
     low, high = printed.exponent_interval
     verdict: Verdict = (
         "reproduces" if low > 0 and high < 1
         else "does not" if low >= 1 or high <= 0
-        else "not tested" if low <= 0 and high >= 1  # anything is possible
+        else "not decided" if low <= 0 and high >= 1  # anything is possible
         else "partly"
     )  # fmt: skip
     return ExperimentFinding(
@@ -208,7 +208,7 @@ def _judge_meaning(result: Result) -> ExperimentFinding:
     printed, norms = result.critical(PRINTED), result.critical(NORMS)
     claim = "At the critical N attention behaves as if its weights were uniform: selection is no better than chance"
     if math.isnan(printed.top_n):
-        return ExperimentFinding(claim, "there is no critical N", "not tested")
+        return ExperimentFinding(claim, "there is no critical N", "not decided")
     distances = result.at_panel
     column = distances.column(int(printed.top_n))
     rejected = [_rejects_random_sets(point) for point in result.by_n]
@@ -239,7 +239,7 @@ def _judge_number_of_heads(result: Result) -> ExperimentFinding:
     fewest, most = printed[0]["critical_n"], printed[-1]["critical_n"]
     if math.isnan(fewest):
         return ExperimentFinding(
-            claim, f"there is no critical N at L = {result.length}, even with few heads", "not tested"
+            claim, f"there is no critical N at L = {result.length}, even with few heads", "not decided"
         )
     depends = not most <= 1.25 * fewest
     return ExperimentFinding(

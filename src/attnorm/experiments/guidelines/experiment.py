@@ -126,7 +126,7 @@ def _judge_entropy(early: EarlySign) -> ExperimentFinding:
         for name, saturated in readings.items()
     )
     if not known:
-        return ExperimentFinding(claim, phrase, "not tested")
+        return ExperimentFinding(claim, phrase, "not decided")
     answer: Answer = "yes" if min(known) >= 0.8 else "partly" if max(known) >= 0.65 else "no"
     return _finding(
         claim,
@@ -210,7 +210,8 @@ def _early_table(early: EarlySign) -> pa.Table:
 def _summary(findings: tuple[ExperimentFinding, ...], selected: Selected) -> str:
     short = ("Active set at most 0.06 L", "entropy as an early sign", "T not below 0.1", "three heads cover 99 %")
     first, *rest = (
-        f"{name}: {AS_ANSWER.get(finding.verdict, 'not tested')}" for name, finding in zip(short, findings, strict=True)
+        f"{name}: {AS_ANSWER.get(finding.verdict, finding.verdict)}"
+        for name, finding in zip(short, findings, strict=True)
     )
     change = selected.change(PAPERS_SHARE)
     low, high = change.interval
