@@ -20,7 +20,6 @@ from torch.nn import functional as F
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.rows import measure_rows
 from attnorm.metrics.sampling import evenly_spaced, length_bins
-from attnorm.models.observe import observe
 from attnorm.models.output_head import MixtureHead
 from attnorm.training.lm.data import Tokens, check_length, validation_windows
 from attnorm.training.lm.model import ANY_LENGTH, LMSettings
@@ -182,6 +181,8 @@ def attention_statistics(model: Any, windows: torch.Tensor, device: torch.device
 
     The rows are those of the longest half octave, as in `attnorm.analyze`.
     """
+    from attnorm.models.observe import observe  # loads accelerate
+
     length = windows.shape[1]
     shortest, _ = length_bins(length)[0]
     rows = evenly_spaced(torch.arange(shortest - 1, length), STATISTICS_ROWS)
@@ -189,11 +190,8 @@ def attention_statistics(model: Any, windows: torch.Tensor, device: torch.device
 
     def on_call(call: AttentionCall) -> None:
         (statistics,) = measure_rows(call, [None], rows, (1,)).values()
-        means = {
-            name: statistics.values[name].double().nanmean((0, 2)).cpu()
-            for name in STATISTICS
-            if name in statistics.values
-        }
+        kept = (name for name in STATISTICS if name in statistics.values)
+        means = {name: statistics.values[name].double().nanmean((0, 2)).cpu() for name in kept}
         by_layer.setdefault(call.layer, []).append(means)
 
     model.eval()
