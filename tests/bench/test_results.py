@@ -2,7 +2,7 @@
 
 import pytest
 
-from attnorm.bench.results import Benchmarks, Footprint, Ratio, benchmark_markdown, relative
+from attnorm.bench.results import Benchmarks, Duration, Footprint, Ratio, benchmark_markdown, relative
 from attnorm.bench.timing import Machine
 
 MACHINE = Machine(processor="a processor", cores=2, threads=1, torch="2.13", python="3.11", system="Linux")
@@ -51,12 +51,14 @@ def test_markdown_has_the_machine_and_even_tables() -> None:
         machine=MACHINE,
         ratios=(ratio(5.0, 4.0, error=1e-7), ratio(0.5)),
         footprints=(footprint(75, 300),),
+        durations=(Duration(what="first", setting="on a GPU", seconds=12.34, most_seconds=10.0),),
         notes=("so",),
     )
     text = benchmark_markdown(results)
     assert "2 cores, 1 thread, torch 2.13" in text
     assert "1.0e-07" in text
     assert "4,295 MB" in text
+    assert "| first | 12.3 | at most 10 s: missed |" in text
     assert "Note: so" in text
     for block in text.split("\n\n"):
         rows = [line.count("|") for line in block.splitlines() if line.startswith("|")]

@@ -13,6 +13,7 @@ import attnorm
 from attnorm.bench import attention, normalizers, timing
 from attnorm.bench.attention import adaptive_as_printed, blocked_normalizers, dense
 from attnorm.bench.normalizers import by_bisection, compare_normalizers
+from attnorm.bench.results import Result
 from attnorm.bench.suites import run_benchmarks
 from attnorm.bench.timing import peak_above, run_and_read_json, time_alternating
 from tests.forked import forked_json
@@ -27,8 +28,8 @@ def test_a_quick_run_covers_everything_and_judges_nothing(monkeypatch: pytest.Mo
     for name in ("measure_analysis", "measure_sweep"):
         monkeypatch.setattr(f"attnorm.bench.suites.{name}", lambda **options: iter(asked.append(options) or ()))
     monkeypatch.setattr(attention, "run_and_read_json", forked_json)
-    heard: list[str] = []
-    results = run_benchmarks("all", threads=1, quick=True, progress=heard.append)
+    heard: list[Result] = []
+    results = run_benchmarks("all", threads=1, quick=True, finished=heard.append)
     assert [options["quick"] for options in asked] == [True, True]
     assert results.quick
     assert not results.missed
@@ -76,6 +77,26 @@ def test_a_call_of_four_times_the_time_is_a_speedup_of_four(monkeypatch: pytest.
     monkeypatch.setattr(timing.time, "perf_counter", lambda: clock)
     timed = time_alternating(taking(0.002), taking(0.008), rounds=3)
     assert (timed.ours_ms, timed.theirs_ms, timed.speedup) == pytest.approx((2, 8, 4))
+
+
+def test_several_rivals_share_the_calls_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = 0.0
+    calls: list[str] = []
+
+    def taking(name: str, seconds: float) -> Callable[[], None]:
+        def call() -> None:
+            nonlocal clock
+            clock += seconds
+            calls.append(name)
+
+        return call
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock)
+    rivals = [taking("twice", 0.04), taking("half", 0.01)]
+    timed = timing.time_against(taking("ours", 0.02), rivals, rounds=3)
+    twice, half = ((t.ours_ms, t.theirs_ms, t.speedup) for t in timed)
+    assert (*twice, *half) == pytest.approx((20, 40, 2, 20, 10, 0.5))
+    assert calls[6:] == ["ours", "twice", "half", "half", "twice", "ours", "ours", "twice", "half"]
 
 
 def test_a_missing_rival_is_reported_and_not_fatal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,20 @@ class Footprint:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Duration:
+    """The time of one call alone."""
+
+    what: str
+    setting: str
+    seconds: float
+    most_seconds: float | None = None  # promised
+
+    @property
+    def met(self) -> bool | None:
+        return None if self.most_seconds is None else self.seconds <= self.most_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelRun:
     """One pass over a model in a new process, with resident memory in MB (10^6 bytes)."""
 
@@ -192,7 +206,19 @@ class SweepCost:
         return self.times_ideal <= self.most_times_ideal and self.overhead_seconds <= self.most_overhead_seconds
 
 
-Result = Ratio | Footprint | ModelRun | Growth | CostCurve | ApproximationError | SweepCost
+Result = Ratio | Footprint | Duration | ModelRun | Growth | CostCurve | ApproximationError | SweepCost
+
+
+def summary(result: Result) -> str:
+    """Return a line of progress: what was measured and, where it is one number, the number."""
+    if isinstance(result, Ratio):
+        return f"{result.what}: {result.speedup:.2f}x the speed of {result.against}"
+    return f"{result.what}: {result.seconds:.3g} s" if isinstance(result, Duration) else result.what
+
+
+def record(result: Result) -> dict[str, Any]:
+    """Return plain values for JSON, with the kind of the result and whether its promise is met (null: no promise)."""
+    return {"kind": type(result).__name__, **asdict(result), "met": result.met}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +227,7 @@ class Benchmarks:
     quick: bool = False
     ratios: tuple[Ratio, ...] = ()
     footprints: tuple[Footprint, ...] = ()
+    durations: tuple[Duration, ...] = ()
     runs: tuple[ModelRun, ...] = ()
     growth: tuple[Growth, ...] = ()
     costs: tuple[CostCurve, ...] = ()
@@ -212,7 +239,7 @@ class Benchmarks:
         """Return plain values for JSON, with whether each promise is met (null: no promise)."""
         judged = {
             kind: [{**asdict(result), "met": result.met} for result in getattr(self, kind)]
-            for kind in ("ratios", "footprints", "runs", "growth")
+            for kind in ("ratios", "footprints", "durations", "runs", "growth")
         }
         costs = [{**asdict(curve), "exponent": curve.exponent} for curve in self.costs]
         sweeps = [
@@ -224,7 +251,10 @@ class Benchmarks:
 
     @property
     def results(self) -> list[Result]:
-        return [*self.ratios, *self.footprints, *self.runs, *self.growth, *self.costs, *self.errors, *self.sweeps]
+        return [
+            *self.ratios, *self.footprints, *self.durations, *self.runs, *self.growth, *self.costs, *self.errors,
+            *self.sweeps,
+        ]  # fmt: skip
 
     @property
     def missed(self) -> list[Result]:
@@ -279,6 +309,8 @@ def _tables(benchmarks: Benchmarks) -> Iterable[tuple[str, tuple[str, ...], Rows
         header = ("attnorm", "forward, MB", "forward + backward, MB", "seconds", "promised")
         title = f"Peak extra memory, {setting} (one dense map of weights: {members[0].dense_mb:,.0f} MB)"
         yield title, header, [_footprint_row(footprint) for footprint in members]
+    for setting, durations in groupby(benchmarks.durations, key=lambda duration: duration.setting):
+        yield setting, ("call", "seconds", "promised"), [_duration_row(duration) for duration in durations]
     for setting, runs in groupby(benchmarks.runs, key=lambda run: run.setting):
         header = ("pass", "seconds", "process, MB", "of it the pass, MB", "against plain", "promised")
         yield f"Each in its own process, {setting}", header, [_run_row(run) for run in runs]
@@ -325,6 +357,11 @@ def _footprint_row(footprint: Footprint) -> tuple[str, ...]:
     promise = "" if footprint.target_mb is None else f"{footprint.target_mb:,.0f} MB"
     cells = (footprint.what, f"{footprint.forward_mb:,.0f}", backward, f"{footprint.seconds:.1f}")
     return (*cells, _format_promise(footprint.met, promise))
+
+
+def _duration_row(duration: Duration) -> tuple[str, ...]:
+    promise = "" if duration.most_seconds is None else f"at most {duration.most_seconds:.3g} s"
+    return duration.what, f"{duration.seconds:.3g}", _format_promise(duration.met, promise)
 
 
 def _run_row(run: ModelRun) -> tuple[str, ...]:

@@ -10,13 +10,19 @@ import torch
 
 from attnorm.bench.analyze import measure_analysis, measure_sweep
 from attnorm.bench.attention import compare_attention, measure_footprints
-from attnorm.bench.cuda import compare_cuda, measure_cuda_analysis
+from attnorm.bench.cuda import (
+    compare_cuda_attention,
+    compare_cuda_decoding,
+    measure_cuda_analysis,
+    measure_first_calls,
+)
 from attnorm.bench.linear import measure_linear
 from attnorm.bench.normalizers import compare_normalizers
 from attnorm.bench.results import (
     ApproximationError,
     Benchmarks,
     CostCurve,
+    Duration,
     Footprint,
     Growth,
     ModelRun,
@@ -32,6 +38,9 @@ Suite = Literal[
     "attention",
     "memory",
     "cuda",
+    "cuda-attention",
+    "cuda-decoding",
+    "cuda-first-call",
     "cuda-analyze",
     "analyze",
     "monitor",
@@ -40,8 +49,6 @@ Suite = Literal[
     "sweep",
     "all",
 ]
-_INCLUDED: dict[Suite, Suite] = {"cuda": "cuda-analyze"}
-
 ANALYZE_THREADS = 2  # default: the promises of analyze are made for it
 
 
@@ -52,11 +59,11 @@ def run_benchmarks(
     quick: bool = False,
     model: Path | None = None,
     text: Path | None = None,
-    progress: Callable[[str], None] = lambda finished: None,
+    finished: Callable[[Result], None] = lambda result: None,
 ) -> Benchmarks:
-    """Run a suite. quick: tiny sizes, as a test.
+    """Run a suite; `cuda` is all whose names begin with `cuda-`. quick: tiny sizes, as a test.
 
-    progress: called with the name of every finished comparison and, if it is a ratio, its speed.
+    finished: called with every result at once, so that a run that is cut short leaves some.
     model, text: for `analyze` only (see measure_analysis).
     """
     results: list[Result] = []
@@ -65,7 +72,9 @@ def run_benchmarks(
         "normalizers": partial(compare_normalizers, quick=quick, notes=notes),
         "attention": partial(compare_attention, quick=quick, notes=notes),
         "memory": partial(measure_footprints, quick=quick, notes=notes),
-        "cuda": partial(compare_cuda, quick=quick, notes=notes),
+        "cuda-attention": partial(compare_cuda_attention, quick=quick, notes=notes),
+        "cuda-decoding": partial(compare_cuda_decoding, quick=quick, notes=notes),
+        "cuda-first-call": partial(measure_first_calls, quick=quick, notes=notes),
         "cuda-analyze": partial(measure_cuda_analysis, quick=quick, notes=notes),
         "analyze": partial(measure_analysis, quick=quick, notes=notes, model=model, text=text),
         "monitor": partial(measure_monitor, quick=quick),
@@ -75,8 +84,9 @@ def run_benchmarks(
     }
     with _threads(ANALYZE_THREADS if threads is None and suite == "analyze" else threads):
         for name, run in suites.items():
-            for result in run() if suite in (name, "all") or name == _INCLUDED.get(suite) else ():
-                progress(f"{result.what}: {result.speedup:.2f}x" if isinstance(result, Ratio) else result.what)
+            included = suite in (name, "all") or (suite == "cuda" and name.startswith("cuda-"))
+            for result in run() if included else ():
+                finished(result)
                 results.append(result)
         machine = this_machine()
     return Benchmarks(
@@ -84,6 +94,7 @@ def run_benchmarks(
         quick=quick,
         ratios=tuple(result for result in results if isinstance(result, Ratio)),
         footprints=tuple(result for result in results if isinstance(result, Footprint)),
+        durations=tuple(result for result in results if isinstance(result, Duration)),
         runs=tuple(result for result in results if isinstance(result, ModelRun)),
         growth=tuple(result for result in results if isinstance(result, Growth)),
         costs=tuple(result for result in results if isinstance(result, CostCurve)),

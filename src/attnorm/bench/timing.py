@@ -18,7 +18,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -43,21 +43,27 @@ def time_alternating(ours: Call, theirs: Call, *, rounds: int) -> Timed:
 
     A single round times one call of each, as a test that it runs.
     """
+    return time_against(ours, [theirs], rounds=rounds)[0]
+
+
+def time_against(ours: Call, rivals: Sequence[Call], *, rounds: int) -> list[Timed]:
+    """Return the same for several rivals, with one call of ours per round for all of them."""
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
-    for call in (ours, theirs):
+    calls = [ours, *rivals]
+    for call in calls:
         call()
-    calls = [(call, _loops(call) if rounds > 1 else 1) for call in (ours, theirs)]
-    pairs: list[tuple[float, float]] = []
+    loops = [_loops(call) if rounds > 1 else 1 for call in calls]
+    samples: list[list[float]] = [[] for _ in calls]
     for number in range(rounds):
-        order = (0, 1) if number % 2 == 0 else (1, 0)
-        seconds = {which: _seconds(*calls[which]) for which in order}
-        pairs.append((seconds[0], seconds[1]))
-    return Timed(
-        1e3 * median(ours for ours, _ in pairs),
-        1e3 * median(theirs for _, theirs in pairs),
-        median(theirs / ours for ours, theirs in pairs),
-    )
+        order = range(len(calls))
+        for which in order if number % 2 == 0 else reversed(order):
+            samples[which].append(_seconds(calls[which], loops[which]))
+    own = samples[0]
+    return [
+        Timed(1e3 * median(own), 1e3 * median(theirs), median(b / a for a, b in zip(own, theirs, strict=True)))
+        for theirs in samples[1:]
+    ]
 
 
 def time_alone(call: Call, *, rounds: int) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
@@ -22,9 +22,13 @@ from attnorm.bench.suites import Suite
 from attnorm.bench.timing import Machine, this_machine
 from attnorm.cli.output import Json, ProgressBar, say, say_result, show, show_json, usage_errors
 from attnorm.engines.inputs import validate_inputs
+from attnorm.files import append_jsonl, finite
 from attnorm.normalizers.check import check_normalizer
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.registry import available, get
+
+if TYPE_CHECKING:
+    from attnorm.bench.results import Result
 
 
 def doctor(as_json: Json = False) -> None:
@@ -279,36 +283,52 @@ def bench(
         Path | None, typer.Option(metavar="DIR", help="analyze: folder of SmolLM2-135M (default: $ATTNORM_SMOLLM2).")
     ] = None,
     text: Annotated[Path | None, typer.Option(metavar="FILE", help="analyze: text for --model.")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="analyze: folder for growth.svg.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder for results.jsonl, a line per finished comparison, and growth.svg."),
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes, to check that the benchmarks run.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print GitHub tables.")] = False,
     as_json: Json = False,
 ) -> None:
     """Measure time and memory against the entmax package, torch SDPA, and dense and eager attention.
 
+    The suite cuda runs all suites whose names begin with cuda-. DIR/results.jsonl keeps what a run measured that was
+    cut short.
+
     Exit code 1: a promised limit is exceeded.
 
     Example: attnorm bench normalizers --quick
     """
-    from attnorm.bench.results import benchmark_markdown, benchmark_tables
+    from attnorm.bench.results import benchmark_markdown, benchmark_tables, record, summary
     from attnorm.bench.suites import run_benchmarks
 
     if as_json and markdown:
         raise typer.BadParameter("expected one of --json and --markdown, got both")
-    if suite not in ("analyze", "all") and any(option is not None for option in (model, text, out)):
-        raise typer.BadParameter(f"--model, --text and --out belong to the suite analyze, got {suite}")
+    if suite not in ("analyze", "all") and any(option is not None for option in (model, text)):
+        raise typer.BadParameter(f"--model and --text belong to the suite analyze, got {suite}")
     for option, path, exists in (("--model", model, Path.is_dir), ("--text", text, Path.is_file)):
         if path is not None and not exists(path):
             kind = "folder" if exists is Path.is_dir else "file"
             raise typer.BadParameter(f"{option}: expected a {kind}, got {path}, which does not exist")
+    lines = None if out is None else out / "results.jsonl"
     with ProgressBar("measuring") as progress, usage_errors():
+        if lines is not None:
+            lines.parent.mkdir(parents=True, exist_ok=True)
+            append_jsonl(lines, [{"suite": suite, "quick": quick, "machine": asdict(this_machine())}])
+
+        def finished(result: "Result") -> None:
+            progress(f"measured {summary(result)}")
+            if lines is not None:
+                append_jsonl(lines, [finite(record(result))])
+
         results = run_benchmarks(
             suite,
             threads=threads,
             quick=quick,
             model=model,
             text=text,
-            progress=lambda finished: progress(f"measured {finished}"),
+            finished=finished,
         )
     if as_json:
         show_json(results.as_dict())
