@@ -152,9 +152,9 @@ def test_importing_attnorm_loads_nothing_heavy(loaded: dict[str, set[str]]) -> N
 
 
 def test_no_normalizer_is_loaded_that_was_not_asked_for(loaded: dict[str, set[str]]) -> None:
-    some = {f"attnorm.normalizers.{name}" for name in ("asentmax", "stick_breaking", "hard")}
+    some = {f"attnorm.normalizers.{name}" for name in ("asentmax", "stick_breaking", "topk")}
     assert not some & loaded["attnorm"]
-    assert some & loaded["hard"] == {"attnorm.normalizers.hard"}
+    assert some & loaded["hard"] == {"attnorm.normalizers.topk"}
 
 
 def test_the_commands_load_neither_the_compiler_nor_transformers_to_show_their_help(

@@ -4,8 +4,9 @@
 cheapest engine with the exact result (`choose_engine`), or the engine that the caller names:
 
     fused     torch's scaled_dot_product_attention; softmax whose logits are rescaled     engines/fused.py
-    triton    our one-pass and stick-breaking Triton kernels, on a GPU                    engines/one_pass.py,
-                                                                                          engines/stick_breaking.py
+    triton    our one-pass and stick-breaking Triton kernels, and for few queries those   engines/one_pass.py,
+              of every map, on a GPU                                                      engines/stick_breaking.py,
+                                                                                          engines/decoding.py
     sparse    our Triton kernels for threshold maps such as entmax, on a GPU              engines/sparse.py
     flex      torch's FlexAttention, on a GPU                                             engines/flex.py
     blocked   plain PyTorch in blocks of queries; every normalizer, on any device         engines/blocked.py
@@ -247,8 +248,10 @@ def _run_engine(inputs: Inputs, normalizer: Normalizer, engine: Engine) -> Tenso
     if engine == "fused":
         return fused.fused(inputs, normalizer)
     if engine == "triton":
-        from attnorm.engines import one_pass, stick_breaking
+        from attnorm.engines import decoding, one_pass, stick_breaking
 
+        if decoding.applies(inputs, normalizer):
+            return decoding.decode(inputs, normalizer)
         if stick_breaking.applies(inputs, normalizer):
             return stick_breaking.stick_breaking(inputs, normalizer)
         return one_pass.one_pass(inputs, normalizer)
@@ -293,9 +296,9 @@ def _engine_applies(engine: Engine, inputs: Inputs, normalizer: Normalizer) -> b
     if engine == "fused":
         return fused.applies(inputs, normalizer)
     if engine == "triton":
-        from attnorm.engines import one_pass, stick_breaking  # loads Triton if it is installed
+        from attnorm.engines import decoding, one_pass, stick_breaking  # loads Triton if it is installed
 
-        return one_pass.applies(inputs, normalizer) or stick_breaking.applies(inputs, normalizer)
+        return any(module.applies(inputs, normalizer) for module in (one_pass, decoding, stick_breaking))
     if engine == "sparse":
         from attnorm.engines import sparse
 

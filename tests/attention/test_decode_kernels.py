@@ -42,7 +42,6 @@ def test_one_query(name: str) -> None:
     ("name", "mask"),
     [
         ("ssmax", "heads"),
-        ("adaptive_temperature", "padding"),
         ("relu", "rows"),
         ("kernel", "none"),
         ("alibi", "padding"),
@@ -77,7 +76,6 @@ def test_what_decoding_has_no_kernel_for() -> None:
     with torch.no_grad():
         assert applies(ONE, "sigmoid")
         assert not applies(ONE, "sa_softmax"), "its rows are searched first"
-        assert not applies(ONE, "topk", k=3)
         assert not applies((1, 1, 1, 1, 200, 16, 16), "sigmoid"), "few keys"
         assert not applies((1, 64, 1, 3, 300, 16, 16), "sigmoid"), "too many rows for a tile"
 
@@ -94,7 +92,8 @@ def test_the_operator_is_described_to_the_compiler() -> None:
 def test_the_kernels_compile_for_gpus_that_are_not_here(lowered: bool) -> None:
     """The small one is lowered on every commit, so that this machine's Triton is known to do it."""
     script = """
-from attnorm.kernels import one_pass
+import triton.language as tl
+from attnorm.kernels import decoding, one_pass, threshold_maps
 from attnorm.kernels.maps import MAPS, RULES
 map_ = MAPS["softpick"]
 constants = dict(
@@ -109,5 +108,20 @@ types |= dict.fromkeys((*rows, "part_out", "total_out", "peak_out"), "*fp32")
 types |= dict.fromkeys(("q", "k", "v", "out"), "*bf16")
 compiles(one_pass.decode_parts, constants, types)
 compiles(one_pass.join_parts, constants, types, lowered=True)
+constants |= dict(
+    CHUNK=4096, LISTED=1024, NUMBERS=(1.0, 2.0), STEPS=(0.5, 1.0), COUNTED=True, PART=tl.bfloat16, MAX_STEPS=9,
+    EARLY=2, REST=True,
+)
+types |= dict(count="*i32", out="*fp32") | dict.fromkeys(("unit", "tolerance"), "fp32")
+types |= dict.fromkeys(("logits", "found", "state", "parameter", "sums"), "*fp32")
+map_ = threshold_maps.MAPS["entmax"]
+found = dict(WEIGHTS=map_.weights, NEWTON=map_.newton, START=map_.start, DEFORMED=True, PARAMETER=True)
+compiles(decoding.store_logits, constants, types)
+compiles(decoding.find_thresholds, constants | found, types, num_warps=16)
+for statistic in range(4):
+    compiles(decoding.soften_rows, constants | dict(STATISTIC=statistic, SELECTED=statistic < 2), types, num_warps=16)
+compiles(decoding.sum_costs, constants, types)
+for family in range(3):
+    compiles(decoding.weigh_parts, constants | found | dict(FAMILY=family, RANGED=False, SPARSE=family > 0), types)
 """
     assert_compiles(script, lowered)

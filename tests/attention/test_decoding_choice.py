@@ -31,7 +31,8 @@ def decodes(name: str = "softmax", *, keys: int = 256, queries: int = 1, heads: 
         ({"heads": 33, "queries": 4}, False),
         ({"grad": True}, False),
         ({"name": "ssmax"}, False),  # learned
-        ({"name": "topk"}, False),
+        ({"name": "topk"}, False),  # searched: engines/decoding.py
+        ({"name": "adaptive_temperature"}, False),
     ],
 )
 def test_few_queries_of_many_keys_are_decoded(call: dict[str, Any], possible: bool) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from attnorm.engines import fused, one_pass_operators, sparse, stick_breaking
+from attnorm.engines import decoding, fused, one_pass_operators, sparse, stick_breaking
 from attnorm.engines.inputs import validate_inputs
 
 CALLS = [
@@ -110,7 +110,6 @@ def test_shapes_of_logits_that_are_compared() -> None:
     assert shapes(one_pass_operators.top_k_cutoff.operator(Q, K, None, None, count, 3, None, True, None, 0.5)) == like(
         ROWS
     )
-    assert shapes(one_pass_operators.row_dots.operator(Q, Q)) == like(ROWS)
     index = ROWS.to(torch.int64)
     assert shapes(one_pass_operators._sum_by_key.operator(Q.float(), index, 7, 2)) == [((2, 3, 7, 4), torch.float32)]
 
@@ -125,6 +124,11 @@ def test_shapes_of_one_pass(map_: str, scaled: bool, normalised: bool, precise: 
     assert shapes(decoded) == like(output, ROWS if scaled else NOTHING)
     found = one_pass_operators.forward.operator(Q, K, V, *[None] * 6, *options(map_), precise)
     assert shapes(found) == like(output, ROWS if scaled else NOTHING, ROWS if normalised else NOTHING)
+
+
+def test_shapes_of_decoding_by_search() -> None:
+    found = decoding._decode.operator(Q, K, V, *[None] * 6, "none", None, True, None, 0.5, "entmax15", [], [], None)
+    assert shapes(found) == like(OUTPUT)
 
 
 @pytest.mark.parametrize("factor", [None, ROWS])

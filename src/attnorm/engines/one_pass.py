@@ -32,7 +32,6 @@ from attnorm.normalizers.topk import TopK
 POWERS = (1, 2, 3, 4)  # exponents of relu and of the polynomial kernel that the kernels have
 MIN_KEYS = 256  # in decoding; fewer keys are not worth splitting
 MAX_ROWS = 128  # in decoding: queries of all heads that share one key head
-_LN2 = 0.6931471805599453
 
 
 @dataclass(frozen=True)
@@ -66,13 +65,16 @@ def _can_decode(inputs: Inputs, normalizer: Normalizer, form: LoweredNormalizer)
         inputs.keys >= MIN_KEYS
         and inputs.groups * inputs.queries <= MAX_ROWS
         and not (trains or form.map.ranged or form.top is not None)
-        and not any(isinstance(rule, UnitVariance) for rule in normalizer.rules)
+        and not any(isinstance(rule, EntropyRule | UnitVariance) for rule in normalizer.rules)
     )
 
 
-def lower(normalizer: Normalizer, inputs: Inputs) -> LoweredNormalizer | None:
-    """Translate a normalizer to the terms of the kernels; None if they do not have it."""
-    map_ = normalizer.map.kernel_form()
+def lower(normalizer: Normalizer, inputs: Inputs, map_: KernelForm | None = None) -> LoweredNormalizer | None:
+    """Translate a normalizer to the terms of the kernels; None if they do not have it.
+
+    map_: the form of its map (default: the one in the one-pass kernels).
+    """
+    map_ = map_ or normalizer.map.kernel_form()
     if map_ is None or map_.power not in POWERS or (normalizer.sink is not None and map_.map != "softmax"):
         return None
     if (map_.counts_keys and normalizer.selections) or (inputs.q_BHQD.dtype == torch.float16 and not map_.float16):
@@ -126,12 +128,7 @@ def one_pass(inputs: Inputs, normalizer: Normalizer) -> Tensor:
         return _attend_with_entropy_rule(inputs, normalizer.rules[-1], factor, form)
     if normalizer.rules and isinstance(normalizer.rules[-1], UnitVariance):
         return _attend_with_unit_variance(inputs, normalizer.rules[-1], factor, form)
-    sink = None
-    if normalizer.sink is not None:
-        logit, heads = normalizer.sink.logit, inputs.q_BHQD.shape[1]
-        if logit.dim() == 1 and logit.shape[0] != heads:
-            raise ValueError(f"the sink has logits for {logit.shape[0]} heads, but q has {heads} heads")
-        sink = logit.to(inputs.q_BHQD.device, torch.float32).expand(heads).contiguous()
+    sink = sink_logits(inputs, normalizer)
     if form.map.ranged:
         low, high = _logit_range(inputs, factor, form)
         width = high - low
@@ -139,6 +136,26 @@ def one_pass(inputs: Inputs, normalizer: Normalizer) -> Tensor:
         return output / torch.where(width > 0, width, 1.0)[..., None]
     cutoff = None if form.top is None else _top_k_cutoff(inputs, factor, form, form.top)
     return _launch(inputs, inputs.v_BGKE, factor, shift, sink, form, cutoff)[0]
+
+
+def sink_logits(inputs: Inputs, normalizer: Normalizer) -> Tensor | None:
+    """Return the logits of the sink, (H,) in float32; None without a sink."""
+    if normalizer.sink is None:
+        return None
+    logit, heads = normalizer.sink.logit, inputs.q_BHQD.shape[1]
+    if logit.dim() == 1 and logit.shape[0] != heads:
+        raise ValueError(f"the sink has logits for {logit.shape[0]} heads, but q has {heads} heads")
+    return logit.to(inputs.q_BHQD.device, torch.float32).expand(heads).contiguous()
+
+
+def rule_parameters(inputs: Inputs, form: LoweredNormalizer) -> Tensor | None:
+    """Return the parameters of the rule, (H,) in float32; None without a rule."""
+    if form.rule == "none":
+        return None
+    if isinstance(form.parameter, Tensor):
+        return head_numbers(form.parameter, inputs)
+    heads, device = inputs.q_BHQD.shape[1], inputs.q_BHQD.device
+    return torch.full((heads,), form.parameter, dtype=torch.float32, device=device)
 
 
 def _attend_with_entropy_rule(
@@ -150,19 +167,14 @@ def _attend_with_entropy_rule(
     """
     mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
     soft_factor = None if factor is None else factor.detach()
-    reference = None  # needed for gradients only, which calls with few queries do not have
-    if inputs.queries < MIN_QUERIES:
-        entropy = _entropy_of_few_queries(inputs, soft_factor)
-    else:
-        entropy, reference = one_pass_operators.row_entropy(
-            inputs.q_BHQD.detach(), inputs.k_BGKD.detach(), mask, soft_factor, inputs.causal, inputs.scale
-        )
+    entropy, reference = one_pass_operators.row_entropy(
+        inputs.q_BHQD.detach(), inputs.k_BGKD.detach(), mask, soft_factor, inputs.causal, inputs.scale
+    )
     beta = rule.beta(entropy)
     sharpened_factor = beta if factor is None else factor * beta
     cutoff = None if form.top is None else _top_k_cutoff(inputs, sharpened_factor, form, form.top)
     if not (inputs.needs_grad or sharpened_factor.requires_grad):
         return _launch(inputs, inputs.v_BGKE, sharpened_factor, None, None, form, cutoff)[0]
-    assert reference is not None
     slope = rule.slope(entropy) if soft_factor is None else rule.slope(entropy) * soft_factor
     output: Tensor = one_pass_operators.sharpened_attention(
         inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, mask, sharpened_factor, cutoff, factor, entropy, reference, slope,
@@ -216,19 +228,6 @@ def _subtract_common_key(k: Tensor) -> Tensor:
     return k - common.to(k.dtype)
 
 
-def _entropy_of_few_queries(inputs: Inputs, factor: Tensor | None) -> Tensor:
-    """Return the entropy in nats of softmax over each row of a call with few queries, (B, H, Q).
-
-    It is log D - <q, attention(q, K, K)> * scale, with D the denominator of softmax; 0 for rows that see no key.
-    """
-    mean_key, log_denominator = _launch(
-        inputs, inputs.k_BGKD, factor, None, None, LoweredNormalizer(KernelForm("softmax")), precise=True
-    )
-    mean = inputs.scale * one_pass_operators.row_dots(inputs.q_BHQD, mean_key)
-    entropy = log_denominator * _LN2 - (mean if factor is None else mean * factor)
-    return torch.where(inputs.n()[..., 0] > 0, entropy, 0.0).clamp(min=0)
-
-
 def _logit_range(inputs: Inputs, factor: Tensor | None, form: LoweredNormalizer) -> tuple[Tensor, Tensor]:
     """Return the smallest and the largest logit of each row, (B, H, Q); the range always includes 0."""
     mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
@@ -262,10 +261,11 @@ def _row_factor_and_shift(
         map_factor = form.row_factor(inputs.n())
         factor = map_factor if factor is None else factor * map_factor
     shift = None if form.row_shift is None else form.row_shift(inputs.n())
-    return _per_row(factor, shape), _per_row(shift, shape)
+    return per_row(factor, shape), per_row(shift, shape)
 
 
-def _per_row(numbers: Tensor | None, shape: torch.Size) -> Tensor | None:
+def per_row(numbers: Tensor | None, shape: torch.Size) -> Tensor | None:
+    """Expand numbers (..., Q, 1) to all rows, (B, H, Q) in float32."""
     return None if numbers is None else numbers.float()[..., 0].expand(shape)
 
 
@@ -276,13 +276,7 @@ def _launch(
     """Run the kernel; return the output, and log2 of each row's denominator."""
     mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
     map_ = form.map
-    parameters = None
-    if form.rule != "none":
-        heads, device, parameter = inputs.q_BHQD.shape[1], inputs.q_BHQD.device, form.parameter
-        if isinstance(parameter, Tensor):
-            parameters = head_numbers(parameter, inputs)
-        else:
-            parameters = torch.full((heads,), parameter, dtype=torch.float32, device=device)
+    parameters = rule_parameters(inputs, form)
     if inputs.queries < MIN_QUERIES:
         decoded: tuple[Tensor, Tensor] = one_pass_operators.decode(
             inputs.q_BHQD, inputs.k_BGKD, values, mask, factor, shift, sink, parameters, map_.map, map_.power,

@@ -11,7 +11,6 @@ numbers into the record that the kernels take.
     sharpened_attention           softmax whose factor per row is a function of that entropy, with the gradient through
                                   it: backward knows the gradient of the factor before that of k, so one kernel computes
                                   both parts of the latter
-    row_dots                      products of two tensors row by row
     scaled_rows                   rows times one factor each, for the queries of torch's SDPA
 """
 
@@ -108,19 +107,6 @@ def _sum_by_key(rows: Tensor, index: Tensor, keys: int, groups: int) -> Tensor:
 @_sum_by_key.register_fake
 def _(rows: Tensor, index: Tensor, keys: int, groups: int) -> Tensor:
     return rows.new_empty(rows.shape[0], rows.shape[1] // groups, keys, rows.shape[-1])
-
-
-@kernel_operator("attnorm::row_dots")
-def row_dots(a: Tensor, b: Tensor) -> Tensor:
-    """Return the dot product of each row of a with the same row of b, (B, H, Q) in float32."""
-    from attnorm.kernels import linear_algebra
-
-    return linear_algebra.row_dots(a, b)
-
-
-@row_dots.register_fake
-def _(a: Tensor, b: Tensor) -> Tensor:
-    return a.new_empty(a.shape[:3], dtype=torch.float32)
 
 
 @kernel_operator("attnorm::scaled_rows")

@@ -81,6 +81,39 @@ def block_of_keys(keys, heads, groups, COLUMNS: tl.constexpr):
     return Block(index, batch_head, batch_head // key_heads, batch_head % key_heads)
 
 
+class KeyHeadRows(NamedTuple):
+    """The rows of all queries of the heads that share one key head, for a program that has a part of its keys."""
+
+    batch: Any
+    key_head: Any
+    head: Any
+    query: Any
+    inside: Any  # whether the row exists
+    row_at: Any  # index of the row in (B, H, Q)
+
+
+@triton.jit
+def rows_of_key_head(splits, heads, groups, queries, ROWS: tl.constexpr):
+    """Return the part of the keys that this program has, one of `splits`, and its rows."""
+    program = tl.program_id(0)
+    batch_head = (program // splits).to(tl.int64)
+    key_heads = heads // groups
+    batch, key_head = batch_head // key_heads, batch_head % key_heads
+    place = tl.arange(0, ROWS)
+    inside = place < groups * queries
+    head = key_head * groups + place // queries
+    query = tl.where(inside, place % queries, queries)
+    return program % splits, KeyHeadRows(batch, key_head, head, query, inside, (batch * heads + head) * queries + query)
+
+
+@triton.jit
+def load_queries(q, own, q_batch, q_head, q_row, width, WIDTH: tl.constexpr):
+    """Load the queries of the rows of a key head."""
+    columns = tl.arange(0, WIDTH)
+    at = q + own.batch * q_batch + own.head * q_head + own.query * q_row
+    return tl.load(at[:, None] + columns[None, :], mask=own.inside[:, None] & (columns < width)[None, :], other=0.0)
+
+
 @triton.jit
 def matrix_of_head(pointer, batch, head, batch_stride, head_stride, stride, length, width):
     return Matrix(pointer + batch * batch_stride + head * head_stride, length, stride, width)

@@ -11,7 +11,8 @@ come from the normal distribution first, then from interpolation of the counts a
 bisection of the bits if that takes long. Where a count is off by a few, the logits next to t lead to the k-th: every
 column keeps its own.
 
-For small k kernels/top_lists.py finds most rows in one pass. `kth_of_lost_rows` searches the others in the same way.
+For small k `kth_of_lists` of kernels/order_statistics.py finds most rows in one pass. `kth_of_lost_rows` searches the
+others in the same way.
 """
 
 from typing import Any
@@ -41,8 +42,7 @@ from attnorm.kernels.blocks import (
 from attnorm.kernels.launch import device_of, in_rows, padded
 from attnorm.kernels.maps import LN2
 from attnorm.kernels.one_pass import Form, OnePassLaunch
-from attnorm.kernels.order_statistics import number_of, ordered
-from attnorm.kernels.top_lists import LOWEST, kth_of_lists
+from attnorm.kernels.order_statistics import LOWEST, kth_of_lists, number_of, ordered
 
 
 def extreme_logits(
@@ -211,7 +211,7 @@ def top_k_cutoff(
 
 
 def lists_tile(q: Tensor) -> tuple[int, int, int, int] | None:
-    """For kernels/top_lists.py, which has eight numbers of each lane, one for four columns, in registers.
+    """For `kth_of_lists`, which has eight numbers of each lane, one for four columns, in registers.
 
     Compiled for sm_90 it takes 254 of them and spills none, so that two programs run on a multiprocessor. None: keys of
     width 256 or in float32 leave too little shared memory.

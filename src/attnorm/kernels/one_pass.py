@@ -28,11 +28,13 @@ from attnorm.kernels.blocks import (
     Matrix,
     Sight,
     key_range,
+    load_queries,
     load_tile,
     logit_rows,
     logits,
     matrix_of_head,
     queries_keys_values,
+    rows_of_key_head,
     seen_keys,
     selected,
     store_tile,
@@ -109,13 +111,9 @@ def decode(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return output and reference like `forward`, for few queries."""
     call = OnePassLaunch.of(q, k, v, mask, factor, shift, sink, None, parameters, form)
-    batch, heads, queries, keys, width = *q.shape[:3], k.shape[2], v.shape[-1]
+    batch, heads, queries, width = *q.shape[:3], v.shape[-1]
     rows, columns, warps, stages = _decode_tile(q, v, heads // k.shape[1] * queries)
-    begin = 0 if form.window is None else max(keys - queries - form.window + 1, 0) // columns * columns
-    programs = 2 * _processors(q) // (batch * k.shape[1])
-    span = max(MIN_SPLIT, -(-(keys - begin) // max(programs, 1)))
-    span = -(-span // columns) * columns
-    splits = -(-(keys - begin) // span)
+    begin, span, splits = parts_of_keys(q, k, form, columns, 2)
     parts = torch.empty((batch, heads, queries, splits, width), dtype=torch.float32, device=q.device)
     total, peak = (torch.empty(parts.shape[:-1], dtype=torch.float32, device=q.device) for _ in range(2))
     out = torch.empty((*q.shape[:-1], width), dtype=torch.float32 if precise else q.dtype, device=q.device)
@@ -137,6 +135,19 @@ def _decode_tile(q: Tensor, v: Tensor, queries: int) -> tuple[int, int, int, int
     """Rows for all queries that share a key head, columns, warps, stages. Not yet timed on a GPU."""
     wide = max(padded(q), padded(v)) * q.element_size() > 256
     return max(16, int(triton.next_power_of_2(queries))), 32 if wide else 64, 4, 2 if q.element_size() > 2 else 3
+
+
+def parts_of_keys(q: Tensor, k: Tensor, form: Form, columns: int, programs: int) -> tuple[int, int, int]:
+    """Return the first key that a query sees, the keys of a part and the number of parts.
+
+    programs: per processor, for the parts of all key heads together.
+    """
+    keys = k.shape[2]
+    begin = 0 if form.window is None else max(keys - q.shape[2] - form.window + 1, 0) // columns * columns
+    splits = programs * _processors(q) // (k.shape[0] * k.shape[1])
+    span = max(MIN_SPLIT, -(-(keys - begin) // max(splits, 1)))
+    span = -(-span // columns) * columns
+    return begin, span, -(-(keys - begin) // span)
 
 
 def _processors(q: Tensor) -> int:
@@ -273,24 +284,13 @@ def decode_parts(
     M: tl.constexpr = MapConstants(
         MAP, SLOPES, RULE, P, FAST, REFERENCE, NORMALISED, RULED, CAPPED, FACTORED, SHIFTED, SELECTED, PLAIN, LIFT
     )  # fmt: skip
-    program = tl.program_id(0)
-    split = program % splits
-    batch_head = (program // splits).to(tl.int64)
-    key_heads = heads // groups
-    batch, key_head = batch_head // key_heads, batch_head % key_heads
-    place = tl.arange(0, ROWS)
-    inside = place < groups * queries
-    head = key_head * groups + place // queries
-    rows = tl.where(inside, place % queries, queries)
-    k += batch * k_batch + key_head * k_head
-    v += batch * v_batch + key_head * v_head
-    mask += batch * mask_batch + (head * mask_head)[:, None]
-    columns = tl.arange(0, WIDTH)
-    q_at = q + batch * q_batch + head * q_head + rows * q_row
-    q_tile = tl.load(q_at[:, None] + columns[None, :], mask=inside[:, None] & (columns < width)[None, :], other=0.0)
-    row_at = (batch * heads + head) * queries + rows
-    row = logit_rows(LogitRows(factor, shift, cutoff), row_at, inside, M)
-    parameter = tl.load(parameters + head, mask=inside, other=0.0)[:, None] if RULED else 0.0
+    split, own = rows_of_key_head(splits, heads, groups, queries, ROWS)
+    k += own.batch * k_batch + own.key_head * k_head
+    v += own.batch * v_batch + own.key_head * v_head
+    mask += own.batch * mask_batch + (own.head * mask_head)[:, None]
+    q_tile = load_queries(q, own, q_batch, q_head, q_row, width, WIDTH)
+    row = logit_rows(LogitRows(factor, shift, cutoff), own.row_at, own.inside, M)
+    parameter = tl.load(parameters + own.head, mask=own.inside, other=0.0)[:, None] if RULED else 0.0
 
     acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -298,14 +298,14 @@ def decode_parts(
     start = begin + split * span
     acc, total, peak = fold(
         acc, total, peak, start, tl.minimum(start + span, keys), q_tile, Matrix(k, keys, k_row, width),
-        Matrix(v, keys, v_row, v_width), rows, row, Sight(mask, mask_row, mask_column, queries, keys, offset, window),
-        scale, cap, parameter, C, M, True,
+        Matrix(v, keys, v_row, v_width), own.query, row,
+        Sight(mask, mask_row, mask_column, queries, keys, offset, window), scale, cap, parameter, C, M, True,
     )  # fmt: skip
-    at = row_at * splits + split
-    tl.store(total_out + at, total, mask=inside)
-    tl.store(peak_out + at, peak, mask=inside)
+    at = own.row_at * splits + split
+    tl.store(total_out + at, total, mask=own.inside)
+    tl.store(peak_out + at, peak, mask=own.inside)
     values = tl.arange(0, V_WIDTH)
-    seen = inside[:, None] & (values < v_width)[None, :]
+    seen = own.inside[:, None] & (values < v_width)[None, :]
     tl.store(part_out + at[:, None] * v_width + values[None, :], acc, mask=seen)
 
 

@@ -109,12 +109,12 @@ class StickLaunch(Launch):
             "FAST": self.q.is_cuda and self.q.dtype != torch.float32,
             "REST": self.stick.rest, "WINDOWED": self.stick.window is not None,
             "FULL": padded(self.q) == self.q.shape[-1], "V_FULL": padded(self.v) == self.v.shape[-1],
-            "PART": _part(self.q),
+            "PART": part_of(self.q),
             "LIFT": 1024.0 if self.q.dtype == torch.float16 else 1.0,  # float16 loses digits below 6e-5
         }  # fmt: skip
 
 
-def _part(q: Tensor) -> tl.dtype:
+def part_of(q: Tensor) -> tl.dtype:
     """The dtype of the parts that are summed inside a tile. Triton's interpreter has no bfloat16."""
     if q.dtype == torch.float32:
         return tl.float32
@@ -230,16 +230,11 @@ def stick_range(block, sight, C: tl.constexpr, REST: tl.constexpr):
 
 @triton.jit
 def taken_and_cost(dot, i, j, factor, sight, scale, C: tl.constexpr, S: tl.constexpr, EDGE: tl.constexpr):
-    """log2 of the shares of a tile, -inf where a key takes none, and the costs, in bits.
-
-    A cost is at most SPENT: beside larger ones the costs of other keys would lose their digits in sums.
-    """
+    """log2 of the shares of a tile, -inf where a key takes none, and the costs, in bits."""
     z = dot * scale
     if S.FACTORED:
         z = z * factor[:, None]
-    tail = log2(1.0 + tl.exp2(-tl.abs(z)), S.FAST)
-    taken = tl.minimum(z, 0.0, propagate_nan=tl.PropagateNan.ALL) - tail
-    cost = tl.minimum(tl.maximum(z, 0.0) + tail, SPENT)
+    taken, cost = shares(z, S.FAST)
     if EDGE:
         seen = seen_keys(i, j, sight, C)
         if S.REST:
@@ -247,6 +242,17 @@ def taken_and_cost(dot, i, j, factor, sight, scale, C: tl.constexpr, S: tl.const
         taken = tl.where(seen, taken, float("-inf"))
         cost = tl.where(seen, cost, 0.0)
     return taken, cost
+
+
+@triton.jit
+def shares(z, FAST: tl.constexpr):
+    """log2 of the shares that keys with logits z take, in bits, and their costs.
+
+    A cost is at most SPENT: beside larger ones the costs of other keys would lose their digits in sums.
+    """
+    tail = log2(1.0 + tl.exp2(-tl.abs(z)), FAST)
+    taken = tl.minimum(z, 0.0, propagate_nan=tl.PropagateNan.ALL) - tail
+    return taken, tl.minimum(tl.maximum(z, 0.0) + tail, SPENT)
 
 
 @triton.jit

@@ -26,13 +26,13 @@ from attnorm.metrics.sampling import Source, sources_of
 from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import Map, Normalizer, ScaleRule, per_head
 from attnorm.normalizers.entmax import Entmax
-from attnorm.normalizers.hard import Hard
 from attnorm.normalizers.kernel import Kernel
 from attnorm.normalizers.kneemax import Kneemax
 from attnorm.normalizers.relu import Relu
 from attnorm.normalizers.sigmoid import Sigmoid
 from attnorm.normalizers.softmax import Softmax
 from attnorm.normalizers.threshold_relu import ThresholdRelu
+from attnorm.normalizers.topk import Hard
 from attnorm.theory.gradient import power_iteration_norm
 from attnorm.theory.rank_one_eigenvalues import rank_one_eigenvalue, rank_two_singular_value
 from attnorm.theory.selection import at_least_float32

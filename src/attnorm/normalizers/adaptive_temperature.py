@@ -51,9 +51,16 @@ class EntropyRule(LogitRule):
         """The smallest beta for rows of this entropy: 1, or the largest that the polynomial has reached."""
         least = torch.ones_like(entropy)
         for turn in self.turning_points if self.monotone else ():
-            height = _polyval(self.coefficients, entropy.new_tensor(turn))
-            least = torch.where(entropy > turn, torch.maximum(least, height), least)
+            height = _polynomial(self.coefficients, turn)
+            least = torch.where(entropy > turn, least.clamp(min=height), least)
         return least
+
+    def steps(self) -> tuple[float, ...]:
+        """Return pairs of an entropy and the least beta of the rows above it. Rows below the first one have beta 1."""
+        if not self.monotone:
+            return MIN_ENTROPY, 1.0
+        heights = (_polynomial(self.coefficients, turn) for turn in self.turning_points)
+        return tuple(number for step in zip(self.turning_points, heights, strict=True) for number in step)
 
     def forward(self, block: Block) -> Tensor:
         return block.logits * self.beta(softmax_entropy(block))
@@ -72,6 +79,13 @@ def softmax_entropy(block: Block) -> Tensor:
 def _polyval(coefficients: Sequence[float], x: Tensor) -> Tensor:
     value = torch.full_like(x, coefficients[0])
     for coefficient in coefficients[1:]:
+        value = value * x + coefficient
+    return value
+
+
+def _polynomial(coefficients: Sequence[float], x: float) -> float:
+    value = 0.0
+    for coefficient in coefficients:
         value = value * x + coefficient
     return value
 

@@ -111,7 +111,7 @@ BUILT_IN: dict[str, NormalizerEntry] = {
         ("softpick", "normalizers.softpick:softpick", "Zuhri et al. 2025", _arxiv("2504.20966")),
         ("stick_breaking", "normalizers.stick_breaking:stick_breaking", "Tan et al. 2024", _arxiv("2410.17980")),
         ("topk", "normalizers.topk:topk", "Gupta et al. 2021", _arxiv("2106.06899")),
-        ("hard", "normalizers.hard:hard", "Bengio et al. 2013", _arxiv("1308.3432")),
+        ("hard", "normalizers.topk:hard", "Bengio et al. 2013", _arxiv("1308.3432")),
         ("log_scaled", "normalizers.log_scaled:log_scaled", "Qwen, Llama 4, YaRN", _arxiv("2309.00071")),
         ("scale_invariant", "normalizers.scale_invariant:scale_invariant", "Anson et al. 2025", _arxiv("2505.17083")),
         ("kernel", "normalizers.kernel:kernel", "Mudarisov et al. 2025", _arxiv("2508.17821")),

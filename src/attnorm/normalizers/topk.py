@@ -1,8 +1,12 @@
-"""Top-k: keep the k largest logits of each row, normalise over them.
+"""Top-k and hard attention: weight for the largest logits of each row only.
 
-Gupta et al. 2021, https://arxiv.org/abs/2106.06899. k is a number or a rule of the row's visible keys n ("sqrt",
-"log", or a function of a tensor of counts); rows with fewer than k keys keep all. Keys tied with the k-th are all kept,
-so that the result does not depend on their order.
+Top-k keeps the k largest logits and normalises over them: Gupta et al. 2021, https://arxiv.org/abs/2106.06899. k is a
+number or a rule of the row's visible keys n ("sqrt", "log", or a function of a tensor of counts); rows with fewer than
+k keys keep all. Keys tied with the k-th are all kept, so that the result does not depend on their order.
+
+Hard attention gives all weight to the largest logit, and ties share it equally. The forward map is piecewise constant;
+the gradient is declared, not its derivative: it is softmax's (straight-through estimator, Bengio, Leonard & Courville
+2013, https://arxiv.org/abs/1308.3432).
 """
 
 import math
@@ -12,9 +16,9 @@ import torch
 from torch import Tensor
 
 from attnorm.normalizers.block import Block
-from attnorm.normalizers.contract import Normalizer, Selection
+from attnorm.normalizers.contract import Map, Normalizer, Properties, Selection
 from attnorm.normalizers.declaration import Row, WarmStart, declare
-from attnorm.normalizers.softmax import Softmax, softmax_over
+from attnorm.normalizers.softmax import Softmax, softmax_over, softmax_row
 
 CountRule = Callable[[Tensor], Tensor]
 
@@ -84,3 +88,32 @@ def _reference(row: Row, k: int | str = 64) -> Tensor:
 def topk(k: int | str | CountRule = 64) -> Normalizer:
     """softmax over the k largest logits of each row; k a number or a rule of n."""
     return Normalizer(Softmax(), select=[TopK(k)], name="topk")
+
+
+class Hard(Map):
+    properties = Properties(row_sum="one", exact_zeros=True)
+
+    def forward(self, block: Block) -> Tensor:
+        z = block.filled_low()
+        best = (z == z.amax(-1, keepdim=True)).to(z.dtype)
+        hard = block.hide(best / best.sum(-1, keepdim=True))
+        soft = block.hide(torch.softmax(z, dim=-1))
+        return hard + (soft - soft.detach())
+
+
+def _hard_reference(row: Row) -> Tensor:
+    best = (row.z == row.z.max()).to(row.z.dtype)
+    soft = softmax_row(row.z)
+    return best / best.sum() + soft - soft.detach()
+
+
+@declare(
+    reference=_hard_reference,
+    warm_start=WarmStart("far"),
+    exceptions={
+        "first_derivative": "piecewise constant; its gradient is declared to be softmax's (straight-through)",
+    },
+)
+def hard() -> Normalizer:
+    """argmax forward, softmax's gradient backward (straight-through)."""
+    return Normalizer(Hard(), name="hard")

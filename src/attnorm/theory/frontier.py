@@ -24,9 +24,8 @@ from torch import Tensor
 
 from attnorm.engines.execution import one_thread
 from attnorm.normalizers.contract import Mechanism, Normalizer
-from attnorm.normalizers.hard import Hard
 from attnorm.normalizers.registry import available, get
-from attnorm.normalizers.topk import TopK
+from attnorm.normalizers.topk import Hard, TopK
 from attnorm.theory.gradient import RowMap, power_iteration_norm
 
 # (weight w, keys n) -> the gap g at which the map gives the leading token exactly w

@@ -1,0 +1,110 @@
+"""The engine for few queries over many keys by maps that need a number of the whole row first, forward only.
+
+These are threshold maps such as entmax, top-k, stick-breaking, sa_softmax, adaptive temperature and norm_softmax. The
+logits of all rows are stored, which is cheap for few queries, so that keys and values are read once each
+(kernels/decoding.py). Maps without such a number are in engines/one_pass.py.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnorm.engines.execution import MIN_QUERIES, kernel_operator, runs_kernels
+from attnorm.engines.inputs import Inputs, row_factors, under_transform
+from attnorm.engines.one_pass import MAX_ROWS, LoweredNormalizer, lower, per_row, rule_parameters, sink_logits
+from attnorm.normalizers.adaptive_temperature import EntropyRule
+from attnorm.normalizers.contract import KernelForm, Normalizer
+from attnorm.normalizers.norm_softmax import MIN_DEVIATION, UnitVariance
+from attnorm.normalizers.stick_breaking import StickBreaking
+
+
+class DecodingPlan(NamedTuple):
+    """A normalizer in the terms of the kernels: its logits, and what is searched in a row (decoding.RowSearch)."""
+
+    form: LoweredNormalizer
+    kind: str
+    numbers: tuple[float, ...] = ()
+    steps: tuple[float, ...] = ()
+
+
+def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
+    """Whether the kernels compute this call exactly."""
+    if inputs.queries >= MIN_QUERIES or inputs.groups * inputs.queries > MAX_ROWS:
+        return False
+    if inputs.bias is not None or inputs.dropout > 0 or under_transform():
+        return False
+    if inputs.needs_grad or (torch.is_grad_enabled() and any(p.requires_grad for p in normalizer.parameters())):
+        return False
+    return runs_kernels(inputs.q_BHQD, inputs.v_BGKE) and plan(inputs, normalizer) is not None
+
+
+def plan(inputs: Inputs, normalizer: Normalizer) -> DecodingPlan | None:
+    """Translate a normalizer to the terms of the kernels; None if they do not have it or it needs no search."""
+    map_, rules = normalizer.map, normalizer.rules
+    if isinstance(map_, StickBreaking):
+        if inputs.positions is not None and not map_.attend_current:
+            return None
+        form = lower(normalizer, inputs, KernelForm("stick_breaking"))
+        return None if form is None else DecodingPlan(form, "stick" if map_.attend_current else "stick_rest")
+    if (threshold := map_.threshold_form()) is not None:
+        form = lower(normalizer, inputs, KernelForm(threshold.map, counts_keys=threshold.parameter is not None))
+        return None if form is None else DecodingPlan(form, threshold.map)
+    form = lower(normalizer, inputs)
+    if form is None:
+        return None
+    if form.map.ranged:
+        return DecodingPlan(form, "range")
+    last = rules[-1] if rules else None
+    if isinstance(last, EntropyRule | UnitVariance):
+        if form.window is not None:  # the statistic is that of all visible keys
+            return None
+        if isinstance(last, EntropyRule):
+            return DecodingPlan(form, "entropy", last.coefficients, last.steps())
+        return DecodingPlan(form, "variance", (MIN_DEVIATION, last.temperature))
+    return None if form.top is None else DecodingPlan(form, "top")
+
+
+def decode(inputs: Inputs, normalizer: Normalizer) -> Tensor:
+    """Return the output (B, H, Q, E) of a normalizer for which `applies` is true."""
+    found = plan(inputs, normalizer)
+    assert found is not None
+    form, shape = found.form, inputs.q_BHQD.shape[:3]
+    mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
+    parameter = count = None
+    if (threshold := normalizer.map.threshold_form()) is not None and threshold.parameter is not None:
+        parameter = per_row(threshold.parameter(inputs.n().float().expand(*shape, 1)), shape)
+    if form.top is not None and not isinstance(form.top.k, int):
+        count = form.top.counts(inputs.n())[..., 0].to(torch.int32).expand(shape)
+    top = None if form.top is None else form.top.k if isinstance(form.top.k, int) else inputs.keys
+    output: Tensor = _decode(
+        inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, mask, per_row(row_factors(inputs, normalizer), shape),
+        sink_logits(inputs, normalizer), rule_parameters(inputs, form), parameter, count, form.rule, form.softcap,
+        inputs.causal, form.window, inputs.scale, found.kind, found.numbers, found.steps, top,
+    )  # fmt: skip
+    return output
+
+
+@kernel_operator("attnorm::decode_from_logits")
+def _decode(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, sink: Tensor | None,
+    parameters: Tensor | None, parameter: Tensor | None, count: Tensor | None, rule: str, softcap: float | None,
+    causal: bool, window: int | None, scale: float, kind: str, numbers: list[float], steps: list[float],
+    top: int | None,
+) -> Tensor:  # fmt: skip
+    from attnorm.kernels.decoding import RowSearch, decode  # loads Triton
+    from attnorm.kernels.one_pass import Form
+
+    form = Form(map="softmax", rule=rule, softcap=softcap, causal=causal, window=window, scale=scale)
+    search = RowSearch(kind=kind, numbers=tuple(numbers), steps=tuple(steps), top=top)
+    return decode(q, k, v, mask, factor, sink, parameters, parameter, count, form, search)
+
+
+@_decode.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, sink: Tensor | None,
+    parameters: Tensor | None, parameter: Tensor | None, count: Tensor | None, rule: str, softcap: float | None,
+    causal: bool, window: int | None, scale: float, kind: str, numbers: list[float], steps: list[float],
+    top: int | None,
+) -> Tensor:  # fmt: skip
+    return q.new_empty(*q.shape[:-1], v.shape[-1])

@@ -1,0 +1,503 @@
+"""Attention of few queries over many keys by maps that need a number of the whole row before its first weight.
+
+Such a map is the threshold of entmax, the entropy of adaptive temperature or the k-th largest logit of top-k. With few
+queries the logits of all rows are small (4 MB for 32 rows of 32,768), so that they are stored, and keys and values are
+read once each:
+
+1. `store_logits` reads the keys and writes the logits of the one-pass kernels, in bits; those of hidden keys are -inf.
+2. One program per row finds the state of the row from its logits, which are still in the cache: `soften_rows`,
+   `find_thresholds`; for stick-breaking, one program per part of a row (`sum_costs`).
+3. `weigh_parts` turns logits into weights and reads the values. Sparse maps skip tiles of values without a weight.
+4. `join_parts` of one_pass.py adds up the parts.
+
+Steps 1 and 3 split the keys over programs as `decode` of one_pass.py does. The search of step 2 first lists the few
+logits that can matter: those within reach of a threshold, or above a bound of the k-th largest.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnorm.kernels.blocks import (
+    Constants,
+    LogitRows,
+    MapConstants,
+    Matrix,
+    Sight,
+    load_queries,
+    load_row,
+    load_tile,
+    logit_rows,
+    logits,
+    rows_of_key_head,
+    seen_keys,
+)
+from attnorm.kernels.launch import padded
+from attnorm.kernels.maps import LN2
+from attnorm.kernels.one_pass import TOGETHER, Form, OnePassLaunch, join_parts, parts_of_keys
+from attnorm.kernels.order_statistics import LOWEST, number_of, ordered
+from attnorm.kernels.stick_breaking import part_of, shares, sum_after
+from attnorm.kernels.threshold_maps import MAPS, ThresholdConstants, newton_step, weight_of
+
+SOFT, THRESHOLD, STICK = 0, 1, 2  # families of maps
+ENTROPY, VARIANCE, RANGE = 1, 2, 3  # statistics of a row
+CHUNK = 4096  # logits of a row that are read at a time: 8 per thread of 16 warps
+LISTED = 1024  # the same for the listed ones, which are few
+MAX_STEPS = 100  # of Newton's method; rows built against it need 24
+EARLY_STEPS = 6
+TOLERANCE = 4e-6  # how far the sum of a row may be from 1 before the last step
+DENSE_PROGRAMS, SPARSE_PROGRAMS = 2, 4  # per processor. A sparse program waits for logits rather than for values.
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSearch:
+    """What a map needs to know of a row."""
+
+    kind: str  # entropy, variance, range, top, stick, stick_rest, or a map of kernels/threshold_maps.py
+    numbers: tuple[float, ...] = ()  # entropy: the polynomial, highest power first; variance: floor and temperature
+    steps: tuple[float, ...] = ()  # entropy: pairs of an entropy and the least factor of the rows above it
+    top: int | None = None  # keep this many logits, the largest ones
+
+    @property
+    def family(self) -> int:
+        return THRESHOLD if self.kind in MAPS else STICK if self.kind.startswith("stick") else SOFT
+
+    @property
+    def sparse(self) -> bool:
+        return self.family != SOFT or self.top is not None
+
+
+def decode(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, sink: Tensor | None,
+    parameters: Tensor | None, parameter: Tensor | None, count: Tensor | None, form: Form, search: RowSearch,
+) -> Tensor:  # fmt: skip
+    """Return the output (B, H, Q, E).
+
+    factor: (B, H, Q) in float32; sink, parameters of the rule: (H,); parameter of a threshold map: (B, H, Q); count:
+    how many logits to keep, (B, H, Q) in int32, where this differs between rows.
+    """
+    call = OnePassLaunch.of(q, k, v, mask, factor, None, sink, None, parameters, form)
+    tile = _tile(q, v, q.shape[1] // k.shape[1] * q.shape[2])
+    with call.device:
+        z = _logits(call, tile)
+        return _attend(call, z, parameter, count, search, tile)
+
+
+def _tile(q: Tensor, v: Tensor, queries: int) -> tuple[int, int, int, int]:
+    """Rows for all queries that share a key head, columns, warps, stages.
+
+    Compiled for sm_90 in bfloat16, tiles of up to 64 rows spill nothing with 8 warps from 64 rows on. 16 rows of width
+    128 take at most 126 registers, so that a processor holds four programs, and 56 KB of shared memory. Not yet timed.
+    """
+    rows = max(16, int(triton.next_power_of_2(queries)))
+    wide = max(padded(q), padded(v)) * q.element_size() > 256
+    return rows, 32 if wide else 64, 4 if rows <= 32 else 8, 2 if q.element_size() > 2 or rows > 32 else 4
+
+
+def _logits(call: OnePassLaunch, tile: tuple[int, int, int, int]) -> Tensor:
+    """Return the logits in bits, (B, H, Q, K), -inf where hidden. Those before the window of all queries stay unset."""
+    q, k, _, mask, factor, _, _, parameters = call.tensors
+    *sizes, _, scale, cap = call.sizes
+    rows, columns, warps, stages = tile
+    begin, span, splits = parts_of_keys(q, k, call.form, columns, DENSE_PROGRAMS)
+    z = torch.empty((*q.shape[:3], k.shape[2]), dtype=torch.float32, device=q.device)
+    names = (
+        "RULE",
+        "FAST",
+        "RULED",
+        "CAPPED",
+        "FACTORED",
+        "CAUSAL",
+        "WINDOWED",
+        "MASKED",
+        "PRECISION",
+        "WIDTH",
+        "FULL",
+    )
+    store_logits[(splits * k.shape[0] * k.shape[1],)](
+        q, k, mask, factor, parameters, z, *call.strides[:6], *call.strides[9:], *sizes, scale, cap, begin, span,
+        splits, **{name: call.constants[name] for name in names}, ROWS=rows, COLUMNS=columns, num_warps=warps,
+        num_stages=stages,
+    )  # fmt: skip
+    return z
+
+
+def _attend(
+    call: OnePassLaunch, z: Tensor, parameter: Tensor | None, count: Tensor | None, search: RowSearch,
+    tile: tuple[int, int, int, int],
+) -> Tensor:  # fmt: skip
+    q, k, v, family = call.q, call.k, call.v, search.family
+    rows, columns, warps, stages = tile
+    heads, _, queries, keys, offset = call.lengths
+    begin, span, splits = parts_of_keys(q, k, call.form, columns, SPARSE_PROGRAMS if search.sparse else DENSE_PROGRAMS)
+    row_count, width = z[..., 0].numel(), v.shape[-1]
+    state = torch.empty((3, row_count), dtype=torch.float32, device=q.device)
+    parts = torch.empty((row_count, splits, width), dtype=torch.float32, device=q.device)
+    sums, references = (torch.empty((row_count, splits), dtype=torch.float32, device=q.device) for _ in range(2))
+    out = torch.empty((*q.shape[:3], width), dtype=q.dtype, device=q.device)
+    fast, rest = q.is_cuda and q.dtype != torch.float32, search.kind == "stick_rest"
+    map_ = MAPS.get(search.kind, MAPS["sparsemax"])
+    a = q if parameter is None else parameter.contiguous()
+    found = torch.empty_like(z) if family == THRESHOLD or search.top is not None else z
+    if family == SOFT:
+        soften_rows[(row_count,)](
+            z, found, state, q if count is None else count.contiguous(), row_count, keys, begin, search.top or 0,
+            STATISTIC={"entropy": ENTROPY, "variance": VARIANCE, "range": RANGE}.get(search.kind, 0),
+            NUMBERS=search.numbers, STEPS=search.steps, SELECTED=search.top is not None, COUNTED=count is not None,
+            CHUNK=CHUNK, LISTED=LISTED, num_warps=16,
+        )  # fmt: skip
+    elif family == THRESHOLD:
+        find_thresholds[(row_count,)](
+            z, found, state, a, row_count, keys, begin, TOLERANCE, map_.unit * LN2.value,
+            WEIGHTS=map_.weights, NEWTON=map_.newton, START=map_.start, DEFORMED=map_.deformed, COUNTED=map_.counted,
+            PARAMETER=parameter is not None, FAST=fast, CHUNK=CHUNK, LISTED=LISTED, MAX_STEPS=MAX_STEPS,
+            EARLY=EARLY_STEPS, num_warps=16,
+        )  # fmt: skip
+    else:
+        sum_costs[(row_count * splits,)](
+            z, sums, queries, keys, offset, begin, span, splits, REST=rest, FAST=fast, LISTED=LISTED, num_warps=4
+        )
+    weigh_parts[(splits * k.shape[0] * k.shape[1],)](
+        z, v, state, a, sums, parts, references, *v.stride()[:3], *call.lengths, width, row_count, begin, span, splits,
+        map_.unit * LN2.value, WEIGHTS=map_.weights, DEFORMED=map_.deformed, PARAMETER=parameter is not None,
+        FAMILY=family, RANGED=search.kind == "range", SPARSE=search.sparse, REST=rest, PART=part_of(q), FAST=fast,
+        # float16 loses digits below 6e-5, where the weights of long rows lie
+        LIFT=1024.0 if q.dtype == torch.float16 else 1.0, PRECISION=call.constants["PRECISION"],
+        ROWS=rows, COLUMNS=columns, V_WIDTH=padded(v), V_FULL=padded(v) == width, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    join_parts[(row_count,)](
+        parts, sums, references, call.sink, out, state, heads, queries, width, splits, 0.0,
+        REFERENCE=1 if family == SOFT else 0, NORMALISED=family != STICK, SINK=call.sink_logits is not None, LIFT=1.0,
+        V_WIDTH=padded(v), num_warps=1 if width <= 64 else 4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def store_logits(
+    q, k, mask, factor, parameters, out,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_column,
+    heads, groups, queries, keys, offset, window, width, scale, cap, begin, span, splits,
+    RULE: tl.constexpr, FAST: tl.constexpr, RULED: tl.constexpr, CAPPED: tl.constexpr, FACTORED: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH: tl.constexpr, FULL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write the logits of one part of the keys of a key head, for all rows that share it: out (B, H, Q, K)."""
+    C: tl.constexpr = Constants(CAUSAL, WINDOWED, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL)
+    M: tl.constexpr = MapConstants(
+        None, None, RULE, 1, FAST, 0, False, RULED, CAPPED, FACTORED, False, False, False, 1.0
+    )  # fmt: skip
+    split, own = rows_of_key_head(splits, heads, groups, queries, ROWS)
+    q_tile = load_queries(q, own, q_batch, q_head, q_row, width, WIDTH)
+    k = Matrix(k + own.batch * k_batch + own.key_head * k_head, keys, k_row, width)
+    mask += own.batch * mask_batch + (own.head * mask_head)[:, None]
+    sight = Sight(mask, mask_row, mask_column, queries, keys, offset, window)
+    row = logit_rows(LogitRows(factor, factor, factor), own.row_at, own.inside, M)
+    parameter = tl.load(parameters + own.head, mask=own.inside, other=0.0)[:, None] if RULED else 0.0
+    i = own.query[:, None]
+    start = begin + split * span
+    for at in range(start, tl.minimum(start + span, keys), COLUMNS):
+        columns = at + tl.arange(0, COLUMNS)
+        j = columns[None, :]
+        k_tile = load_tile(k, columns, WIDTH, True, FULL)
+        dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        z, _s, _cap_slope, _rule_slope = logits(dot, i, j, offset, row, scale, cap, parameter, M, 1)
+        z = tl.where(seen_keys(i, j, sight, C), z, float("-inf"))
+        tl.store(out + own.row_at[:, None] * keys + j, z, mask=own.inside[:, None] & (j < keys))
+
+
+@triton.jit
+def soften_rows(
+    logits, found, state, count, row_count, keys, begin, top,
+    STATISTIC: tl.constexpr, NUMBERS: tl.constexpr, STEPS: tl.constexpr, SELECTED: tl.constexpr,
+    COUNTED: tl.constexpr, CHUNK: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
+    """Write the state of a row of a map like softmax: its largest logit, and
+
+    a factor and the lowest logit with a weight; for sa_softmax, 1 / width of the range and its lower end.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * keys
+    lanes = tl.full([CHUNK], float("-inf"), tl.float32)
+    lowest = tl.full([CHUNK], float("inf"), tl.float32)
+    sums = tl.zeros([CHUNK], tl.float32)
+    numbers = tl.zeros([CHUNK], tl.float32)
+    for at in range(begin, keys, CHUNK):
+        z = load_logits(logits, at, keys, CHUNK)
+        lanes = tl.maximum(lanes, z)
+        if STATISTIC == 3:
+            lowest = tl.minimum(lowest, tl.where(z == float("-inf"), float("inf"), z))
+        if STATISTIC == 2:
+            sums += tl.where(z == float("-inf"), 0.0, z)
+            numbers += tl.where(z == float("-inf"), 0.0, 1.0)
+    peak = tl.max(lanes, 0)
+    peak = tl.where(peak == float("-inf"), 0.0, peak)
+    factor = 1.0
+    cutoff = LOWEST
+    if STATISTIC == 1:
+        factor = _beta(_entropy(logits, peak, begin, keys, CHUNK), NUMBERS, STEPS)
+    if STATISTIC == 2:
+        variance = _variance(logits, tl.sum(sums, 0), tl.sum(numbers, 0), begin, keys, CHUNK)
+        floor: tl.constexpr = NUMBERS[0]
+        temperature: tl.constexpr = NUMBERS[1]
+        factor = 1.0 / (tl.sqrt(variance / (floor * floor) + 1.0) * (floor * temperature))
+    if STATISTIC == 3:
+        low = tl.minimum(tl.min(lowest, 0), 0.0)
+        width = tl.maximum(peak, 0.0) - low
+        factor = tl.where(width > 0, 1.0 / tl.where(width > 0, width, 1.0), 1.0)
+        cutoff = low
+    if SELECTED:
+        kept = tl.load(count + row) if COUNTED else top
+        bound = _kth_largest(lanes, 0, tl.full([], LOWEST, tl.float32), peak, kept, 2 * kept, 0)
+        found += row * keys
+        number = _list_logits(logits, found, bound, 0.0, 1.0, begin, keys, CHUNK)
+        cutoff = _kth_largest(found, number, bound, peak, kept, kept, LISTED)
+    tl.store(state + row, peak)
+    tl.store(state + row_count + row, factor)
+    tl.store(state + 2 * row_count + row, cutoff)
+
+
+@triton.jit
+def load_logits(logits, at, keys, CHUNK: tl.constexpr):
+    columns = at + tl.arange(0, CHUNK)
+    return tl.load(logits + columns, mask=columns < keys, other=float("-inf"))
+
+
+@triton.jit
+def _entropy(logits, peak, begin, keys, CHUNK: tl.constexpr):
+    """Return the entropy of softmax in nats; 0 for a row without keys."""
+    sums = tl.zeros([CHUNK], tl.float32)
+    products = tl.zeros([CHUNK], tl.float32)
+    for at in range(begin, keys, CHUNK):
+        y = load_logits(logits, at, keys, CHUNK) - peak
+        p = tl.exp2(y)
+        sums += p
+        products += tl.where(p == 0, 0.0, p * y)
+    total = tl.sum(sums, 0)
+    total = tl.where(total == 0, 1.0, total)
+    return tl.maximum(tl.log2(total) - tl.sum(products, 0) / total, 0.0) * LN2
+
+
+@triton.jit
+def _beta(entropy, COEFFICIENTS: tl.constexpr, STEPS: tl.constexpr):
+    """Return the factor of a row: the polynomial of its entropy, at least 1 or what the steps say.
+
+    STEPS: pairs of an entropy and the least factor of rows above it; rows below the first one have the factor 1.
+    """
+    value = entropy * 0.0
+    for power in tl.static_range(len(COEFFICIENTS)):
+        value = value * entropy + COEFFICIENTS[power]
+    least = entropy * 0.0 + 1.0
+    for step in tl.static_range(len(STEPS) // 2):
+        least = tl.where(entropy > STEPS[2 * step], tl.maximum(least, STEPS[2 * step + 1]), least)
+    return tl.where(entropy > STEPS[0], tl.maximum(value, least), 1.0)
+
+
+@triton.jit
+def _variance(logits, total, count, begin, keys, CHUNK: tl.constexpr):
+    """Return the variance of the visible logits, in nats squared."""
+    count = tl.maximum(count, 1.0)
+    mean = total / count
+    squares = tl.zeros([CHUNK], tl.float32)
+    for at in range(begin, keys, CHUNK):
+        z = load_logits(logits, at, keys, CHUNK)
+        difference = tl.where(z == float("-inf"), 0.0, z - mean)
+        squares += difference * difference
+    return tl.sum(squares, 0) / count * (LN2 * LN2)
+
+
+@triton.jit
+def _list_logits(logits, found, bound, peak, unit, begin, keys, CHUNK: tl.constexpr):
+    """Write (z - peak) * unit to `found` where it is at least the bound; return their number."""
+    number = tl.zeros([], tl.int32)
+    for at in range(begin, keys, CHUNK):
+        y = (load_logits(logits, at, keys, CHUNK) - peak) * unit
+        kept = tl.where(y >= bound, 1, 0)
+        tl.store(found + number + tl.cumsum(kept, 0) - 1, y, mask=kept != 0)
+        number += tl.sum(kept, 0)
+    tl.debug_barrier()  # other threads read what is listed
+    return number
+
+
+@triton.jit
+def _kth_largest(values, number, bound, peak, k, most, LISTED: tl.constexpr):
+    """Return a number from the bound to the peak that at least k values reach, and at most `most` except for ties.
+
+    Return the bound if fewer than k reach any higher number. values: an array, or with LISTED a pointer to a list of
+    this `number` of values. The bits are found by bisection.
+    """
+    low = ordered(bound, 32).to(tl.int64)
+    high = ordered(peak, 32).to(tl.int64) + 1
+    reached = most + 1
+    while (high - low > 1) & (reached > most):
+        middle = (low + high) >> 1
+        level = number_of(middle.to(tl.int32), 32)
+        if LISTED == 0:
+            above = tl.sum(tl.where(values >= level, 1, 0), 0)
+        else:
+            above = tl.zeros([], tl.int32)
+            for at in range(0, number, LISTED):
+                above += tl.sum(tl.where(load_logits(values, at, number, LISTED) >= level, 1, 0), 0)
+        enough = above >= k
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+        reached = tl.where(enough, above, reached)
+    return number_of(low.to(tl.int32), 32)
+
+
+@triton.jit
+def find_thresholds(
+    logits, found, state, parameter, row_count, keys, begin, tolerance, unit,
+    WEIGHTS: tl.constexpr, NEWTON: tl.constexpr, START: tl.constexpr, DEFORMED: tl.constexpr, COUNTED: tl.constexpr,
+    PARAMETER: tl.constexpr, FAST: tl.constexpr, CHUNK: tl.constexpr, LISTED: tl.constexpr, MAX_STEPS: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """Write the state of a row of a threshold map: its largest logit in bits, and its threshold relative to that."""
+    T: tl.constexpr = ThresholdConstants(WEIGHTS, DEFORMED, FAST, True, NEWTON, COUNTED, MAX_STEPS, EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * keys
+    found += row * keys
+    lanes = tl.full([CHUNK], float("-inf"), tl.float32)
+    for at in range(begin, keys, CHUNK):
+        lanes = tl.maximum(lanes, load_logits(logits, at, keys, CHUNK))
+    peak = tl.max(lanes, 0)
+    peak = tl.where(peak == float("-inf"), 0.0, peak)
+    one = tl.zeros([1], tl.int64)
+    a = load_row(parameter, row + one, one == 0, PARAMETER, 0.5)
+    t = START(a)
+    reach = t - 1.0 / a if DEFORMED else t  # keys below it have no weight: the threshold is not below its start
+    number = _list_logits(logits, found, tl.sum(reach, 0), peak, unit, begin, keys, CHUNK)
+    settled = one + number == 0
+    left = tolerance + 1.0
+    steps = 0
+    while (left > tolerance) & (steps < MAX_STEPS):
+        cell_p = tl.zeros([1, LISTED], tl.float32)
+        cell_u = tl.zeros([1, LISTED], tl.float32)
+        cells = tl.zeros([1, LISTED], tl.float32)
+        for at in range(0, number, LISTED):
+            y = load_logits(found, at, number, LISTED)[None, :]
+            p, u, some = weight_of(y, t[:, None], a[:, None], T)
+            cell_p += p
+            cell_u += u
+            cells += some
+        t, left = newton_step(tl.sum(cell_p, 1), tl.sum(cell_u, 1), tl.sum(cells, 1), t, a, settled, steps < EARLY, T)
+        steps += 1
+    tl.store(state + row, peak)
+    tl.store(state + row_count + row + one, t)
+
+
+@triton.jit
+def sum_costs(
+    logits, out, queries, keys, offset, begin, span, splits, REST: tl.constexpr, FAST: tl.constexpr,
+    LISTED: tl.constexpr,
+):  # fmt: skip
+    """Write what the keys of one part of a row cost of the stick, in bits: out (B, H, Q, splits)."""
+    program = tl.program_id(0).to(tl.int64)
+    row, split = program // splits, program % splits
+    logits += row * keys
+    start = begin + split * span
+    stop = tl.minimum(start + span, keys)
+    costs = tl.zeros([LISTED], tl.float32)
+    for at in range(start, stop, LISTED):
+        z = load_logits(logits, at, stop, LISTED)
+        if REST:
+            z = tl.where(at + tl.arange(0, LISTED) == row % queries + offset, float("-inf"), z)
+        _taken, cost = shares(z, FAST)
+        costs += cost
+    tl.store(out + program, tl.sum(costs, 0))
+
+
+@triton.jit
+def weigh_parts(
+    logits, v, state, parameter, sums, part_out, reference_out, v_batch, v_head, v_row,
+    heads, groups, queries, keys, offset, v_width, row_count, begin, span, splits, unit,
+    WEIGHTS: tl.constexpr, DEFORMED: tl.constexpr, PARAMETER: tl.constexpr, FAMILY: tl.constexpr,
+    RANGED: tl.constexpr, SPARSE: tl.constexpr, REST: tl.constexpr, PART: tl.constexpr, FAST: tl.constexpr,
+    LIFT: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, V_WIDTH: tl.constexpr,
+    V_FULL: tl.constexpr,
+):  # fmt: skip
+    """Sum the weighted values of one part of the keys, and the denominators.
+
+    part_out: (B, H, Q, splits, E). sums: (B, H, Q, splits), written; of stick-breaking the costs, which are read.
+    reference_out: like sums, the reference of the weights of a map like softmax.
+    """
+    T: tl.constexpr = ThresholdConstants(WEIGHTS, DEFORMED, FAST, True)
+    split, own = rows_of_key_head(splits, heads, groups, queries, ROWS)
+    v = Matrix(v + own.batch * v_batch + own.key_head * v_head, keys, v_row, v_width)
+    at_part = own.row_at * splits + split
+    peak = tl.load(state + own.row_at, mask=own.inside & (FAMILY != 2), other=0.0)[:, None]
+    second = tl.load(state + row_count + own.row_at, mask=own.inside & (FAMILY != 2), other=0.0)[:, None]
+    third = tl.load(state + 2 * row_count + own.row_at, mask=own.inside & (FAMILY == 0), other=0.0)[:, None]
+    a = load_row(parameter, own.row_at, own.inside, PARAMETER, 0.5)[:, None]
+    if FAMILY == 2:
+        later, all_costs = _costs_after(sums, own, split, splits, ROWS)
+    acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    start = begin + split * span
+    tiles = tl.cdiv(tl.minimum(start + span, keys) - start, COLUMNS)
+    logits += own.row_at[:, None] * keys
+    first = start + (tiles - 1) * COLUMNS + tl.arange(0, COLUMNS)
+    following = load_logit_tile(logits, first, own, start, keys)
+    for index in range(tiles):  # from the last key to the first, the order of stick-breaking
+        columns = first - index * COLUMNS
+        j = columns[None, :]
+        z = following
+        following = load_logit_tile(logits, columns - COLUMNS, own, start, keys)
+        if FAMILY == 0:
+            b = tl.exp2((z - peak) * (1.0 if RANGED else second))
+            p = b * ((z - third) * second) if RANGED else b
+            hidden = z == float("-inf") if RANGED else z < third
+            b = tl.where(hidden, 0.0, b)
+            p = tl.where(hidden, 0.0, p)
+            total += tl.sum(b, 1)
+        elif FAMILY == 1:
+            p, _u, _some = weight_of((z - peak) * unit, second, a, T)
+            total += tl.sum(p, 1)
+        else:
+            current = (j == own.query[:, None] + offset) & (z != float("-inf"))
+            if REST:
+                z = tl.where(current, float("-inf"), z)
+            taken, cost = shares(z, FAST)
+            p = tl.exp2(taken - sum_after(cost, PART) - later)
+            later += tl.sum(cost, 1)[:, None]
+            if REST:
+                p = tl.where(current, tl.exp2(-all_costs), p)
+        if SPARSE:
+            if tl.max(tl.max(tl.where(p == 0, 0, 1), 1), 0) != 0:  # a NaN is no 0
+                v_tile = load_tile(v, columns, V_WIDTH, True, V_FULL)
+                acc = tl.dot((p * LIFT).to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+        else:
+            v_tile = load_tile(v, columns, V_WIDTH, True, V_FULL)
+            acc = tl.dot((p * LIFT).to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+    if FAMILY == 0:
+        tl.store(reference_out + at_part, tl.sum(peak if RANGED else peak * second, 1), mask=own.inside)
+    if FAMILY != 2:
+        tl.store(sums + at_part, total, mask=own.inside)
+    values = tl.arange(0, V_WIDTH)
+    seen = own.inside[:, None] & (values < v_width)[None, :]
+    tl.store(part_out + at_part[:, None] * v_width + values[None, :], acc * (1.0 / LIFT), mask=seen)
+
+
+@triton.jit
+def load_logit_tile(logits, columns, own, start, keys):
+    """Load logits of all rows, -inf before `start` and behind the last key."""
+    inside = own.inside[:, None] & ((columns >= start) & (columns < keys))[None, :]
+    return tl.load(logits + columns[None, :], mask=inside, other=float("-inf"))
+
+
+@triton.jit
+def _costs_after(costs, own, split, splits, ROWS: tl.constexpr):
+    """Return what the parts behind this one cost, (ROWS, 1), and what all parts cost."""
+    after = tl.zeros([ROWS, TOGETHER], tl.float32)
+    every = tl.zeros([ROWS, TOGETHER], tl.float32)
+    for at in range(0, splits, TOGETHER):
+        other = (at + tl.arange(0, TOGETHER))[None, :]
+        cost = tl.load(
+            costs + own.row_at[:, None] * splits + other, mask=own.inside[:, None] & (other < splits), other=0.0
+        )
+        every += cost
+        after += tl.where(other > split, cost, 0.0)
+    return tl.sum(after, 1)[:, None], tl.sum(every, 1)[:, None]

@@ -1,0 +1,188 @@
+"""Few queries by maps that search every row first, against the blocks in float64, on a GPU or in the interpreter."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import attnorm
+from attnorm.engines import decoding
+from attnorm.engines.inputs import Inputs, validate_inputs
+from attnorm.normalizers.contract import Normalizer
+from tests.attention.kernel_calls import DEVICE, HALF, draw, mask_of
+
+pytestmark = [pytest.mark.as_installed, pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")]
+
+MAPS: dict[str, dict[str, Any]] = {
+    "entmax15": {},
+    "sparsemax": {},
+    "kneemax": {},
+    "entmax": {"alpha": 1.3},
+    "asentmax": {},
+    "topk": {"k": 7},
+    "sa_softmax": {},
+    "stick_breaking": {},
+    "adaptive_temperature": {},
+    "norm_softmax": {},
+    "topk by a rule": {"k": "sqrt"},
+    "kneemax by length": {"share": 3.0},
+    "stick_breaking of the rest": {"attend_current": False},
+    "adaptive_temperature that never falls": {"monotone": True},
+}
+# batch, heads, key heads, queries, keys, width, width of the values; mask
+CALLS = [
+    ((1, 2, 1, 1, 520, 24, 40), "none"),
+    ((1, 4, 1, 3, 300, 16, 16), "heads"),
+    ((2, 1, 1, 5, 63, 16, 17), "padding"),
+    ((1, 1, 1, 1, 1, 16, 16), "none"),
+    ((1, 2, 2, 15, 100, 8, 16), "rows"),
+    ((1, 2, 2, 1, 5000, 16, 16), "none"),  # more than a chunk
+]
+ONE, SOME = CALLS[0][0], CALLS[1][0]
+SOME_OFTEN = [
+    pytest.param(name, *call, marks=() if (number - other) % len(CALLS) == 0 else pytest.mark.nightly)
+    for number, name in enumerate(MAPS)
+    for other, call in enumerate(CALLS)
+]
+FLOAT32 = 2e-6 if DEVICE == "cpu" else 5e-5  # products in three passes of tf32 have fewer digits
+
+
+def make(name: str) -> Normalizer:
+    normalizer = attnorm.get(name.split()[0], **MAPS[name]).to(DEVICE)
+    assert isinstance(normalizer, Normalizer)
+    return normalizer
+
+
+def assert_as_exact_as_blocks(tensors: list[Tensor], normalizer: Normalizer, **options: Any) -> None:
+    """The error is at most twice that of the blocks, and a few roundings."""
+    options = {"causal": True, **options}
+    with torch.no_grad():
+        found = attnorm.attention(*tensors, normalizer, engine="triton", **options)
+        naive = attnorm.attention(*tensors, normalizer, engine="blocked", **options)
+        exact = attnorm.attention(*(t.double() for t in tensors), normalizer, engine="blocked", **options)
+    assert found.dtype == tensors[0].dtype
+    few = FLOAT32 if found.dtype == torch.float32 else 2 * torch.finfo(found.dtype).eps
+    assert (found.double() - exact).norm() <= 2 * (naive.double() - exact).norm() + few * exact.norm()
+
+
+def drawn(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, spread: float = 2.0) -> list[Tensor]:
+    return [t.detach() for t in draw(shape, dtype, spread)]
+
+
+@pytest.mark.parametrize(("name", "shape", "mask"), SOME_OFTEN)
+def test_outputs(name: str, shape: tuple[int, ...], mask: str) -> None:
+    assert_as_exact_as_blocks(drawn(shape), make(name), mask=mask_of(mask, shape))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("sa_softmax", "kneemax") else pytest.param(name, marks=pytest.mark.nightly) for name in MAPS],
+)
+def test_half_precision(name: str, dtype: torch.dtype) -> None:
+    assert_as_exact_as_blocks(drawn(ONE, dtype), make(name))
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ("entmax", "topk") else pytest.param(name, marks=pytest.mark.nightly) for name in MAPS]
+)
+@pytest.mark.parametrize("spread", [pytest.param(0.0, marks=pytest.mark.nightly), 5e3])
+def test_equal_and_large_logits(name: str, spread: float) -> None:
+    """Equal logits: every key is listed. Large ones, up to 1e4: the reference is that of the same float32 logits."""
+    q, k, v = drawn((1, 2, 1, 1, 5000 if spread == 0 else 300, 16, 16), spread=1.0)
+    q, k = q.sign() * spread / 4, k.round()  # products without rounding errors
+    assert_as_exact_as_blocks([q, k, v], make(name))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"select": [("local", {"window": 130}), ("topk", {"k": 5})], "sink": "softmax1"},
+        {"map": "entmax15", "select": [("local", {"window": 130})]},
+        {"map": "sparsemax", "scale": [("softcap", {"cap": 3.0})]},
+        {"map": "stick_breaking", "scale": [("alibi", {"heads": 4})]},
+        {"scale": [("ssmax", {}), ("adaptive_temperature", {})], "select": [("topk", {"k": 9})]},
+    ],
+    ids=lambda parts: "-".join(str(part) for part in parts),
+)
+def test_compositions(parts: dict[str, Any]) -> None:
+    made = {
+        key: [attnorm.get(name, **options) for name, options in value] if isinstance(value, list) else value
+        for key, value in parts.items()
+    }
+    assert_as_exact_as_blocks(drawn(SOME), attnorm.compose(**made).to(DEVICE))
+
+
+def test_keys_tied_with_the_last_of_the_top_are_kept() -> None:
+    q, k, v = drawn((1, 1, 1, 1, 300, 16, 16))
+    k[..., 150:, :] = k[..., :150, :]
+    assert_as_exact_as_blocks([q, k, v], attnorm.get("topk", k=3))
+
+
+@pytest.mark.parametrize("name", ["entmax15", "topk", "sa_softmax", "stick_breaking"])
+def test_a_row_that_sees_nothing_is_zero_and_a_nan_stays_one(name: str) -> None:
+    tensors, normalizer = drawn((1, 1, 1, 3, 70, 16, 16)), make(name)
+    mask = torch.ones(1, 1, 3, 70, dtype=torch.bool, device=DEVICE)
+    mask[..., 1, :] = False
+    mask[..., 60:] = False
+    for t in tensors[1:]:
+        t[..., 65, :] = torch.nan
+    with torch.no_grad():
+        output = attnorm.attention(*tensors, normalizer, mask=mask, engine="triton")
+        assert output.isfinite().all()
+        assert (output[..., 1, :] == 0).all()
+        tensors[1][..., 30, :] = torch.nan
+        output = attnorm.attention(*tensors, normalizer, mask=mask, engine="triton")
+        assert output[..., [0, 2], :].isnan().all()
+
+
+def test_tensors_in_the_layouts_of_models() -> None:
+    q, k, v = drawn((2, 2, 2, 1, 90, 16, 16))
+    heads_inside = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
+    columns_first = v.transpose(-1, -2).contiguous().transpose(-1, -2)
+    normalizer = make("entmax15")
+    with torch.no_grad():
+        expected = attnorm.attention(q, k, v, normalizer, engine="triton")
+        assert torch.equal(attnorm.attention(*heads_inside, normalizer, engine="triton"), expected)
+        assert torch.equal(attnorm.attention(q, k, columns_first, normalizer, engine="triton"), expected)
+
+
+@pytest.mark.nightly
+def test_a_compiled_call_is_one_graph() -> None:
+    tensors, normalizer = drawn((1, 2, 2, 1, 70, 16, 16)), attnorm.get("entmax15")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attnorm.attention(q, k, v, normalizer, causal=True, engine="triton")
+
+    with torch.no_grad():
+        compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(*tensors), attend(*tensors))
+
+
+def test_the_operator_is_described_to_the_compiler() -> None:
+    q, k, v = drawn((1, 2, 1, 2, 70, 16, 24))
+    options = ("none", None, True, None, 0.25, "top", [], [], 3)
+    utilities = ("test_schema", "test_faketensor")
+    operator = torch.ops.attnorm.decode_from_logits.default
+    torch.library.opcheck(operator, (q, k, v, *[None] * 6, *options), test_utils=utilities)
+
+
+def test_what_is_searched() -> None:
+    def call(shape: tuple[int, ...] = ONE, **options: Any) -> Inputs:
+        return validate_inputs(*drawn(shape), mask=None, causal=True, scale=None, positions=None, **options)
+
+    def applies(inputs: Inputs, normalizer: Any) -> bool:
+        return decoding.applies(inputs, normalizer)
+
+    one = attnorm.get("asentmax")
+    assert not applies(call(), one), "its parameters need gradients"
+    with torch.no_grad():
+        assert applies(call(), one)
+        assert not applies(call(), attnorm.get("softmax")), "one pass is enough"
+        assert applies(call((1, 8, 1, 15, 100, 8, 8)), one)
+        assert not applies(call((1, 9, 1, 15, 100, 8, 8)), one), "too many rows for a tile"
+        assert not applies(call((1, 1, 1, 16, 100, 8, 8)), one), "enough queries for a tile of their own"
+        window = attnorm.get("local", window=30)
+        assert not applies(call(), attnorm.compose(scale="adaptive_temperature", select=window)), "entropy of all keys"
+        assert not applies(call(), attnorm.compose(map=attnorm.get("kneemax", share=2.0), select=window)), "counts keys"
