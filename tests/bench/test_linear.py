@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from attnorm.bench import linear
 from attnorm.bench.linear import SOFTMAX, independent_tokens, means_of_squares, measure_errors, smooth_tokens
 from attnorm.bench.results import ApproximationError, CostCurve, CostPoint, benchmark_markdown
 from attnorm.bench.suites import run_benchmarks
@@ -29,6 +30,19 @@ def test_the_crossing_is_where_it_stays_faster() -> None:
     assert curve(1, factor=200.0).cheaper_from(curve(2)) == 256
     assert curve(1, factor=1000.0).cheaper_from(curve(2)) is None
     assert curve(1, factor=0.5).cheaper_from(curve(2)) == 64
+
+
+@pytest.mark.parametrize(("limit", "calls"), [(-1.0, 1), (1e9, 2)])
+def test_a_long_call_on_a_cpu_is_measured_once(limit: float, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "ONCE_SECONDS", limit)
+    made: list[int] = []
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        made.append(q.shape[-2])
+        return q
+
+    linear._cost(attend, 8, torch.device("cpu"), torch.float32, backward=False, quick=True)
+    assert made == [8] * calls
 
 
 def test_more_landmarks_and_steps_lose_less() -> None:
