@@ -55,13 +55,18 @@ def direct_operators(interpreter: Any) -> dict[tuple[Any, str], Callable[[Plain]
     """By class or module and name, what makes an operator of the interpreter a direct one."""
     language, core = interpreter.tl, interpreter.tl.core
     direct = _Direct(core.tensor, core.constexpr, interpreter.TensorHandle)
+    remembered = _Remembered(direct, (core.dtype, interpreter.InterpretedFunction))
     found: dict[tuple[Any, str], Callable[[Plain], Plain]] = {}
     for name, compute in OPERATORS.items():
         found[core.tensor, f"__{name}__"] = direct.operator(name, compute)
         found[core.tensor, f"__r{name}__"] = direct.operator(name, lambda a, b, compute=compute: compute(b, a))
     found[core.tensor, "__getitem__"] = direct.new_axes
     found[core.tensor, "to"] = direct.cast
+    load, dot, reduce = remembered(_load(interpreter)), remembered(_dot), remembered(_reduce(language.standard))
+    arange, full, reshape, trans = (remembered(one) for one in (_constant, _constant, _reshape, _trans))
     for where in (language, core):
+        found |= {(where, "load"): load, (where, "dot"): dot, (where, "reduce"): reduce, (where, "arange"): arange}
+        found |= {(where, "full"): full, (where, "reshape"): reshape, (where, "trans"): trans}
         found[where, "where"] = direct.choice
         found[where, "maximum"] = direct.extreme(core, np.fmax, np.maximum)
         found[where, "minimum"] = direct.extreme(core, np.fmin, np.minimum)
@@ -239,3 +244,128 @@ class _Direct:
         made.handle, made.type, made.dtype = handle, result.type, result.dtype
         made.shape, made.numel = result.shape, result.numel
         return made
+
+
+class _Remembered:
+    """Functions whose type of result follows from the types of tensors and the values of everything else.
+
+    `prepare` receives the first result and its arguments. It returns a function of the arrays of all their tensors,
+    or None, if Triton has to compute it.
+    """
+
+    def __init__(self, direct: _Direct, named: tuple[type, ...]) -> None:
+        self.direct, self.named = direct, named
+
+    def __call__(self, prepare: Callable[..., Compute | None]) -> Callable[[Plain], Plain]:
+        known: dict[Any, Any] = {}
+        tensor, like, key_of = self.direct.tensor, self.direct._like, self._key
+
+        def replace(plain: Plain) -> Plain:
+            def operate(*given: Any, **options: Any) -> Any:
+                key = (*map(key_of, given), *options, *map(key_of, options.values()))
+                if OTHER in key:
+                    return plain(*given, **options)
+                found = known.get(key)
+                if found is None:
+                    result = plain(*given, **options)
+                    usual = type(result) is tensor and result.handle.data.size > 0
+                    known[key] = prepare(result, *given, **options) if usual else None, result, given, options
+                    return result
+                compute, result, *_ = found
+                if compute is None:
+                    return plain(*given, **options)
+                return like(result, compute(*[x.handle.data for x in (*given, *options.values()) if type(x) is tensor]))
+
+            return operate
+
+        return replace
+
+    def _key(self, given: Any) -> Any:
+        kind = type(given)
+        if kind is self.direct.tensor:
+            return id(given.type)
+        if kind is self.direct.constexpr:
+            given, kind = given.value, type(given.value)
+        if given is None or kind in (int, bool, str):
+            return kind, given
+        if kind is float:
+            return repr(given)  # -0.0 is another number than 0.0
+        if kind in (list, tuple):
+            keys = tuple(map(self._key, given))
+            return OTHER if OTHER in keys else keys
+        return id(given) if isinstance(given, self.named) else OTHER
+
+
+OTHER = object()  # what may change without a change of type
+
+
+def _constant(result: Any, *given: Any, **options: Any) -> Compute | None:
+    """A range, or a block filled with a number."""
+    data = result.handle.data
+    return None if any(hasattr(one, "handle") for one in (*given, *options.values())) else lambda: data
+
+
+def _load(interpreter: Any) -> Callable[..., Compute | None]:
+    def prepare(result: Any, pointer: Any, *masks: Any, **options: Any) -> Compute | None:
+        named = dict(zip(("mask", "other"), masks, strict=False)) | options
+        mask, other = named.get("mask"), getattr(named.get("other"), "value", named.get("other"))
+        if result.dtype.name == "int1" or [*named] != ["mask", "other"][: len(named)]:
+            return None
+        if not (mask is None or hasattr(mask, "handle")):
+            return None
+        data = result.handle.data
+        shape, dtype, kind = data.shape, data.dtype, result.dtype.name
+        if hasattr(other, "handle"):
+            usual, other = other.dtype.name == kind, 0
+        else:
+            usual, other = not other or kind in NUMBERS, other or 0
+        if not usual:
+            return None
+        seen, instead, read = np.ones(shape, bool), np.full(shape, other, dtype), interpreter._interpreter.load
+
+        def load(pointers: Any, *rest: Any) -> Any:
+            given = [one if one.shape == shape else np.broadcast_to(one, shape) for one in (pointers, *rest)]
+            return read(*given, *(seen, instead)[len(rest) :], dtype)
+
+        return load
+
+    return prepare
+
+
+def _dot(result: Any, left: Any, right: Any, acc: Any = None, **options: Any) -> Compute | None:
+    if left.dtype.name not in ("fp16", "fp32", "fp64") or len(left.shape) > 3:
+        return None
+    dtype = result.handle.data.dtype
+    return lambda a, b, *sums: np.matmul(a, b, dtype=dtype) + (sums[0] if sums else dtype.type(0))
+
+
+def _reshape(result: Any, *given: Any, **options: Any) -> Compute:
+    shape = result.handle.data.shape
+    return lambda data: data.reshape(shape)
+
+
+def _trans(result: Any, given: Any, *dims: Any) -> Compute | None:
+    return None if dims else lambda data: np.swapaxes(data, -1, -2)
+
+
+def _reduce(standard: Any) -> Callable[..., Compute | None]:
+    functions = [
+        (standard._sum_combine, np.sum),
+        (standard._elementwise_max, np.nanmax),
+        (standard._elementwise_min, np.nanmin),
+    ]
+
+    def prepare(
+        result: Any, given: Any, axis: Any, combine: Any, keep_dims: Any = False, **options: Any
+    ) -> Compute | None:
+        axis, keep_dims = getattr(axis, "value", axis), getattr(keep_dims, "value", keep_dims)
+        for known, function in functions:
+            if combine is known and not isinstance(given, tuple):
+                data = result.handle.data
+                shape, dtype = data.shape, data.dtype
+                return lambda data: (
+                    np.asarray(function(data, axis=axis, keepdims=keep_dims)).astype(dtype, copy=False).reshape(shape)
+                )
+        return None
+
+    return prepare

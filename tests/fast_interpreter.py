@@ -1,9 +1,9 @@
 """Triton's interpreter, made several times faster for the tests of kernels; its results stay the same.
 
-Triton 3.9 prepares `triton.language` anew at every call of a device function (5 ms), combines the elements of a custom
-reduction one by one, looks for overflow at each integer operation although it reports none unless it debugs, and makes
-the type of each result anew. Here the language is prepared once per launch, a reduction combines whole slices, types
-are made once, and most operators are one call of numpy (direct_operators.py).
+Triton 3.9 prepares `triton.language` anew at every launch and every call of a device function (5 ms), combines the
+elements of a custom reduction one by one, looks for overflow at each integer operation although it reports none unless
+it debugs, and makes the type of each result anew. Here the language is prepared once, a reduction combines whole
+slices, types are made once, and most operators are one call of numpy (direct_operators.py).
 """
 
 import functools
@@ -15,6 +15,7 @@ from attnorm.engines.execution import HAS_TRITON
 from tests.direct_operators import direct_operators
 
 DIRECT: dict[tuple[Any, str], Any] = {}
+_prepared: list[Any] = []  # what restores triton.language
 
 
 @functools.cache
@@ -29,6 +30,7 @@ def speed_up_interpreter() -> None:
         interpreter._patch_lang = _patching_once(interpreter)
         interpreter.ReduceOps.generic_reduce = _reduce_slices
         interpreter._patch_attr = _patch_attribute
+        interpreter._patch_reduce_scan = _patching_reductions(interpreter)
     if triton.__version__.startswith("3.9."):
         _remember_types(interpreter)
         DIRECT.update(direct_operators(interpreter))
@@ -37,19 +39,27 @@ def speed_up_interpreter() -> None:
 def _patching_once(interpreter: Any) -> Any:
     patch, language = interpreter._patch_lang, interpreter.tl
     nothing = interpreter._LangPatchScope()
+    unpatched = {module: module.load for module in (language, language.core)}
     known: dict[Any, list[Any]] = {}
 
     def patch_once(function: Any) -> Any:
         used = known.get(function)
         if used is None:
             globals_ = [*function.__globals__.values()]
-            used = [module for module in (language, language.core) if any(value is module for value in globals_)]
-            known[function] = used
-        if used and not any(language.core.is_builtin(module.load) for module in used):
-            return nothing  # already patched: nothing to restore either
-        return patch(function)
+            used = known[function] = [module for module in unpatched if any(value is module for value in globals_)]
+        for module in used:
+            if module.load is unpatched[module]:
+                _prepared.append(patch(function))
+                break
+        return nothing  # to restore after a launch
 
     return patch_once
+
+
+def restore_language() -> None:
+    """Make triton.language what it is outside of a launch."""
+    while _prepared:
+        _prepared.pop().restore()
 
 
 def _patch_attribute(where: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
@@ -64,6 +74,18 @@ def _patch_attribute(where: Any, name: str, member: Any, builder: Any, scope: An
 
     direct = DIRECT.get((where, name))
     scope.set_attr(where, name, interpreted if direct is None else direct(interpreted))
+
+
+def _patching_reductions(interpreter: Any) -> Any:
+    patch, language = interpreter._patch_reduce_scan, interpreter.tl
+
+    def patch_reductions(scope: Any) -> None:
+        patch(scope)
+        for where in (language, language.core):
+            if direct := DIRECT.get((where, "reduce")):
+                scope.set_attr(where, "reduce", direct(where.reduce))
+
+    return patch_reductions
 
 
 def _remember_types(interpreter: Any) -> None:
@@ -115,6 +137,7 @@ def _remember_types(interpreter: Any) -> None:
     block_type.__new__, block_type.__init__ = staticmethod(new_block), lambda self, element_ty, shape: None
     tensor.__init__, dtype.__eq__ = fill_tensor, equal
     interpreter._get_np_dtype = remembered_numpy
+    interpreter.tl.str_to_ty = functools.cache(interpreter.tl.str_to_ty)  # of an argument of a launch
     semantic.broadcast_impl_value, semantic.binary_op_sanitize_overflow_impl = broadcast_unless_alike, check_if_reported
 
 

@@ -36,8 +36,10 @@ class Launch:
             fast_interpreter.DIRECT.clear()
         self.scope = self.interpreter._LangPatchScope()
         language = self.interpreter.tl
+        fast_interpreter.restore_language()
         for where in (language, language.tensor):
             self.interpreter._patch_builtin(where, self.interpreter.interpreter_builder, self.scope)
+        self.interpreter._patch_reduce_scan(self.scope)
         return language
 
     def __exit__(self, *error: object) -> None:
@@ -108,6 +110,74 @@ def test_new_axes_and_casts(language: Any) -> None:
     _compare(language, lambda tl: lambda a: a[None, :], 1)
     for name in ("float32", "float64", "int32", "int64", "int1"):
         _compare(language, lambda tl, name=name: lambda a: a.to(getattr(tl, name)), 1)
+
+
+def test_loads(language: Any) -> None:
+    tl, memory = language.tl, np.arange(1, 33)
+    for name, kind in KINDS.items():
+        stored = memory.astype(kind)
+        type_ = tl.pointer_type(getattr(tl, name))
+        at = stored.ctypes.data + stored.itemsize * np.arange(8, dtype=np.uint64)
+        block = tl.tensor(language.TensorHandle(at, type_), tl.block_type(type_, [8]))
+        mask = tl.tensor(language.TensorHandle(np.arange(8) % 3 > 0, tl.int1), tl.block_type(tl.int1, [8]))
+        one = tl.tensor(language.TensorHandle(np.array([True]), tl.int1), tl.int1)
+        two = tl.tensor(language.TensorHandle(at[2:3], type_), type_)
+        handle = language.TensorHandle(memory[8:16].astype(kind), getattr(tl, name))
+        others = tl.tensor(handle, tl.block_type(getattr(tl, name), [8]))
+        for call in (
+            lambda tl, block=block: tl.load(block),
+            lambda tl, two=two: tl.load(two),
+            lambda tl, block=block, mask=mask: tl.load(block, mask),
+            lambda tl, block=block, mask=mask: tl.load(block, mask=mask, other=7),
+            lambda tl, block=block, mask=mask: tl.load(block, mask=mask, other=-0.5),
+            lambda tl, block=block, mask=mask, others=others: tl.load(block, mask=mask, other=others),
+            lambda tl, block=block, mask=mask, others=others: tl.load(block, other=others, mask=mask),
+            lambda tl, two=two, one=one: tl.load(two, one, other=0),
+            lambda tl, block=block, one=one: tl.load(block, one, other=tl.constexpr(3)),
+        ):
+            _compare_calls(language, call)
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+def test_products_reductions_and_forms(language: Any) -> None:
+    tl, generator = language.tl, np.random.default_rng(0)
+    for name in ("float16", "float32", "float64", "int32", "int64"):
+        dtype = getattr(tl, name)
+
+        def made(*shape: int, dtype: Any = dtype, name: str = name) -> Any:
+            data = (8 * generator.standard_normal(shape)).astype(name)
+            return tl.tensor(language.TensorHandle(data, dtype), tl.block_type(dtype, list(shape)))
+
+        left, right = made(16, 32), made(32, 16)
+        if "float" in name:
+            left.handle.data[0, 0] = np.nan
+            wide = "float64" if name == "float64" else "float32"
+            sums = made(16, 16, dtype=getattr(tl, wide), name=wide)
+            for options in ({}, {"acc": sums}, {"acc": sums, "input_precision": "ieee"}):
+                _compare_calls(language, lambda tl, options=options, a=left, b=right: tl.dot(a, b, **options))
+        for axis in (0, 1, -1, None, tl.constexpr(1)):
+            for keep in (False, True):
+                for combine in (tl.standard._sum_combine, tl.standard._elementwise_max, tl.standard._elementwise_min):
+                    _compare_calls(
+                        language,
+                        lambda tl, a=left, axis=axis, combine=combine, keep=keep: tl.reduce(a, axis, combine, keep),
+                    )
+        _compare_calls(language, lambda tl, a=left: tl.trans(a))
+        _compare_calls(language, lambda tl, a=left: tl.trans(a, 1, 0))
+        _compare_calls(language, lambda tl, a=left: tl.reshape(a, [64, 8]))
+        _compare_calls(language, lambda tl, a=left: tl.reshape(a, 4, 8, 16))
+        for value in (0.0, -0.0, 1, 1.0, True, tl.constexpr(2)):
+            _compare_calls(language, lambda tl, value=value, dtype=dtype: tl.full([4, 8], value, dtype))
+    _compare_calls(language, lambda tl: tl.arange(0, 16))
+    _compare_calls(language, lambda tl: tl.arange(tl.constexpr(16), 32))
+
+
+def _compare_calls(interpreter: Any, call: Any) -> None:
+    found = []
+    for direct in (False, True):
+        with Launch(interpreter, direct) as language:
+            found.append(outcome(call, language))
+    assert same(*found), found
 
 
 def _compare(interpreter: Any, make: Any, count: int) -> None:
