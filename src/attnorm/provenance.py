@@ -1,7 +1,8 @@
-"""Provenance of results: package versions, time, hashes and the command, for the records of runs."""
+"""Provenance of results: package versions, time, hashes and the command, for the records of runs; the machine."""
 
 import hashlib
 import json
+import os
 import platform
 import shlex
 import sys
@@ -73,3 +74,11 @@ def _is_path(word: str) -> bool:
         return "/" in word and Path(word).parent.is_dir()
     except (OSError, ValueError):  # too long for a name, or a null byte
         return False
+
+
+def machine_memory_gb() -> float | None:
+    """Return the size of this machine's memory, in units of 2^30 bytes; None if the system does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    except (ValueError, OSError, AttributeError):
+        return None

@@ -26,13 +26,13 @@ from attnorm.experiments.clrs_text.workspace import (
     ClrsWorkspace,
     Line,
     best_rate,
-    change_plan,
     coefficients_of,
     items,
     read_lines,
     run_items,
 )
 from attnorm.experiments.experiment import ExperimentFinding
+from attnorm.experiments.language_models.workspace import change_plan
 from attnorm.run_folder import try_lock
 from attnorm.training.checkpoints import NotFiniteError
 from attnorm.training.clrs.evaluate import OWN, REFITTED
@@ -108,8 +108,11 @@ def test_changes_of_the_plan() -> None:
     assert change_plan(FULL, ["steps=5", 'algorithms=["minimum"]']).algorithms == ("minimum",)
     with pytest.raises(ValueError, match="stepz"):
         change_plan(FULL, ["stepz=5"])
-    with pytest.raises(ValueError, match="five"):
-        change_plan(FULL, ["steps=five"])
+    for change in ("steps=five", "steps=1.5", 'steps="5"', "compiled=1", "rates=0.1", 'rates=["0.1"]', "dense=[1]"):
+        with pytest.raises(ValueError, match=change.partition("=")[0]) as error:
+            change_plan(FULL, [change])
+        assert change.partition("=")[2] in str(error.value)
+    assert change_plan(FULL, ["rates=[1]", "dense=[]"]).rates == (1,)
     assert FULL.only(["ssmax"]).normalizers == (SOFTMAX, "ssmax")
     with pytest.raises(ValueError, match="sparsemax"):
         FULL.only(["sparsemax"])

@@ -2,6 +2,7 @@
 
 import json
 import lzma
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from attnorm import figures
 from attnorm.analysis.analyze import analyze
 from attnorm.experiments.experiment import ExperimentSubject
+from attnorm.experiments.language_models import stages
 from attnorm.experiments.language_models import train as training
 from attnorm.experiments.language_models.experiment import EXPERIMENT, outcome, texts_of
 from attnorm.experiments.language_models.results import main_runs
@@ -481,6 +483,23 @@ def test_the_tables_need_nothing_but_the_lines(finished: LMWorkspace, tmp_path: 
     assert run_stage("tables", tmp_path, FULL)
     assert "## Loss" in (tmp_path / "tables.md").read_text()
     assert (tmp_path / "course.svg").exists()
+
+
+def test_a_model_that_does_not_fit_the_memory_of_a_cpu_is_not_started(
+    finished: LMWorkspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "machine_memory_gb", lambda: 16.0)
+    shutil.copytree(finished.folder / "data", tmp_path / "data")
+    with pytest.raises(ValueError, match="at least 25 GB") as error:
+        run_stage("everything", tmp_path, LARGE, device="cpu")
+    assert all(part in str(error.value) for part in ("16 GB", "--size 30M", "batch=4"))
+    assert not (tmp_path / "plan.json").exists()
+    said: list[str] = []
+    monkeypatch.setattr(stages, "machine_memory_gb", lambda: 64.0)
+    stages.check_memory(LARGE, said.append)
+    stages.check_memory(TINY, said.append)
+    assert len(said) == 1
+    assert "23 GB" in said[0]
 
 
 def test_plans_change_by_name() -> None:

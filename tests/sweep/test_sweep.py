@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pyarrow.parquet as pq
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from attnorm.cli import app
@@ -230,7 +231,7 @@ def test_a_full_disk_and_a_lack_of_memory_are_errors_of_the_item(
         raise OSError(28, "No space left on device", "results")
 
     def huge(*_: Any) -> Any:
-        raise MemoryError
+        torch.empty(2**60, dtype=torch.uint8, device="cpu")
 
     monkeypatch.setattr(running, "write_failure", full)  # not even the error can be written
     monkeypatch.setattr(running, "write_result", full)

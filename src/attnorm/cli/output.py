@@ -138,7 +138,7 @@ def failures(
     out_of_memory: str = "Use shorter --lengths, fewer --rows, --metrics core, or --dtype bfloat16.",
 ) -> Iterator[None]:
     """Turn errors into a message and an exit code: 2 wrong input; 1 disk, network or memory; 130 Ctrl-C."""
-    import torch
+    from attnorm.engines.execution import is_out_of_memory
 
     try:
         with usage_errors():
@@ -149,8 +149,7 @@ def failures(
         say(str(stopped) or when_interrupted())
         raise typer.Exit(130) from None
     except (MemoryError, RuntimeError) as error:
-        on_cpu = "DefaultCPUAllocator" in str(error)  # torch has no class of its own for it
-        if not (on_cpu or isinstance(error, MemoryError | torch.OutOfMemoryError)):
+        if not is_out_of_memory(error):
             raise
         say(f"Error: out of memory. {out_of_memory}")
         raise typer.Exit(1) from None

@@ -252,7 +252,8 @@ def _run_clrs(
     stage: str, folder: Path, *, model: list[str], train: list[Path], test: list[Path], only: list[str], quick: bool,
     changes: list[str], minutes: float | None, device: str | None, seed: int,
 ) -> bool:  # fmt: skip
-    from attnorm.experiments.clrs_text.workspace import FULL, QUICK, ClrsWorkspace, change_plan, run_items
+    from attnorm.experiments.clrs_text.workspace import FULL, QUICK, ClrsWorkspace, run_items
+    from attnorm.experiments.language_models.workspace import change_plan
     from attnorm.training.device import chosen_device
 
     if stage != "train":

@@ -27,6 +27,13 @@ def runs_asynchronously(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that the memory of a CPU or GPU is full. Of a CPU, torch raises a plain RuntimeError."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
+
+
 def sent_to(device: torch.device, tensor: Tensor) -> Tensor:
     """Return the tensor on that device. A copy from pinned memory to a GPU does not wait for its queued work."""
     if device.type != "cuda" or tensor.device.type != "cpu":

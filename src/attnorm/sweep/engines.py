@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from attnorm.arithmetic import ceil_div
+from attnorm.provenance import machine_memory_gb
 from attnorm.sweep.plan import Item, Resources, require_known
 
 NAMES = ("local", "ray", "slurm")
@@ -188,7 +189,7 @@ def processes_that_fit(resources: Resources) -> int:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     limits = {"cpus": cores // resources.cpus}
-    if resources.memory_gb is not None and (memory := _memory_gb()) is not None:
+    if resources.memory_gb is not None and (memory := machine_memory_gb()) is not None:
         limits["memory_gb"] = memory // resources.memory_gb
     if resources.gpus:
         import torch
@@ -201,13 +202,6 @@ def processes_that_fit(resources: Resources) -> int:
             "there is. Lower it, or use a larger machine."
         )
     return int(fitting)
-
-
-def _memory_gb() -> float | None:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    except (ValueError, OSError, AttributeError):
-        return None
 
 
 class RayEngine:

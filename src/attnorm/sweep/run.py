@@ -227,10 +227,10 @@ def run_item(out: Path, item: Item, hook: Hook | None = None) -> Outcome:
 
 def describe_error(error: BaseException) -> str:
     """Return the error of an item with what to do about it."""
-    import torch
+    from attnorm.engines.execution import is_out_of_memory  # loads torch
 
     where = socket.gethostname()
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+    if is_out_of_memory(error):
         return f"out of memory on {where}. Use a shorter length, a smaller batch, or a larger machine."
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"no space left on {where}: {error.filename or 'disk full'}. Free some space and run the sweep again."

@@ -10,7 +10,6 @@ that decides the result. An item that is stopped by the time limit leaves a chec
 next call there continues. Several processes may work in one folder: each takes the next item that no other is training.
 """
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -143,25 +142,6 @@ def items(plan: ClrsPlan) -> list[ClrsItem]:
 def _items_of(plan: ClrsPlan, label: str) -> list[ClrsItem]:
     rates = [ClrsItem("rate", label, FIRST_SEED, rate) for rate in plan.rates]
     return [*rates, ClrsItem("main", label, FIRST_SEED)]
-
-
-def change_plan(plan: ClrsPlan, changes: Sequence[str]) -> ClrsPlan:
-    """Apply NAME=VALUE changes, VALUE in JSON: steps=500, rates=[0.001,0.003], algorithms=["minimum"].
-
-    Raises:
-        ValueError: The plan has no such name, or the value is not JSON.
-    """
-    for change in changes:
-        name, _, text = change.partition("=")
-        if name not in asdict(plan):
-            raise ValueError(f"--set {change}: the plan has no {name!r}; it has {', '.join(asdict(plan))}")
-        try:
-            value: Any = json.loads(text)
-        except json.JSONDecodeError:
-            raise ValueError(f"--set {change}: expected a JSON value, as in steps=500; got {text!r}") from None
-        value = tuple(value) if isinstance(value, list) else value
-        plan = replace(plan, **{name: value})
-    return plan
 
 
 Line = dict[str, Any]

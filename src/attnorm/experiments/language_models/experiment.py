@@ -27,7 +27,7 @@ from attnorm.experiments.language_models.workspace import (
     on_this_machine,
     prepare_texts,
 )
-from attnorm.training.device import check_accelerate
+from attnorm.training.device import check_accelerate, chosen_device
 
 SECOND_SEEDS = 3  # normalizers with the lowest losses
 MIN_TOKENS = 10_000_000
@@ -40,6 +40,8 @@ def _run(subject: ExperimentSubject, progress: ProgressCallback, folder: Path) -
     plan = on_this_machine(QUICK if subject.quick else FULL)
     names = plan.chosen(subject.only)
     check_accelerate()
+    if chosen_device(subject.device).type == "cpu":
+        stages.check_memory(plan)
     workspace = LMWorkspace.open(folder, plan)
     train, valid, others = texts_of(subject, folder)
     progress("encoding the texts", 0, len(names) + 1)

@@ -41,18 +41,21 @@ from attnorm.experiments.language_models.workspace import (
 )
 from attnorm.files import write_text
 from attnorm.metrics.normalized import NoRowsError
+from attnorm.provenance import machine_memory_gb
 from attnorm.text import did_you_mean
 from attnorm.training.device import check_accelerate, chosen_device
 from attnorm.training.lm.attention import in_training
 from attnorm.training.lm.data import check_file, read_tokenizer
 from attnorm.training.lm.evaluate import attention_statistics, losses_at, observed_windows
-from attnorm.training.lm.model import LMSettings
+from attnorm.training.lm.model import LMSettings, training_memory_gb
 from attnorm.training.needle import among_many, find_keys, fine_tune, split_filler, summary
 from attnorm.training.pass_keys import Wording
 
 Names = Sequence[str] | None
 Work = Callable[[Worker, str, int], None]
 MAX_PROBLEMS = 3  # attempts: a GPU may have been full for a moment
+USABLE_MEMORY = 0.9  # of the machine
+LITTLE_MEMORY = 1.0  # GB that need no remark
 
 
 def measure(worker: Worker, normalizer: str, seed: int = 0) -> None:
@@ -147,6 +150,7 @@ WORKS: dict[str, Sequence[Work]] = {
     # All of one normalizer before the next, so that a time limit leaves complete results.
     "everything": [check_whole, try_rates, train_to_test, measure, needle],
 }
+TRAINING = ("try", "rates", "main", "needle", "everything", "second-seed")
 STAGES = ("prepare", "try", "rates", "main", "measure", "needle", "export", "everything", "second-seed", "tables")
 
 
@@ -224,7 +228,7 @@ def run_stage(
     plan.chosen(list(only or ()))
     if stage != "prepare":
         check_accelerate()
-    chosen_device(limits.get("device"))
+    device = chosen_device(limits.get("device"))
     if stage == "prepare":
         for path in (*texts, *held_out):
             check_file(path)
@@ -233,6 +237,8 @@ def run_stage(
             read_tokenizer(tokenizer)
     elif stage != "try":
         require_texts(folder)
+    if stage in TRAINING and device.type == "cpu":
+        check_memory(plan, limits.get("log", lambda message: None))
     workspace = LMWorkspace.open(folder, plan)
     if stage == "prepare":
         prepare_texts(workspace, texts, held_out[0], held_out[1:], tokenizer)
@@ -247,6 +253,24 @@ def run_stage(
         limits["seeds"] = [1]
         return run_works(workspace, "everything", only or closest(workspace, count), **limits)
     return run_works(workspace, stage, only, **limits)
+
+
+def check_memory(plan: LanguageModelPlan, log: Log = lambda message: None) -> None:
+    """Say how much memory a training step of the plan takes on a CPU.
+
+    Raises:
+        ValueError: This machine has less.
+    """
+    needed = training_memory_gb(plan.settings(plan.normalizers[0], rate=plan.rates[0], tokens=1, seed=0))
+    memory = machine_memory_gb()
+    advice = f"Use a GPU, --size 30M, or --set batch={max(1, plan.batch // 4)}."
+    if memory is not None and needed > USABLE_MEMORY * memory:
+        raise ValueError(
+            f"expected a machine with at least {needed / USABLE_MEMORY:.0f} GB of memory to train these models on a "
+            f"CPU, got {memory:.0f} GB. {advice}"
+        )
+    if needed > LITTLE_MEMORY:
+        log(f"training on a CPU takes about {needed:.0f} GB of memory, and far longer than on a GPU. {advice}")
 
 
 def run_works(

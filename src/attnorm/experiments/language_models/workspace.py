@@ -11,9 +11,9 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -104,6 +104,7 @@ class LanguageModelPlan(ModelPlan):
 
 
 AnyPlan = TypeVar("AnyPlan", bound=ModelPlan)
+ChangedPlan = TypeVar("ChangedPlan", bound=Any)  # a dataclass
 FULL = LanguageModelPlan()
 # GPT-2's shape with rotary positions, so that longer windows can be tried. Its tokenizer is given with --tokenizer.
 LARGE = LanguageModelPlan(
@@ -133,7 +134,7 @@ def on_this_machine(plan: AnyPlan) -> AnyPlan:
     return plan if torch.cuda.is_available() else replace(plan, dtype="float32", compiled=False)
 
 
-def change_plan(plan: LanguageModelPlan, changes: Sequence[str]) -> LanguageModelPlan:
+def change_plan(plan: ChangedPlan, changes: Sequence[str]) -> ChangedPlan:
     """Apply NAME=VALUE changes, VALUE in JSON: main_tokens=50000000, rates=[0.001,0.002], needle.steps=300.
 
     Raises:
@@ -141,7 +142,7 @@ def change_plan(plan: LanguageModelPlan, changes: Sequence[str]) -> LanguageMode
     """
     for change in changes:
         name, _, text = change.partition("=")
-        current = _values_of(plan)
+        current, types = _by_name(asdict(plan)), _by_name(_types_of(type(plan)))
         if name not in current:
             raise ValueError(f"--set {change}: the plan has no {name!r}; it has {', '.join(current)}")
         try:
@@ -149,7 +150,7 @@ def change_plan(plan: LanguageModelPlan, changes: Sequence[str]) -> LanguageMode
         except json.JSONDecodeError:
             raise ValueError(f"--set {change}: the value must be JSON, as in batch=16 or rates=[0.001,0.002]") from None
         value = tuple(value) if isinstance(value, list) else value
-        if not _is_like(value, current[name]):
+        if not _has_type(value, types[name]):
             raise ValueError(f"--set {change}: expected a value like {json.dumps(current[name])}, got {text}")
         part, dot, inner = name.partition(".")
         if dot:
@@ -158,19 +159,25 @@ def change_plan(plan: LanguageModelPlan, changes: Sequence[str]) -> LanguageMode
     return plan
 
 
-def _values_of(plan: LanguageModelPlan) -> dict[str, Any]:
-    """Return the values of a plan by name; those of a part have names such as needle.steps."""
+def _by_name(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by name; those of a part have names such as needle.steps."""
     values: dict[str, Any] = {}
-    for name, value in plan.as_dict().items():
+    for name, value in parts.items():
         values |= {f"{name}.{inner}": one for inner, one in value.items()} if isinstance(value, dict) else {name: value}
     return values
 
 
-def _is_like(value: Any, current: Any) -> bool:
-    """Whether a value has the type of the current one; a whole number also stands for a float."""
-    if isinstance(value, tuple) and isinstance(current, tuple):
-        return all(_is_like(one, current[0]) for one in value) if current else True
-    return type(value) is type(current) or (isinstance(current, float) and type(value) is int)
+def _types_of(plan: Any) -> dict[str, Any]:
+    """Return the type of each value of a plan, or of a part of it as a dict of types."""
+    types = get_type_hints(plan)
+    return {name: _types_of(kind) if is_dataclass(kind) else kind for name, kind in types.items()}
+
+
+def _has_type(value: Any, kind: Any) -> bool:
+    """Whether a value has the type; a whole number also stands for a float."""
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_has_type(item, get_args(kind)[0]) for item in value)
+    return type(value) is kind or (kind is float and type(value) is int)
 
 
 def check_plan(plan: LanguageModelPlan) -> None:
