@@ -13,7 +13,7 @@ cheapest engine with the exact result (`choose_engine`), or the engine that the 
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
@@ -37,6 +37,7 @@ else:
 
 Engine = Literal["auto", "fused", "triton", "sparse", "flex", "blocked"]
 ENGINES: tuple[str, ...] = get_args(Engine)
+Computation = Callable[[Inputs, Normalizer], Tensor]
 
 # Size limit of the matrix of weights that return_weights=True builds.
 MAX_WEIGHT_BYTES = 2**30
@@ -239,31 +240,12 @@ def attend(inputs: Inputs, normalizer: Normalizer, engine: Engine = "auto") -> T
 def _run_engine(inputs: Inputs, normalizer: Normalizer, engine: Engine) -> Tensor:
     if inputs.q_BHQD.numel() == 0:
         return blocked(inputs, normalizer)  # some fused kernels divide by the number of rows
-    if engine == "auto":
-        engine = choose_engine(inputs, normalizer)
-    elif not _engine_applies(engine, inputs, normalizer):
+    compute = _choose(inputs, normalizer)[1] if engine == "auto" else _computation(engine, inputs, normalizer)
+    if compute is None:
         raise ValueError(
             f"{normalizer.name!r} {_WHY_ENGINE_DOES_NOT_APPLY[engine]} here; use engine='auto' or 'blocked'"
         )
-    if engine == "fused":
-        return fused.fused(inputs, normalizer)
-    if engine == "triton":
-        from attnorm.engines import decoding, one_pass, stick_breaking
-
-        if decoding.applies(inputs, normalizer):
-            return decoding.decode(inputs, normalizer)
-        if stick_breaking.applies(inputs, normalizer):
-            return stick_breaking.stick_breaking(inputs, normalizer)
-        return one_pass.one_pass(inputs, normalizer)
-    if engine == "sparse":
-        from attnorm.engines import sparse
-
-        return sparse.sparse(inputs, normalizer)
-    if engine == "flex":
-        from attnorm.engines import flex
-
-        return flex.flex(inputs, normalizer)
-    return blocked(inputs, normalizer)
+    return compute(inputs, normalizer)
 
 
 _WHY_ENGINE_DOES_NOT_APPLY = {
@@ -280,34 +262,47 @@ def choose_engine(inputs: Inputs, normalizer: Normalizer) -> Engine:
     On a CPU this is SDPA if it applies, else blocks. On a GPU the order is: SDPA if it takes q unchanged or rounding q
     is worth it, our Triton kernels, SDPA with a changed q, FlexAttention, blocks.
     """
+    return _choose(inputs, normalizer)[0]
+
+
+def _choose(inputs: Inputs, normalizer: Normalizer) -> tuple[Engine, Computation]:
+    """Return that engine and its function."""
     on_sdpa, rounds_q = fused.applies(inputs, normalizer), fused.rounds_q(inputs, normalizer)
     keeps_q = on_sdpa and not rounds_q
     if not inputs.q_BHQD.is_cuda or is_exporting():  # an exported graph cannot contain our kernels
-        return "fused" if keeps_q else "blocked"
+        return ("fused", fused.fused) if keeps_q else ("blocked", blocked)
     if on_sdpa and normalizer.sink is None and (keeps_q or fused.is_worth_rounding(inputs, normalizer)):
-        return "fused"
+        return "fused", fused.fused
     # Our kernel comes before SDPA: a sink is one more key for SDPA, which in decoding copies the cache (2.4 ms, our
     # kernel takes 0.4 ms).
     order: tuple[Engine, ...] = ("triton", "fused", "sparse", "flex") if keeps_q else ("triton", "sparse", "flex")
-    return next((engine for engine in order if _engine_applies(engine, inputs, normalizer)), "blocked")
+    for engine in order:
+        if (compute := _computation(engine, inputs, normalizer)) is not None:
+            return engine, compute
+    return "blocked", blocked
 
 
-def _engine_applies(engine: Engine, inputs: Inputs, normalizer: Normalizer) -> bool:
+def _computation(engine: Engine, inputs: Inputs, normalizer: Normalizer) -> Computation | None:
+    """Return the function by which an engine computes this call; None if it does not apply."""
     if engine == "fused":
-        return fused.applies(inputs, normalizer)
+        return fused.fused if fused.applies(inputs, normalizer) else None
     if engine == "triton":
         from attnorm.engines import decoding, one_pass, stick_breaking  # loads Triton if it is installed
 
-        return any(module.applies(inputs, normalizer) for module in (one_pass, decoding, stick_breaking))
+        if one_pass.applies(inputs, normalizer):
+            return one_pass.one_pass
+        if decoding.applies(inputs, normalizer):
+            return decoding.decode
+        return stick_breaking.stick_breaking if stick_breaking.applies(inputs, normalizer) else None
     if engine == "sparse":
         from attnorm.engines import sparse
 
-        return sparse.applies(inputs, normalizer)
+        return sparse.sparse if sparse.applies(inputs, normalizer) else None
     if engine == "flex":
         from attnorm.engines import flex  # loads torch's compiler
 
-        return flex.applies(inputs, normalizer)
-    return True
+        return flex.flex if flex.applies(inputs, normalizer) else None
+    return blocked
 
 
 def normalize(

@@ -133,7 +133,7 @@ def _attend(
     rows, columns, warps, stages = tile
     heads, _, queries, keys, offset = call.lengths
     begin, span, splits = parts_of_keys(q, k, call.form, columns, SPARSE_PROGRAMS if search.sparse else DENSE_PROGRAMS)
-    row_count, width = z[..., 0].numel(), v.shape[-1]
+    row_count, width = q.shape[0] * heads * queries, v.shape[-1]
     state = torch.empty((3, row_count), dtype=torch.float32, device=q.device)
     parts = torch.empty((row_count, splits, width), dtype=torch.float32, device=q.device)
     sums, references = (torch.empty((row_count, splits), dtype=torch.float32, device=q.device) for _ in range(2))
