@@ -155,6 +155,28 @@ def test_a_graph_contains_the_kernel_that_eager_mode_runs(name: str) -> None:
     assert any(operator.startswith("attnorm.") and "attention" in operator for operator in operators), operators
 
 
+@pytest.mark.parametrize(
+    "name", ["entmax15", "entmax:alpha=1.3", "kneemax", "asentmax", "topk", "sa_softmax", "stick_breaking",
+             "adaptive_temperature", "norm_softmax"],
+)  # fmt: skip
+def test_decoding_in_a_cuda_graph(name: str) -> None:
+    """A captured call must not wait for the GPU, and replays with what its tensors then hold."""
+    q, k, v = (torch.randn(1, 8, length, 64, device="cuda", dtype=torch.bfloat16) for length in (1, 3000, 3000))
+    normalizer = attnorm.get(name).cuda().requires_grad_(False)
+    call = partial(attnorm.attention, q, k, v, normalizer, causal=True)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()  # compiles
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = call()
+    for t in (q, k, v):
+        t.copy_(torch.randn_like(t))
+    graph.replay()
+    assert torch.equal(output, call())
+
+
 @pytest.mark.parametrize("name", ["ssmax", "log_scaled"])
 def test_a_rescaled_softmax_is_one_graph_with_its_factor(name: str) -> None:
     q, k, v = (torch.randn(1, 2, 64, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))

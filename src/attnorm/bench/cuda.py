@@ -82,7 +82,11 @@ TILE_KEYS = 128
 VISIBLE_TILES = (0, 3, 6)  # of every ten; the first rows see tile 0 only
 FAR_BELOW = 16.0  # a factor of q and one of k: with the width 64 their product lowers a logit by 32
 DECODED_WAYS = {"called": False, "from a CUDA graph": True}
-DECODED = ("softmax", "ssmax", "sink", "sigmoid", "relu", "softpick", "scale_invariant", "adaptive_temperature")
+DECODED = (
+    "softmax", "ssmax", "sink", "sigmoid", "relu", "softpick", "scale_invariant", "adaptive_temperature",
+    "norm_softmax", "sa_softmax", "stick_breaking", "topk", "entmax15", "sparsemax", "asentmax", "kneemax",
+    "entmax:alpha=1.3",
+)  # fmt: skip
 DECODED_SHAPE = (32, 32768, 128)  # heads, keys, width
 SLOW_ON_CUDA = ("flex", "blocked")  # engines to time at the first shape only: at the others a call would take seconds
 FIRST_CALL_SHAPE = CUDA_SHAPES[0]
