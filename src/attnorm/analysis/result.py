@@ -15,7 +15,6 @@ from attnorm.analysis import manifest as manifests
 from attnorm.analysis import store
 from attnorm.analysis.reads import TopKeys, top_keys
 from attnorm.analysis.tables import (
-    ADDED_IN_3,
     ALL_SCHEMAS,
     HEAD_KEY,
     SCHEMAS,
@@ -23,8 +22,6 @@ from attnorm.analysis.tables import (
     VERDICT_COLUMNS,
     NotMeasuredError,
     merge_runs,
-    upgrade_tables,
-    with_new_metrics,
     with_optional,
 )
 from attnorm.analysis.verdicts import VERDICTS, ModelVerdict, Thresholds, model_verdict, representative_rows
@@ -227,12 +224,12 @@ class Analysis:
                 "parts). Start the same analysis again with this folder to resume it."
             )
         old = manifest["schema"] != manifests.SCHEMA
-        written = [name for name in TABLES if not (old and name in ADDED_IN_3)]
+        written = [name for name in TABLES if not (old and name in store.ADDED_IN_3)]
         tables, manifest = store.read_run(folder, manifest, written)
         if old:
             manifest = manifests.upgraded_manifest(manifest)
-            return cls.of(upgrade_tables(tables), manifest, thresholds_of(manifest["thresholds"]))
-        tables = with_new_metrics(with_optional(tables))
+            return cls.of(store.upgrade_tables(tables), manifest, thresholds_of(manifest["thresholds"]))
+        tables = store.with_new_metrics(with_optional(tables))
         for name, schema in ALL_SCHEMAS.items():
             expected = pa.schema([*schema, *VERDICT_COLUMNS]) if name == "heads" else schema
             missing = set(expected.names) - set(tables[name].column_names)

@@ -13,6 +13,7 @@ when the part is finished.
 
 manifest.json and part.json hold SHA-256 digests: of each table file, and of their own content ("sha256"). A file that
 changed after it was written raises DamagedFileError. Files of earlier versions have no digests and are not checked.
+Their tables get the columns of today (`upgrade_tables`, `with_new_metrics`).
 """
 
 import contextlib
@@ -28,12 +29,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from attnorm.analysis.tables import OPTIONAL, SCHEMAS, Part
+from attnorm.analysis.tables import ALL_SCHEMAS, OPTIONAL, SCHEMAS, Part, with_quantiles
 from attnorm.files import atomic_replace
 from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.catalogue import PER_HEAD, PER_ROW
 from attnorm.provenance import versions
 
 MANIFEST = "manifest.json"
@@ -227,6 +230,48 @@ def _parquet(table: pa.Table) -> bytes:
 def _write_bytes(path: Path, content: bytes) -> None:
     """Write a part of a draft; tests replace this function to simulate a full disk."""
     path.write_bytes(content)
+
+
+def with_new_metrics(tables: Mapping[str, pa.Table]) -> dict[str, pa.Table]:
+    """Return the tables with NaN for metrics that attnorm did not know when it wrote them."""
+    return {name: _with_new_metrics(name, table) for name, table in tables.items()}
+
+
+def _with_new_metrics(name: str, table: pa.Table) -> pa.Table:
+    schema_columns, present = set(ALL_SCHEMAS[name].names), set(table.column_names)
+    for metric in (*PER_ROW, *PER_HEAD):
+        columns = [column for column in with_quantiles(metric) if column in schema_columns]
+        if present.isdisjoint(columns):
+            for column in columns:
+                table = table.append_column(column, pa.array(np.full(table.num_rows, np.nan)))
+    return table
+
+
+# Version 2 stored the mean of a metric under its own name and the median as _q50, measured one window of a text, and
+# had neither blocks nor windows. Its verdicts are judged again, without confidence: there is nothing to resample.
+ADDED_IN_3 = ("blocks", "windows")
+
+
+def upgrade_tables(tables: Mapping[str, pa.Table]) -> dict[str, pa.Table]:
+    """Return tables of version 2 with the columns of the current version."""
+    return {
+        **{name: _upgrade_columns(name, table) for name, table in tables.items()},
+        **{name: ALL_SCHEMAS[name].empty_table() for name in ADDED_IN_3},
+    }
+
+
+def _upgrade_columns(name: str, table: pa.Table) -> pa.Table:
+    if name in ("heads", "by_length"):
+        means = {f"{metric}_mean": table[metric] for metric in PER_ROW if metric in table.column_names}
+        medians = {metric: table[f"{metric}_q50"] for metric in PER_ROW if f"{metric}_q50" in table.column_names}
+        for column, values in medians.items():
+            table = table.set_column(table.column_names.index(column), column, values)
+        for column, values in means.items():
+            table = table.append_column(column, values)
+    for field in SCHEMAS[name]:
+        if field.name not in table.column_names:
+            table = table.append_column(field.name, pa.array(np.full(table.num_rows, np.nan), field.type))
+    return table.select(SCHEMAS[name].names)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The tables of an analysis: their columns, how numbers become rows, how windows and runs merge, older tables.
+"""The tables of an analysis: their columns, how numbers become rows, how windows and runs merge.
 
 Merging (`merge_parts`) averages the windows of a text: numbers are means, except horizons, which are medians (a horizon
 is exponential in the logit spread). Row counts are summed and largest norms are maxima. The table `windows` keeps the
@@ -251,48 +251,6 @@ def part_table(schema: pa.Schema, layers: Sequence[pa.Table], fixed: Mapping[str
 def with_optional(tables: Mapping[str, pa.Table]) -> dict[str, pa.Table]:
     """Return the tables with an empty table for each optional one that is missing."""
     return {**{name: SCHEMAS[name].empty_table() for name in OPTIONAL}, **tables}
-
-
-def with_new_metrics(tables: Mapping[str, pa.Table]) -> dict[str, pa.Table]:
-    """Return the tables with NaN for metrics that attnorm did not know when it wrote them."""
-    return {name: _with_new_metrics(name, table) for name, table in tables.items()}
-
-
-def _with_new_metrics(name: str, table: pa.Table) -> pa.Table:
-    schema_columns, present = set(ALL_SCHEMAS[name].names), set(table.column_names)
-    for metric in (*PER_ROW, *PER_HEAD):
-        columns = [column for column in with_quantiles(metric) if column in schema_columns]
-        if present.isdisjoint(columns):
-            for column in columns:
-                table = table.append_column(column, pa.array(np.full(table.num_rows, np.nan)))
-    return table
-
-
-# Version 2 stored the mean of a metric under its own name and the median as _q50, measured one window of a text, and
-# had neither blocks nor windows. Its verdicts are judged again, without confidence: there is nothing to resample.
-ADDED_IN_3 = ("blocks", "windows")
-
-
-def upgrade_tables(tables: Mapping[str, pa.Table]) -> dict[str, pa.Table]:
-    """Return tables of version 2 with the columns of the current version."""
-    return {
-        **{name: _upgrade_columns(name, table) for name, table in tables.items()},
-        **{name: ALL_SCHEMAS[name].empty_table() for name in ADDED_IN_3},
-    }
-
-
-def _upgrade_columns(name: str, table: pa.Table) -> pa.Table:
-    if name in ("heads", "by_length"):
-        means = {f"{metric}_mean": table[metric] for metric in PER_ROW if metric in table.column_names}
-        medians = {metric: table[f"{metric}_q50"] for metric in PER_ROW if f"{metric}_q50" in table.column_names}
-        for column, values in medians.items():
-            table = table.set_column(table.column_names.index(column), column, values)
-        for column, values in means.items():
-            table = table.append_column(column, values)
-    for field in SCHEMAS[name]:
-        if field.name not in table.column_names:
-            table = table.append_column(field.name, pa.array(np.full(table.num_rows, np.nan), field.type))
-    return table.select(SCHEMAS[name].names)
 
 
 @functools.cache
