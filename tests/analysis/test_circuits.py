@@ -85,7 +85,7 @@ def test_analyze_names_the_circuit_of_a_head_and_how_far_it_is_sharp() -> None:
     assert heads[0, 1]["induction"] < 0.05
     (sentence,) = [one for one in analysis.verdict.sentences if one.startswith("Circuits")]
     assert "1 induction head (L1H1; 0 still sharp), 1 previous-token head (L0H0; 1 still sharp)" in sentence
-    plain = analyze(planted(4.3), tokens, read_keys=0)
+    plain = analyze(planted(4.3), tokens, read_keys=0, rows=8)
     assert np.isnan(plain.heads["induction"].to_numpy()).all()
     assert not [one for one in plain.verdict.sentences if one.startswith("Circuits")]
 

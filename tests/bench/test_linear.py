@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from attnorm.bench import linear
-from attnorm.bench.linear import SOFTMAX, independent_tokens, means_of_squares, measure_errors, smooth_tokens
-from attnorm.bench.results import ApproximationError, CostCurve, CostPoint, benchmark_markdown
-from attnorm.bench.suites import run_benchmarks
+from attnorm.bench.linear import independent_tokens, means_of_squares, measure_errors, smooth_tokens
+from attnorm.bench.results import Benchmarks, CostCurve, CostPoint
+from tests.bench.test_results import MACHINE
 
 
 def curve(power: float, factor: float = 1.0, lengths: tuple[int, ...] = (64, 128, 256, 512)) -> CostCurve:
@@ -68,12 +68,6 @@ def test_neighbours_of_a_smooth_image_are_closer_than_independent_tokens() -> No
     assert smooth < independent / 8
 
 
-def test_the_suite_prints_curves_and_errors() -> None:
-    results = run_benchmarks("linear", threads=1, quick=True)
-    assert [one.what for one in results.costs][:3] == [SOFTMAX, "soft (49 landmarks)", "linear"]
-    assert all(isinstance(one, ApproximationError) for one in results.errors)
-    assert not results.missed
-    page = benchmark_markdown(results)
-    assert "faster than softmax from" in page
-    assert "error of the inverse" in page
-    assert results.as_dict()["costs"][0]["exponent"] == results.costs[0].exponent
+def test_json_has_the_exponent_of_each_curve() -> None:
+    results = Benchmarks(machine=MACHINE, costs=(curve(2),))
+    assert results.as_dict()["costs"][0]["exponent"] == pytest.approx(2)

@@ -23,14 +23,14 @@ linux_only = pytest.mark.skipif(not timing.RESET.exists(), reason="needs /proc/s
 
 @pytest.mark.as_installed
 def test_a_quick_run_covers_everything_and_judges_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But analyze and sweep, which test_analyze.py and test_sweep.py run."""
+    """But analyze, sweep and linear, which test_analyze.py, test_sweep.py and cli/test_reproduce.py run."""
     asked: list[Any] = []
-    for name in ("measure_analysis", "measure_sweep"):
+    for name in ("measure_analysis", "measure_linear", "measure_sweep"):
         monkeypatch.setattr(f"attnorm.bench.suites.{name}", lambda **options: iter(asked.append(options) or ()))
     monkeypatch.setattr(attention, "run_and_read_json", forked_json)
     heard: list[Result] = []
     results = run_benchmarks("all", threads=1, quick=True, finished=heard.append)
-    assert [options["quick"] for options in asked] == [True, True]
+    assert [options["quick"] for options in asked] == [True, True, True]
     assert results.quick
     assert not results.missed
     assert all(ratio.target is None for ratio in results.ratios)

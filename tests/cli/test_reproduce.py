@@ -4,12 +4,16 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from typer.testing import CliRunner
 
 from attnorm.cli import app
+from attnorm.experiments import atom_mapping
 from tests.experiments.toy_experiments import Toy
+from tests.training.conftest import write_text
 
 runner = CliRunner()
 HERE = os.path.relpath(__file__)  # a short text, which messages do not wrap
@@ -107,6 +111,76 @@ def test_an_error_is_one_sentence_and_an_exit_code(
     assert result.exit_code == code, result.output
     assert words in " ".join(result.output.replace("│", " ").split())
     assert "Traceback" not in result.output
+
+
+QUICK = {  # verdict of the first claim, and the rows of each table
+    "vision": ("not tested", {"models": 6}),
+    "circuits": ("partly", {"curves": 2 * 3 * 36 * 5, "heads": 2}),  # lengths, circuits, heads, normalizers
+    "text-max": ("not decided", {"sizes": 3, "heads": 3 * 36}),
+    "atom-mapping": ("reproduces", {"heads": 96}),  # the authors' head maps atoms
+}
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_quick_experiment_writes_every_table_figure_and_verdict(name: str, tmp_path: Path) -> None:
+    if name == "atom-mapping" and not all(
+        (atom_mapping.cache_folder() / file).is_file() for file in atom_mapping.FILES
+    ):
+        pytest.skip("RXNMapper's model is not in the cache; `attnorm reproduce atom-mapping` fetches it")
+    printed = _run("reproduce", name, "--quick", "--device", "cpu", "--out", str(tmp_path), "--json")
+    (experiment,) = json.loads(printed)["experiments"]
+    record = json.loads((tmp_path / name / "outcome.json").read_text())
+    assert (record["findings"][0]["verdict"], record["tables"]) == QUICK[name]
+    assert experiment["findings"] == record["findings"]
+    written = {path.name for path in (tmp_path / name).iterdir()}
+    assert written >= {f"{figure}.{form}" for figure in record["figures"] for form in ("svg", "png", "pdf")}
+    assert written >= {f"{table}.{form}" for table in record["tables"] for form in ("csv", "parquet")}
+    assert (tmp_path / "index.html").is_file()
+
+
+def test_a_quick_image_model_is_trained_and_its_heads_are_drawn_on_an_image(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model, image, out = tmp_path / "textures", tmp_path / "photo.png", tmp_path / "heads"
+    command = ["train", "vision", "--quick", "--normalizer", "entmax15", "--out", str(model)]
+    done = runner.invoke(app, command)
+    assert done.exit_code == 0, done.output
+    notices = [line for line in (done.stderr + capfd.readouterr().err).splitlines() if line]
+    assert {line.split()[0] for line in notices} <= {"training:", "wrote"}, "none of transformers"
+    assert json.loads((model / "vision.json").read_text())["settings"]["normalizer"] == "entmax15"
+    assert json.loads((model / "config.json").read_text())["id2label"]["3"] == "rings"
+    assert (model / "preprocessor_config.json").exists()
+    assert runner.invoke(app, command).exit_code == 2  # the folder exists
+    Image.fromarray(np.arange(40 * 40 * 3, dtype=np.uint8).reshape(40, 40, 3)).save(image)
+    _run("analyze", str(model), "--image", str(image), "--metrics", "core", "--out", str(out))
+    assert "photo.png" in (out / "report.html").read_text()
+
+
+def test_a_quick_benchmark_of_linear_cost_has_every_curve_and_error() -> None:
+    lines = _run("bench", "linear", "--quick", "--threads", "1", "--markdown").splitlines()
+    first_cells = [line.split("|")[1].strip() for line in lines if line.startswith("| ")]
+    for curve in ("softmax (SDPA)", "soft (49 landmarks)", "linear"):
+        assert first_cells.count(curve) == 2  # forward, and with backward
+    assert sum("Newton" in cell for cell in first_cells) == 10
+
+
+def test_a_mixture_of_softmaxes_is_trained_and_its_rank_measured(tmp_path: Path) -> None:
+    train, valid = write_text(tmp_path / "train.txt", 300, 0), write_text(tmp_path / "valid.txt", 50, 1)
+    model, out = str(tmp_path / "lm"), tmp_path / "heads"
+    sizes = {"layers": 1, "heads": 2, "width": 8, "context": 32, "vocab": 300, "batch": 4, "steps": 4}
+    options = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    _run("train", "lm", str(train), "--valid", str(valid), "--output", "mos:3", *options, "--out", model)
+    _run("analyze", model, "--text", str(valid), "--windows", "1", "--metrics", "output", "--out", str(out))
+    output = json.loads((out / "manifest.json").read_text())["output"]
+    assert output["width"] == 8 < output["own"]["rank"]
+    assert 'id="output"' in (out / "report.html").read_text()
+
+
+def _run(*words: str) -> str:
+    """Run a command as a user does; return what it printed."""
+    result = runner.invoke(app, words)
+    assert result.exit_code == 0, result.output
+    return result.stdout
 
 
 @pytest.mark.nightly

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from attnorm.experiments.experiment import ExperimentSubject, Outcome
-from attnorm.experiments.text_max import EXPERIMENT, TextMax, judge_claims, measure, question, row_reads, summary
+from attnorm.experiments.experiment import ExperimentSubject
+from attnorm.experiments.text_max import TextMax, judge_claims, measure, question, row_reads, summary
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.observe import observe
 
@@ -67,10 +67,3 @@ def test_claims_need_a_model_that_can_do_the_task() -> None:
     assert judge_claims(replace(found, right=np.array([0.9, 0.9])), 32)[0].verdict == "does not"
     assert judge_claims(replace(found, mass=heads / 3), 32)[1].verdict == "not decided"
     assert "1 of 2 heads read the list" in summary(found)
-
-
-def test_the_experiment_runs_on_the_bundled_model(subject: ExperimentSubject, tmp_path: object) -> None:
-    outcome: Outcome = EXPERIMENT.run(subject, lambda *_: None, tmp_path)  # type: ignore[arg-type]
-    assert outcome.tables["sizes"]["numbers"].to_pylist() == [2, 4, 8]
-    assert outcome.tables["heads"].num_rows == 3 * 36
-    assert set(outcome.figures) == {"text-max"}

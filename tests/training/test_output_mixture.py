@@ -19,6 +19,7 @@ from tests.training.conftest import tiny
 from tests.training.test_lm import assert_equal_runs, metrics
 
 Train = Callable[..., dict[str, Any]]
+MIXTURE: dict[str, Any] = {"architecture": "llama", "normalizer": "ssmax", "output": "mos:4", "steps": 12}
 
 
 def test_the_output_is_saved_with_a_run_only_if_it_was_chosen() -> None:
@@ -48,14 +49,13 @@ def test_both_mixtures_have_equal_parameters_and_the_body_of_the_plain_model() -
 @pytest.fixture(scope="module")
 def run(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     out = tmp_path_factory.mktemp("mixture") / "run"
-    changed = {"architecture": "llama", "normalizer": "ssmax", "output": "mos:4"}
-    return out, train(out, **changed, options={"sample_tokens": 8, "lengths": [16, 64]})
+    return out, train(out, **MIXTURE, options={"sample_tokens": 8, "lengths": [16, 64]})
 
 
 def test_a_mixture_learns_and_is_evaluated_at_every_length(run: tuple[Path, dict[str, Any]]) -> None:
     out, record = run
     losses = [entry["loss"] for entry in metrics(out)]
-    assert losses[-1] < 0.75 * losses[0]
+    assert losses[-1] < 0.9 * losses[0]
     assert [each["length"] for each in record["result"]["validation"]["by_length"]] == [16, 32, 64]
     assert record["run"]["output"] == "mos:4"
     card = (out / "README.md").read_text()
@@ -88,12 +88,11 @@ def test_the_saved_folder_has_the_loss_it_says(
 
 
 def test_a_run_in_two_parts_equals_one_in_one(train: Train, run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    again = {"architecture": "llama", "normalizer": "ssmax", "output": "mos:4"}
-    train(tmp_path / "run", **again, options={"max_minutes": 0.0})
-    train(tmp_path / "run", **again)
+    train(tmp_path / "run", **MIXTURE, options={"max_minutes": 0.0})
+    train(tmp_path / "run", **MIXTURE)
     assert_equal_runs(tmp_path / "run", run[0])
     with pytest.raises(ValueError, match=r"output.*mos:2.*mos:4|output.*mos:4.*mos:2"):
-        train(run[0], **{**again, "output": "mos:2"})
+        train(run[0], **{**MIXTURE, "output": "mos:2"})
 
 
 def test_damaged_values_are_named(run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:

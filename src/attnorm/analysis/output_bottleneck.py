@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from attnorm.analysis.settings import default_text
+from attnorm.models.describe import longest_context
 from attnorm.models.forward_pass import head_logits, predicts_next_token, run
 from attnorm.models.inputs import texts_from, tokens_of, window_inputs
 from attnorm.models.load import BUNDLED, LoadedModel, load
 
 NEGLIGIBLE = 0.01  # nats per token: a loss of this size is below the difference of two random seeds
-WINDOW = 256  # tokens of a pass
+WINDOW = 257  # tokens of a pass, fewer where the positions of a model end; the last one is only predicted
 MAX_CONTEXTS = 2048
 DENSE = 2**27  # logits of a model whose head is not linear: capped, or a mixture of softmaxes
 AT_ONCE = 2**24  # logits of a block
@@ -160,11 +161,13 @@ def measure_output(
     if contexts is not None and contexts < 2:
         raise ValueError(f"contexts: expected at least 2, got {contexts}")
     context_count = contexts or min(4 * width, MAX_CONTEXTS)
-    windows = _windows(loaded, texts, context_count)
+    big = None if larger is None else load(larger, device=device)
+    limits = [longest_context(model.model) for model in (loaded, big) if model is not None]
+    length = min([WINDOW, *(limit for limit, hard in limits if hard and limit is not None)])
+    windows = _windows(loaded, texts, context_count, length)
     own, count = _curve(loaded, windows, context_count, width)
     other = None
-    if larger is not None:
-        big = load(larger, device=device)
+    if big is not None:
         size = int(_head(big).weight.shape[0])
         if size != vocabulary:
             raise ValueError(
@@ -183,17 +186,17 @@ def _head(loaded: LoadedModel) -> Any:
     return loaded.model.get_output_embeddings()  # type: ignore[no-untyped-call]
 
 
-def _windows(loaded: LoadedModel, texts: Any, context_count: int) -> list[Tensor]:
-    """Return token ids of disjoint windows, (1, L) each, until there are enough contexts."""
+def _windows(loaded: LoadedModel, texts: Any, context_count: int, length: int) -> list[Tensor]:
+    """Return token ids of disjoint windows of at most this length, (1, L) each, until there are enough contexts."""
     windows: list[Tensor] = []
     collected = 0
     for text in texts_from(texts):
         if not isinstance(text.content, str | Tensor):
             continue
         tokens = tokens_of(text, loaded, None)
-        body = WINDOW + 1 - tokens.special
+        body = length - tokens.special
         for start in range(0, max(1, int(tokens.ids.shape[1]) - body + 1), body):
-            ids = window_inputs(text, tokens, loaded, start, WINDOW + 1)["input_ids"][:1]
+            ids = window_inputs(text, tokens, loaded, start, length)["input_ids"][:1]
             if collected < context_count and ids.shape[1] > 1:
                 windows.append(ids)
                 collected += ids.shape[1] - 1

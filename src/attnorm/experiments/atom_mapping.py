@@ -53,7 +53,7 @@ MAPPING_HEAD = (10, 5)  # layer and head that the authors use, counted from 0
 TOKEN = re.compile(r"\[[^\]]+\]|Br|Cl|>>|%\d\d|[A-Za-z]|\d|[^\s]")
 ATOM = re.compile(r"\[[^\]]+\]|Br|Cl|[BCNOPSFIbcnops]$")
 
-REACTIONS, QUICK_REACTIONS = 48, 6
+REACTIONS, QUICK_REACTIONS = 48, 2
 JUDGED = 12  # reactions that analyze() measures
 MAPS = 0.8  # share of right atoms from which a head is called a mapping head
 # What stays of the first reactant, and what leaves: amide, ester, ether, sulfonamide. No atom has a symmetric twin.
@@ -176,11 +176,14 @@ def head_scores(loaded: LoadedModel, folder: Path, samples: Sequence[Reaction]) 
     return shares, means
 
 
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "attnorm" / "rxnmapper"
+
+
 def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "attnorm" / "rxnmapper"
     progress("fetching the model", 0, 3)
     try:
-        folder = fetch(cache)
+        folder = fetch(cache_folder())
     except CannotFetch as error:
         raise ValueError(f"atom-mapping needs the model inside {WHEEL}: {error}") from None
     loaded = load(folder, device="cpu")

@@ -44,7 +44,7 @@ WHAT_IF_LOOKS: dict[str, dict[str, Any]] = {
     "hard": {**NULL, "color": "#7a4fa3", "marker": "x", "linestyle": ":"},
 }
 ROOM = {"left": 0.075, "right": 0.97, "top": 0.94, "bottom": 0.115, "wspace": 0.24, "hspace": 0.42}
-LONGEST, QUICK_LONGEST = 2048, 256
+LONGEST, QUICK_LONGEST = 2048, 128
 WHAT_IFS = ("model", "ssmax", "log_scaled", "entmax15", "hard")
 FEW = 0.05  # share of heads below which Wu et al. call retrieval heads sparse
 

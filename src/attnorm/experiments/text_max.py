@@ -37,7 +37,7 @@ from attnorm.models.inputs import needs_tokenizer
 from attnorm.models.observe import observe
 
 SIZES, QUICK_SIZES = (2, 4, 8, 16, 32, 64, 128), (2, 4, 8)
-LISTS, QUICK_LISTS = 16, 4
+LISTS, QUICK_LISTS = 16, 2
 READS = 0.5  # share of the weight on the list from which a head reads it
 SMALLEST_NUMBER, LARGEST_NUMBER = 100, 999  # three digits: as many tokens for every number in most vocabularies
 

@@ -108,12 +108,12 @@ QUICK = VisionPlan(
     models=(
         VisionModel("softmax", {"normalizer": "softmax"}, (8, 4)),
         VisionModel("soft", {"normalizer": "soft", "squares": 2}, (8, 4)),
-        VisionModel("linear", {"normalizer": "linear"}, (8, 4)),
+        VisionModel("linear", {"normalizer": "linear"}, (8,)),
         VisionModel(
             "pyramid soft", PYRAMID | CONVOLUTION | {"normalizer": "soft", "landmark_side": 2, "layers": 3}, (4,)
         ),
     ),
-    epochs=((8, 2), (4, 2)),
+    epochs=((8, 1), (4, 1)),
     seeds=(0,),
     settings=VisionSettings(layers=1, heads=2, width=16, batch=32, learning_rate=1e-2),
 )

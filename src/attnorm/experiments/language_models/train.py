@@ -353,8 +353,8 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def free_memory() -> None:
     """Free the memory of unused models for other processes on the same GPU."""
-    gc.collect()
     if torch.cuda.is_available():
+        gc.collect()
         torch.cuda.empty_cache()
 
 
