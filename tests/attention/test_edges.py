@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnorm import attention
+from attnorm import attention, kernels
 from attnorm.engines import blocked, execution, flex, fused, one_pass, stick_breaking
 from attnorm.engines import inputs as inputs_module
 from attnorm.engines.inputs import Inputs, validate_inputs
@@ -315,3 +316,8 @@ def test_stick_breaking_takes_plain_logits_of_enough_queries_without_dropout(mon
         assert stick_breaking.applies(inputs, one) is runs
     assert not stick_breaking.applies(call(few), get("softmax"))
     assert not stick_breaking.applies(call(few), compose("stick_breaking", scale=Softcap(3.0)))
+
+
+def test_no_kernel_adds_in_the_order_in_which_programs_finish() -> None:
+    """Atomic sums of floats would differ from call to call; tests/cuda compares the bits."""
+    assert [file.name for file in Path(kernels.__file__).parent.glob("*.py") if "tl.atomic" in file.read_text()] == []

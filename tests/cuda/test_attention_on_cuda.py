@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import attnorm
+from attnorm.attention import _engine_applies
 from attnorm.engines import flex
 from attnorm.engines.execution import in_new_thread
 from attnorm.engines.inputs import validate_inputs
@@ -117,6 +118,41 @@ def test_rows_that_see_nothing_are_zero_with_finite_gradients(name):
     output, *grads = _values_and_gradients(q, k, v, attnorm.get(name).cuda(), torch.float32, mask=mask)
     assert (output[0, :, 5] == 0).all()
     assert all(torch.isfinite(g).all() for g in grads)
+
+
+LEARNED: dict[str, dict[str, Any]] = {  # beside those that learn by default
+    "softmax": {"temperature": 0.7, "learned": True, "heads": 4},
+    "entmax": {"alpha": 1.6, "learned": True},
+    "ssmax": {"heads": 4},
+    "asentmax": {"heads": 4},
+    "sink": {"heads": 4},
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_our_kernels_give_the_same_bits_again(name):
+    """Output and gradients of q, k, v and of learned parameters, where several programs add to one sum."""
+    normalizer = attnorm.get(name, **LEARNED.get(name, {})).cuda()
+    q, k, v, _ = _inputs((1000, 1000), (4, 2), "none", torch.bfloat16, width=64)
+    inputs = validate_inputs(q, k, v, mask=None, causal=True, scale=None, positions=None)
+    engine = next((one for one in ("triton", "sparse") if _engine_applies(one, inputs, normalizer)), None)
+    if engine is None:
+        pytest.skip("has no kernel of ours")
+    learned = dict(normalizer.named_parameters())
+    leaves = {"dq": q, "dk": k, "dv": v, **learned}
+    probe = torch.randn_like(q)
+
+    def attend():
+        output = attnorm.attention(q, k, v, normalizer, causal=True, engine=engine)
+        gradients = torch.autograd.grad(output, leaves.values(), probe, allow_unused=True, materialize_grads=True)
+        return {"output": output} | dict(zip(leaves, gradients, strict=True))
+
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    first = attend()
+    for _ in range(3):
+        again = attend()
+        assert [part for part in first if not torch.equal(first[part], again[part])] == []
 
 
 @pytest.mark.parametrize("mask", MASKS)
