@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import attnorm
-from attnorm.attention import _engine_applies
-from attnorm.engines import flex
+from attnorm.engines import flex, one_pass, sparse, stick_breaking
 from attnorm.engines.execution import in_new_thread
 from attnorm.engines.inputs import validate_inputs
 from attnorm.normalizers import Mechanism
@@ -135,7 +134,8 @@ def test_our_kernels_give_the_same_bits_again(name):
     normalizer = attnorm.get(name, **LEARNED.get(name, {})).cuda()
     q, k, v, _ = _inputs((1000, 1000), (4, 2), "none", torch.bfloat16, width=64)
     inputs = validate_inputs(q, k, v, mask=None, causal=True, scale=None, positions=None)
-    engine = next((one for one in ("triton", "sparse") if _engine_applies(one, inputs, normalizer)), None)
+    engines = {one_pass: "triton", stick_breaking: "triton", sparse: "sparse"}
+    engine = next((name for module, name in engines.items() if module.applies(inputs, normalizer)), None)
     if engine is None:
         pytest.skip("has no kernel of ours")
     learned = dict(normalizer.named_parameters())
