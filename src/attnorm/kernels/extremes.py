@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnorm.arithmetic import ceil_div
 from attnorm.kernels.blocks import (
     Constants,
     block_of_keys,
@@ -63,7 +64,7 @@ def sum_by_key(rows: Tensor, index: Tensor, keys: int, groups: int) -> Tensor:
     sums = torch.empty((batch, heads // groups, keys, width), dtype=rows.dtype, device=rows.device)
     exact = torch.backends.cuda.matmul.fp32_precision != "tf32"
     with device_of(rows):
-        sum_by_key_kernel[(-(-keys // 64) * batch * (heads // groups),)](
+        sum_by_key_kernel[(ceil_div(keys, 64) * batch * (heads // groups),)](
             rows, index.contiguous(), sums, *rows.stride()[:3], *sums.stride()[:3], heads, groups, queries, keys, width,
             PRECISION="tf32x3" if exact else "tf32", ROWS=64, COLUMNS=64, WIDTH=padded(rows),
             num_warps=4 if width <= 128 else 8,
@@ -81,7 +82,7 @@ def search(
     *sizes, _, scale, cap = call.sizes
     names = ("CAPPED", "FACTORED", "CAUSAL", "WINDOWED", "MASKED", "PRECISION", "WIDTH", "FULL")
     with call.device:
-        kernel[(-(-q.shape[-2] // (rows_per_program or rows)) * q.shape[0] * q.shape[1],)](
+        kernel[(ceil_div(q.shape[-2], rows_per_program or rows) * q.shape[0] * q.shape[1],)](
             q, k, mask, factor, *rows_of, *call.strides[:6], *call.strides[9:], *sizes, scale, cap,
             **{name: call.constants[name] for name in names}, **more_constants, ROWS=rows, COLUMNS=columns,
             num_warps=warps, num_stages=stages,

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnorm.arithmetic import ceil_div
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -64,7 +66,7 @@ class Launch:
         over, per_program = (k, columns) if over_keys else (q, rows)
         constants = {name: value for name, value in self.shared_constants.items() if name in kernel.arg_names}
         with self.device:
-            kernel[(-(-over.shape[-2] // per_program) * over.shape[0] * over.shape[1],)](
+            kernel[(ceil_div(over.shape[-2], per_program) * over.shape[0] * over.shape[1],)](
                 q, k, mask, *numbers, *self.strides[:6], *self.strides[9:], *self.lengths, q.shape[-1], scale,
                 **constants, ROWS=rows, COLUMNS=columns, FULL=padded(q) == q.shape[-1], num_warps=warps,
                 num_stages=stages,

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnorm.arithmetic import ceil_div
 from attnorm.kernels.blocks import load_tile, matrix_of_head, store_tile
 from attnorm.kernels.launch import device_of, empty_rows, in_rows, padded
 
@@ -17,7 +18,7 @@ def row_dots(a: Tensor, b: Tensor) -> Tensor:
     batch, heads, queries, width = a.shape
     dots = torch.empty((batch, heads, queries), dtype=torch.float32, device=a.device)
     with device_of(a):
-        _row_dots[(-(-queries // ROWS) * batch * heads,)](
+        _row_dots[(ceil_div(queries, ROWS) * batch * heads,)](
             a, b, dots, *a.stride()[:3], *b.stride()[:3], heads, queries, width,
             ROWS=ROWS, WIDTH=padded(a), num_warps=4,
         )  # fmt: skip
@@ -50,7 +51,7 @@ def scaled_rows(
     batch, heads, queries, width = a.shape
     scaled = empty_rows(a)
     with device_of(a):
-        _scaled_rows[(-(-queries // ROWS) * batch * heads,)](
+        _scaled_rows[(ceil_div(queries, ROWS) * batch * heads,)](
             a, b, a if factor is None else factor, scaled, scaled if dots is None else dots, *a.stride()[:3],
             *b.stride()[:3], *((0, 0, 0) if factor is None else factor.stride()), *scaled.stride()[:3], heads, queries,
             width, constant, 0 if keys is None else keys, shortest, FACTORED=factor is not None, LOG=keys is not None,

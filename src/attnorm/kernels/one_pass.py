@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnorm.arithmetic import ceil_div, round_up
 from attnorm.kernels.blocks import (
     Constants,
     LogitRows,
@@ -83,7 +84,7 @@ def forward(
     saved = Saved(*(call.rows(used) for used in (scaled, map_.normalised and not scaled)))
     rows, columns, warps, stages = _forward_tile(q, v, scaled, mask is not None)
     with call.device:
-        forward_kernel[(-(-q.shape[-2] // rows) * q.shape[0] * q.shape[1],)](
+        forward_kernel[(ceil_div(q.shape[-2], rows) * q.shape[0] * q.shape[1],)](
             *call.tensors, call.sink, out, *saved, *call.strides, *out.stride()[:3],
             *call.sizes, form.floor, **call.constants, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
         )  # fmt: skip
@@ -145,9 +146,8 @@ def parts_of_keys(q: Tensor, k: Tensor, form: Form, columns: int, programs: int)
     keys = k.shape[2]
     begin = 0 if form.window is None else max(keys - q.shape[2] - form.window + 1, 0) // columns * columns
     splits = programs * _processors(q) // (k.shape[0] * k.shape[1])
-    span = max(MIN_SPLIT, -(-(keys - begin) // max(splits, 1)))
-    span = -(-span // columns) * columns
-    return begin, span, -(-(keys - begin) // span)
+    span = round_up(max(MIN_SPLIT, ceil_div(keys - begin, max(splits, 1))), columns)
+    return begin, span, ceil_div(keys - begin, span)
 
 
 def _processors(q: Tensor) -> int:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnorm.arithmetic import ceil_div
 from attnorm.kernels.blocks import (
     Constants,
     LogitRows,
@@ -72,7 +73,7 @@ def backward(
     rows_of = (*(t.contiguous() for t in saved), delta)
     with call.device:
         rows, columns, warps, stages = _backward_tile(q, v)
-        backward_queries[(-(-queries // rows) * q.shape[0] * heads,)](
+        backward_queries[(ceil_div(queries, rows) * q.shape[0] * heads,)](
             *call.tensors, *rows_of, grad_in, grad_q, grad_factor, grad_shift,
             *call.strides, *grad_in.stride()[:3], *grad_q.stride()[:3], *call.sizes, form.scale,
             **call.constants, GRAD_OF_FACTOR=grad_of_factor, ROWS=rows, COLUMNS=columns, num_warps=warps,
@@ -88,7 +89,7 @@ def backward(
             )
             softmax = (call.q if soft is None else soft, entropies, references, grad_entropy)
             stages = 2  # with three, registers are spilled
-        backward_keys[(-(-keys // columns) * k.shape[0] * k.shape[1],)](
+        backward_keys[(ceil_div(keys, columns) * k.shape[0] * k.shape[1],)](
             *call.tensors, *rows_of, grad_in, *softmax, grad_k, grad_v,
             *call.strides, *grad_in.stride()[:3], *grad_k.stride()[:3], *grad_v.stride()[:3], *call.sizes, form.scale,
             **call.constants, ENTROPY=sharpened is not None,

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnorm.arithmetic import ceil_div
 from attnorm.kernels.blocks import (
     Constants,
     key_range,
@@ -70,7 +71,7 @@ def forward(
     live = torch.empty(live_shape, dtype=torch.int32, device=q.device)
     rows, columns, warps, stages = forward_tile(q, v)
     with call.device:
-        forward_kernel[(-(-q.shape[2] // rows) * q.shape[0] * q.shape[1],)](
+        forward_kernel[(ceil_div(q.shape[2], rows) * q.shape[0] * q.shape[1],)](
             *call.tensors, out, spent, later, live, *call.strides, *out.stride()[:3], *call.sizes, **call.constants,
             KEEPS=later.numel() > 0, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
         )  # fmt: skip
@@ -80,7 +81,7 @@ def forward(
 def kept_shapes(q: Tensor, k: Tensor, v: Tensor, trains: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of the costs behind tiles, (B H, tiles, rows), and of the first tiles, (B H, blocks)."""
     rows, columns, *_ = forward_tile(q, v)
-    heads, tiles, blocks = q.shape[0] * q.shape[1], -(-k.shape[2] // columns), -(-q.shape[2] // rows)
+    heads, tiles, blocks = q.shape[0] * q.shape[1], ceil_div(k.shape[2], columns), ceil_div(q.shape[2], rows)
     if not trains or (rows, columns) != backward_tile(q, v)[:2] or tiles > MAX_KEPT_TILES:
         return (0,), (0,)
     return (heads, tiles, blocks * rows), (heads, blocks)

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnorm.arithmetic import ceil_div
 from attnorm.kernels.blocks import (
     Constants,
     Sight,
@@ -60,10 +61,10 @@ def backward(
     call = StickLaunch.of(q, k, v, mask, factor, stick)
     grad, spent = in_rows(grad), spent.contiguous()
     rows, columns, warps, stages = backward_tile(q, v)
-    heads, queries, tiles = q.shape[0] * q.shape[1], q.shape[2], -(-k.shape[2] // columns)
+    heads, queries, tiles = q.shape[0] * q.shape[1], q.shape[2], ceil_div(k.shape[2], columns)
     kept = kept_later.numel() > 0  # by the forward pass, for all queries
     most = queries if kept else MAX_CARRIED // (heads * tiles * rows)
-    chunk = min(-(-queries // rows), max(1, most)) * rows
+    chunk = min(ceil_div(queries, rows), max(1, most)) * rows
     earlier = torch.empty((heads, tiles, chunk), dtype=torch.float32, device=q.device)
     later = kept_later.contiguous() if kept else torch.empty_like(earlier)
     live = torch.empty((heads, chunk // rows), dtype=torch.int32, device=q.device)

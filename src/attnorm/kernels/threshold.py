@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnorm.arithmetic import ceil_div
 from attnorm.kernels.blocks import (
     Constants,
     key_range,
@@ -88,7 +89,7 @@ def saved_shapes(q: Tensor, k: Tensor, v: Tensor, trains: bool) -> tuple[tuple[i
     if not trains:
         return (0,), (0,)
     rows, columns, *_ = tiles(q, v).forward
-    blocks = -(-q.shape[2] // rows), -(-k.shape[2] // columns)
+    blocks = ceil_div(q.shape[2], rows), ceil_div(k.shape[2], columns)
     return (*q.shape[:3], 2), (*q.shape[:2], *blocks)
 
 
@@ -111,7 +112,7 @@ def forward(
         torch.empty(threshold_shape, dtype=torch.float32, device=q.device),
         torch.zeros(live_shape, dtype=torch.uint8, device=q.device),
     )
-    blocks, across = -(-queries // rows), -(-k.shape[2] // columns)
+    blocks, across = ceil_div(queries, rows), ceil_div(k.shape[2], columns)
     gaps = torch.empty((batch, heads, blocks, across), dtype=torch.float32, device=q.device)
     listed = list_of_tiles(gaps.numel(), q)
     one = MAPS[map]

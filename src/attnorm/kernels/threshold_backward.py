@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnorm.arithmetic import ceil_div
 from attnorm.kernels.blocks import (
     Constants,
     Sight,
@@ -51,14 +52,14 @@ def backward(
     shared = {**call.constants, "LIVE_ROWS": live_rows, "LIVE_COLUMNS": live_columns}
     with call.device:
         rows, columns, warps, stages = tiles(q, v).queries
-        blocks, across = -(-queries // rows), -(-keys // columns)
+        blocks, across = ceil_div(queries, rows), ceil_div(keys, columns)
         listed = list_of_tiles(batch * heads * blocks * across, q)
         backward_queries[(blocks * batch * heads,)](
             *given, listed, grad_q, grad_factor, grad_parameter, *strides, *grad_q.stride()[:3], *call.sizes, slope,
             **shared, LEARNED=learned, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
         )  # fmt: skip
         rows, columns, warps, stages = tiles(q, v).keys
-        blocks, across = -(-queries // rows), -(-keys // columns)
+        blocks, across = ceil_div(queries, rows), ceil_div(keys, columns)
         listed = list_of_tiles(batch * k.shape[1] * blocks * across, q)
         backward_keys[(across * batch * k.shape[1],)](
             *given, listed, grad_k, grad_v, *strides, *grad_k.stride()[:3], *grad_v.stride()[:3], *call.sizes, slope,
