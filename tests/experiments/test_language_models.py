@@ -22,7 +22,6 @@ from attnorm.experiments.language_models.stages import (
     closest,
     run_stage,
     run_works,
-    write_tables,
 )
 from attnorm.experiments.language_models.train import (
     OutOfTimeError,
@@ -213,7 +212,9 @@ def test_mechanisms_are_tested_without_statistics(
     made = outcome(workspace.results(), plan)
     assert made.tables["models"].num_rows == 4
     monkeypatch.setattr(figures, "save", lambda figure, stem: [])  # made, but not drawn: that takes half of the time
-    write_tables(tmp_path)
+    heard: list[str] = []
+    assert run_stage("tables", tmp_path, plan, log=heard.append)
+    assert heard == [f"wrote {tmp_path / 'tables.md'}"]
     assert name in (tmp_path / "tables.md").read_text()
 
 

@@ -111,7 +111,7 @@ def test_a_time_limit_starts_no_model_that_would_not_finish(
     assert (parts / "data" / "texts.json").exists(), "the texts are encoded"
     assert all(record["wall_seconds"] > 0 for record in records)
     append_jsonl(tmp_path / grid.RECORDS, [records[0] | {"wall_seconds": 120.0}])
-    with pytest.raises(UnfinishedError, match="0 of 1"):
+    with pytest.raises(UnfinishedError, match="1 of 2"):
         grid.records_of(plan, replace(SUBJECT, minutes=1.9), silent, parts)
     monkeypatch.setattr(grid, "train_and_measure", lambda *_: records[1])
     assert len(grid.records_of(plan, replace(SUBJECT, minutes=2.5), silent, parts)) == 2

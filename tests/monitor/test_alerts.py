@@ -107,6 +107,7 @@ def test_a_layer_is_told_of_when_it_enters_a_state_and_again_when_that_is_forgot
     assert counts == [0, 2, 0, 2, 0, 0, 2]
     assert [len(words) for words in heard] == [0, 1, 0, 0, 0, 0, 1]
     assert heard[1][0].startswith("step 2: layer_00 spreads over")
+    assert str(monitor.alerts[0]).startswith("step 2: layer_00 spreads over")
     assert "layer_01" in heard[1][0]
     alerts = [(alert.step, alert.layer) for alert in monitor.alerts if alert.kind == "dispersion"]
     assert alerts == [(2, "layer_00"), (2, "layer_01"), (7, "layer_00"), (7, "layer_01")]

@@ -73,7 +73,7 @@ class Alert:
     words: str
 
     def __str__(self) -> str:
-        return f"{self.layer} {MEANING[self.kind]} ({self.words})"
+        return f"step {self.step}: {self.layer} {MEANING[self.kind]} ({self.words})"
 
 
 _COMPARED = ("separability", "separability_null")

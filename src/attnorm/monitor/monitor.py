@@ -199,7 +199,7 @@ class AttentionMonitor(TrainerCallback):
                 self._last_in_state[state.kind, layer] = self._measurements
         for alert, *others in new.values():
             more = f"; the same for {', '.join(other.layer for other in others)}" if others else ""
-            _warn(f"step {step}: {alert}{more}", AttentionAlert)
+            _warn(f"{alert}{more}", AttentionAlert)
             self.alerts += [alert, *others]
         return {f"{PREFIX}alert/{kind}": float(count) for kind, count in counts.items()}
 

@@ -175,8 +175,8 @@ def closest(workspace: LMWorkspace, count: int, seed: int = 0) -> tuple[str, ...
     return tuple(name for name in workspace.plan.normalizers if name in best and name in ended)
 
 
-def write_tables(folder: Path) -> None:
-    """Write tables.md and the figures from the results of a folder.
+def write_tables(folder: Path) -> list[Path]:
+    """Write tables.md and the figures from the results of a folder; return their paths.
 
     Raises:
         ValueError: The folder has no results, or no model is finished.
@@ -190,10 +190,11 @@ def write_tables(folder: Path) -> None:
     lines = read_results(folder / RESULTS)
     if not contenders(lines):
         raise ValueError(f"{folder / RESULTS} has no model whose losses were measured; run 'everything' first")
-    write_text(folder / "tables.md", all_tables(lines))
+    tables = folder / "tables.md"
+    write_text(tables, all_tables(lines))
     with style():
-        save(comparison_figure(contenders(lines)), folder / "language-models")
-        save(course_figure(lines), folder / "course")
+        compared = save(comparison_figure(contenders(lines)), folder / "language-models")
+        return [tables, *compared, *save(course_figure(lines), folder / "course")]
 
 
 def run_stage(
@@ -221,7 +222,8 @@ def run_stage(
     if stage == "prepare" and not (texts and held_out):
         raise ValueError("the stage prepare needs texts: --text FILE to train on and --valid FILE held out")
     if stage == "tables":
-        write_tables(folder)
+        for path in write_tables(folder):
+            limits.get("log", lambda message: None)(f"wrote {path}")
         return True
     # A folder belongs to its first plan, so that nothing may be written for a call that cannot work.
     check_plan(plan)

@@ -106,8 +106,9 @@ def records_of(plan: GridPlan, subject: ExperimentSubject, progress: ProgressCal
         check_same_texts([line for line in given if line.get("stage") == "texts"], texts, str(parts.parent.parent))
         unigram = _unigram_loss(workspace)
         for done, (key, model, seed) in enumerate(missing):
-            if time.monotonic() + _slowest(_known_records(workspace, parts).values()) >= deadline:
-                raise UnfinishedError(f"{done} of {len(missing)} models were trained")
+            known = _known_records(workspace, parts)
+            if time.monotonic() + _slowest(known.values()) >= deadline:
+                raise UnfinishedError(f"{sum(key in known for key in keys)} of {len(keys)} models are finished")
             progress(f"training {model.label}, seed {seed}", done, len(missing))
             with workspace.claimed(f"{model.label}-seed-{seed}") as acquired:
                 if acquired and key not in _known_records(workspace, parts):  # another process may have finished it
