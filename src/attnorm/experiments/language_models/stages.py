@@ -221,9 +221,10 @@ def run_stage(
         raise ValueError(f"unknown stage {stage!r}; {did_you_mean(stage, STAGES)}")
     if stage == "prepare" and not (texts and held_out):
         raise ValueError("the stage prepare needs texts: --text FILE to train on and --valid FILE held out")
+    log: Log = limits.get("log", lambda message: None)
     if stage == "tables":
         for path in write_tables(folder):
-            limits.get("log", lambda message: None)(f"wrote {path}")
+            log(f"wrote {path}")
         return True
     # A folder belongs to its first plan, so that nothing may be written for a call that cannot work.
     check_plan(plan)
@@ -240,7 +241,7 @@ def run_stage(
     elif stage != "try":
         require_texts(folder)
     if stage in TRAINING and device.type == "cpu":
-        check_memory(plan, limits.get("log", lambda message: None))
+        check_memory(plan, log)
     workspace = LMWorkspace.open(folder, plan)
     if stage == "prepare":
         prepare_texts(workspace, texts, held_out[0], held_out[1:], tokenizer)
