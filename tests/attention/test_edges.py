@@ -108,7 +108,7 @@ def test_the_sharpening_by_entropy_multiplies_the_factors_before_it(
         given.append(factor)
         return values, values
 
-    monkeypatch.setattr(one_pass, "_entropy_of_few_queries", lambda *_: entropy)
+    monkeypatch.setattr(one_pass.one_pass_operators, "row_entropy", lambda *_: (entropy, entropy))
     monkeypatch.setattr(one_pass, "_row_factor_and_shift", lambda *_: (factor, None))
     monkeypatch.setattr(one_pass, "_launch", run)
     monkeypatch.setattr(one_pass, "lower", lambda *_: SimpleNamespace(map=SimpleNamespace(ranged=False), top=None))

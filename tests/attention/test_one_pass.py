@@ -41,7 +41,7 @@ NAMES: dict[str, dict[str, Any]] = {
     "softmax": {"temperature": 0.7, "learned": True, "heads": 4},
     "ssmax": {"heads": 4},
     "sink": {"heads": 4},
-    "sigmoid": {},
+    "sigmoid": {"learned": True, "heads": 4},
     "softpick": {},
     "scale_invariant": {},
     "adaptive_temperature": {},

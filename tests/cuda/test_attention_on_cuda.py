@@ -125,6 +125,7 @@ LEARNED: dict[str, dict[str, Any]] = {  # beside those that learn by default
     "ssmax": {"heads": 4},
     "asentmax": {"heads": 4},
     "sink": {"heads": 4},
+    "sigmoid": {"learned": True, "heads": 4},
 }
 
 

@@ -2,23 +2,29 @@
 
 Ramapuram et al. 2024, https://arxiv.org/abs/2409.04431. The paper's n is the training length, one constant for all
 rows; pass it as `bias=-math.log(length)`. By default n is the row's own visible keys, so a row of one key starts at
-mass 1/2.
+mass 1/2. With `learned=True` a number per head is added to b and trained, from 0.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnorm.normalizers.block import Block
-from attnorm.normalizers.contract import KernelForm, Map, Normalizer, Properties
-from attnorm.normalizers.declaration import Row, WarmStart, declare
+from attnorm.normalizers.contract import KernelForm, Map, Normalizer, Properties, per_head_parameter
+from attnorm.normalizers.declaration import HEADS, Row, WarmStart, declare
 
 
 class Sigmoid(Map):
-    def __init__(self, bias: float | None = None) -> None:
+    offset: Tensor | None
+
+    def __init__(self, bias: float | None = None, *, learned: bool = False, heads: int | None = None) -> None:
         super().__init__()
+        if heads is not None and not learned:
+            raise ValueError(f"heads={heads} needs learned=True: a fixed bias is shared by all heads")
         self.bias = bias
+        self.register_parameter("offset", per_head_parameter(0.0, heads) if learned else None)
         self.properties = Properties(
             row_sum="free", shift_invariant=False, length="" if bias is not None else "bias -log n"
         )
@@ -27,7 +33,10 @@ class Sigmoid(Map):
         return block.hide(torch.sigmoid(block.logits + self.bias_of(block.n)))
 
     def bias_of(self, n: Tensor) -> Tensor:
-        return -torch.log(n.clamp(min=1)) if self.bias is None else torch.full_like(n, self.bias)
+        bias = -torch.log(n.clamp(min=1)) if self.bias is None else torch.full_like(n, self.bias)
+        if self.offset is None:
+            return bias
+        return bias + (self.offset if self.offset.dim() == 0 else self.offset[:, None, None])
 
     def lipschitz(self, n: int) -> float | None:
         return 0.25
@@ -36,15 +45,16 @@ class Sigmoid(Map):
         return KernelForm("sigmoid", row_shift=self.bias_of, counts_keys=True)
 
 
-def _reference(row: Row, bias: float | None = None) -> Tensor:
-    return 1 / (1 + torch.exp(-(row.z + (-math.log(row.n) if bias is None else bias))))
+def _reference(row: Row, bias: float | None = None, **_: Any) -> Tensor:
+    offset = row.value("map.offset", 0.0)
+    return 1 / (1 + torch.exp(-(row.z + (-math.log(row.n) if bias is None else bias) + offset)))
 
 
 @declare(
     reference=_reference,
-    examples=[{}, {"bias": -2.0}],
+    examples=[{}, {"bias": -2.0}, {"learned": True, "heads": HEADS}],
     warm_start=WarmStart("far", "nothing to set: the bias -log n of each row keeps the sum of weights near 1"),
 )
-def sigmoid(bias: float | None = None) -> Normalizer:
-    """sigmoid(z + b) per key, b = -log n of the row, or a fixed number."""
-    return Normalizer(Sigmoid(bias), name="sigmoid")
+def sigmoid(bias: float | None = None, *, learned: bool = False, heads: int | None = None) -> Normalizer:
+    """sigmoid(z + b) per key, b = -log n of the row, or a fixed number; learned adds a trained number per head."""
+    return Normalizer(Sigmoid(bias, learned=learned, heads=heads), name="sigmoid")
