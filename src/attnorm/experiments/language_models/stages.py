@@ -249,7 +249,7 @@ def run_stage(
     if stage == "try":
         choose_engines(
             workspace, only, max_minutes=limits.get("max_minutes"), device=limits.get("device"),
-            log=limits.get("log", lambda message: None),
+            log=log,
         )  # fmt: skip
         return True
     if stage == "second-seed":
