@@ -28,10 +28,7 @@ Choices = Sequence[Normalizer | None]
 Sources = Sequence[Source]
 Numbers = dict[str, dict[str, Tensor]]  # normalizer -> column -> (B, H, R, M)
 ByNormalizer = dict[str, dict[str, Columns]]  # normalizer -> table -> columns
-VECTORS, SENSITIVITY = (
-    "{} vectors",
-    "{} sensitivity",
-)  # names that seed the generator of a layer, together with the random seed
+VECTORS, SENSITIVITY = "{} vectors", "{} sensitivity"  # with the random seed, they seed the generator of a layer
 COVERAGE = ("per_head", "union", "independent")
 
 
@@ -42,6 +39,16 @@ class DrawnAhead:
     rows: Tensor
     permutations: Future[list[Tensor]]
     directions: Future[list[Tensor]]
+
+
+@dataclass(frozen=True)
+class SampledLayers:
+    """What is measured: the sampled rows of each sequence, in calls with the heads of all layers."""
+
+    sequences: Sequence[Sequences]
+    layers: Sequence[AttentionCall]
+    normalizers: Mapping[str, Normalizer | None]
+    settings: AnalysisSettings
 
 
 def draw_ahead(
@@ -89,19 +96,16 @@ def sampled_columns(
         return lambda: columns_by_normalizer
     fits = len(sampled_sequences) == 1 and len(ahead) == len(layers)
     ahead = ahead if fits and all(torch.equal(drawn.rows, sampled_sequences[0].rows) for drawn in ahead) else ()
+    sampled = SampledLayers(sampled_sequences, layers, normalizers, settings)
     tables: dict[str, Callable[[], dict[str, Columns]]] = {}
     if "vectors" in settings.metrics:
         _check_vectors(sampled_sequences[0].call, settings)
-        tables["heads"] = _isotropy(sampled_sequences, normalizers, settings)
-        tables["top_n"] = _vectors(
-            sampled_sequences, layers, normalizers, settings, [drawn.permutations for drawn in ahead]
-        )
+        tables["heads"] = _isotropy(sampled)
+        tables["top_n"] = _vectors(sampled, [drawn.permutations for drawn in ahead])
     if "sensitivity" in settings.metrics:
-        tables["sensitivity"] = _sensitivity(
-            sampled_sequences, layers, normalizers, settings, [drawn.directions for drawn in ahead]
-        )
+        tables["sensitivity"] = _sensitivity(sampled, [drawn.directions for drawn in ahead])
     if "coverage" in settings.metrics:
-        tables["coverage"] = _coverage(sampled_sequences, layers, normalizers, settings)
+        tables["coverage"] = _coverage(sampled)
 
     def columns() -> ByNormalizer:
         for table, collected in tables.items():
@@ -123,17 +127,13 @@ def _sample_rows(call: AttentionCall, rows: Tensor, settings: AnalysisSettings) 
     return evenly_spaced(rows, sampled_rows_at(settings, call.key_BGKD.shape[-2]))
 
 
-def _vectors(
-    sampled_sequences: Sequence[Sequences],
-    layers: Sequence[AttentionCall],
-    normalizers: Mapping[str, Normalizer | None],
-    settings: AnalysisSettings,
-    ahead: Sequence[Future[list[Tensor]]],
-) -> Callable[[], dict[str, Columns]]:
+def _vectors(sampled: SampledLayers, ahead: Sequence[Future[list[Tensor]]]) -> Callable[[], dict[str, Columns]]:
+    settings = sampled.settings
+
     def measure(item: Sequences, choices: Choices, sources: Sources) -> Numbers:
         return measure_vectors(item.call, choices, item.rows, settings.top_n, settings.vectors, sources)
 
-    collected = _measure_and_join(sampled_sequences, layers, normalizers, measure, VECTORS.format(settings.seed), ahead)
+    collected = _measure_and_join(sampled, measure, VECTORS, ahead)
     return lambda: {
         name: {column: _reduce_rows(np.nanmean, value).ravel() for column, value in numbers.items()}
         | {"rows": (~np.isnan(numbers["d_tilde"])).sum(1).ravel()}
@@ -150,22 +150,16 @@ def _excess_error(numbers: Mapping[str, np.ndarray]) -> np.ndarray:
     return np.where(count > 1, np.sqrt(spread / np.maximum(count, 1)), np.nan)
 
 
-def _sensitivity(
-    sampled_sequences: Sequence[Sequences],
-    layers: Sequence[AttentionCall],
-    normalizers: Mapping[str, Normalizer | None],
-    settings: AnalysisSettings,
-    ahead: Sequence[Future[list[Tensor]]],
-) -> Callable[[], dict[str, Columns]]:
+def _sensitivity(sampled: SampledLayers, ahead: Sequence[Future[list[Tensor]]]) -> Callable[[], dict[str, Columns]]:
+    settings = sampled.settings
+
     def measure(item: Sequences, choices: Choices, sources: Sources) -> Numbers:
         return measure_sensitivity(item.call, choices, item.rows, settings.temperatures, settings.epsilons, sources)
 
-    collected = _measure_and_join(
-        sampled_sequences, layers, normalizers, measure, SENSITIVITY.format(settings.seed), ahead
-    )
-    heads, temperatures = sampled_sequences[0].call.query_BHQD.shape[1], np.array(settings.temperatures)
+    collected = _measure_and_join(sampled, measure, SENSITIVITY, ahead)
+    heads, temperatures = sampled.sequences[0].call.query_BHQD.shape[1], np.array(settings.temperatures)
     key: Columns = {
-        "head": np.repeat(np.arange(heads) % (heads // len(layers)), len(temperatures)),
+        "head": np.repeat(np.arange(heads) % (heads // len(sampled.layers)), len(temperatures)),
         "temperature": np.tile(temperatures, heads),
     }
 
@@ -182,36 +176,29 @@ def _sensitivity(
     return lambda: {name: columns_of(numbers) for name, numbers in collected().items()}
 
 
-def _coverage(
-    sampled_sequences: Sequence[Sequences],
-    layers: Sequence[AttentionCall],
-    normalizers: Mapping[str, Normalizer | None],
-    settings: AnalysisSettings,
-) -> Callable[[], dict[str, Columns]]:
-    choices = list(normalizers.values())
-    parts = [coverage_sums(item.call, choices, item.rows, settings.top_n, len(layers)) for item in sampled_sequences]
-    copies_to_cpu = {name: [tuple(map(sent_to_cpu, part[name])) for part in parts] for name in normalizers}
+def _coverage(sampled: SampledLayers) -> Callable[[], dict[str, Columns]]:
+    top_n, layers, choices = sampled.settings.top_n, len(sampled.layers), list(sampled.normalizers.values())
+    parts = [coverage_sums(item.call, choices, item.rows, top_n, layers) for item in sampled.sequences]
+    copies_to_cpu = {name: [tuple(map(sent_to_cpu, part[name])) for part in parts] for name in sampled.normalizers}
 
     def columns_of(name: str) -> Columns:
         sums, rows = (np.sum([part[index].numpy() for part in copies_to_cpu[name]], axis=0) for index in (0, 1))
         means = np.where(rows[:, None] > 0, sums / np.maximum(rows, 1)[:, None], np.nan)  # (3, layers, N)
         return {
-            "top_n": np.tile(settings.top_n, len(layers)),
-            "rows": np.repeat(rows, len(settings.top_n)),
+            "top_n": np.tile(top_n, layers),
+            "rows": np.repeat(rows, len(top_n)),
             **{column: mean.ravel() for column, mean in zip(COVERAGE, means, strict=True)},
         }
 
-    return lambda: {name: columns_of(name) for name in normalizers}
+    return lambda: {name: columns_of(name) for name in sampled.normalizers}
 
 
-def _isotropy(
-    sampled_sequences: Sequence[Sequences], normalizers: Mapping[str, Normalizer | None], settings: AnalysisSettings
-) -> Callable[[], dict[str, Columns]]:
+def _isotropy(sampled: SampledLayers) -> Callable[[], dict[str, Columns]]:
     """Return the isotropy of each head's key/value vectors, averaged over sequences; the same for all normalizers."""
-    heads = sampled_sequences[0].call.query_BHQD.shape[1]
+    settings, heads = sampled.settings, sampled.sequences[0].call.query_BHQD.shape[1]
     names = ("mean_cosine", "effective_rank", "smallest_distance")
     copies_to_cpu = []
-    for item in sampled_sequences:
+    for item in sampled.sequences:
         inputs = item.call.inputs_BKC
         vectors = inputs[:, None] if settings.vectors == "inputs" and inputs is not None else item.call.value_BGKE
         shape = isotropy(vectors, visible_keys(item.call), seed=settings.seed)
@@ -221,7 +208,7 @@ def _isotropy(
         shapes = np.concatenate([part.numpy() for part in copies_to_cpu], axis=1)  # (3, B, G)
         means = _reduce_rows(np.nanmean, shapes)
         of_heads: Columns = {name: np.repeat(mean, heads // len(mean)) for name, mean in zip(names, means, strict=True)}
-        return {name: dict(of_heads) for name in normalizers}
+        return {name: dict(of_heads) for name in sampled.normalizers}
 
     return columns
 
@@ -235,20 +222,18 @@ def _check_vectors(call: AttentionCall, settings: AnalysisSettings) -> None:
 
 
 def _measure_and_join(
-    sampled_sequences: Sequence[Sequences],
-    layers: Sequence[AttentionCall],
-    normalizers: Mapping[str, Normalizer | None],
+    sampled: SampledLayers,
     measure: Callable[[Sequences, Choices, Sources], Numbers],
     seed: str,
     ahead: Sequence[Future[list[Tensor]]],
 ) -> Callable[[], dict[str, dict[str, np.ndarray]]]:
     """Measure every sequence. The result joins the numbers (B, H, R, M) to (H, rows of all sequences, M)."""
-    choices = list(normalizers.values())
+    choices, seed = list(sampled.normalizers.values()), seed.format(sampled.settings.seed)
 
     def sources() -> Sources:
-        return [future.result() for future in ahead] if ahead else [_generator(seed, layer) for layer in layers]
+        return [future.result() for future in ahead] if ahead else [_generator(seed, layer) for layer in sampled.layers]
 
-    parts = [measure(item, choices, sources()) for item in sampled_sequences]
+    parts = [measure(item, choices, sources()) for item in sampled.sequences]
     columns = list(next(iter(parts[0].values())))
     copies_to_cpu = {
         name: [sent_to_cpu(torch.stack([part[name][column] for column in columns])) for part in parts]

@@ -10,7 +10,7 @@ from rich.table import Table
 from attnorm.arithmetic import ceil_div
 from attnorm.cli.analysis_options import check_minutes, numbers_of
 from attnorm.cli.output import Json, ProgressBar, add_command, failures, say, say_result, show, show_json, usage_errors
-from attnorm.cli.train_tasks import Device, clrs, retrieval
+from attnorm.cli.train_tasks import Dense, Device, TrainingDtype, WeightDecay, clrs, retrieval
 from attnorm.provenance import file_hash, recorded_command
 from attnorm.run_folder import make_writable, require_folder
 
@@ -52,14 +52,12 @@ def lm(
         float | None, typer.Option(help="Peak learning rate.", show_default="that of --recipe, else 0.001")
     ] = None,
     warmup: Annotated[int, typer.Option(help="Warmup steps; a cosine schedule to 0 follows.")] = 100,
-    weight_decay: Annotated[float, typer.Option(help="Weight decay of AdamW, on matrices only.")] = 0.1,
+    weight_decay: WeightDecay = 0.1,
     seed: Annotated[int, typer.Option(help="Random seed for weights, windows and the tokenizer's sample.")] = 0,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32 or bfloat16 (autocast).", show_default="bfloat16 on CUDA, else float32")
-    ] = None,
+    dtype: TrainingDtype = None,
     device: Device = None,
     compiled: Compiled = False,
-    dense: Annotated[bool, typer.Option("--dense", help="Compute whole weight matrices; often faster.")] = False,
+    dense: Dense = False,
     eval_every: Annotated[int, typer.Option(help="Steps between validations.")] = 250,
     eval_lengths: Annotated[
         str | None,
@@ -293,9 +291,7 @@ def vision(
     batch: Annotated[int | None, typer.Option(help="Images per step.", show_default="256")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.", show_default="0.001")] = None,
     seed: Annotated[int, typer.Option(help="Random seed for weights, order and shifts of images.")] = 0,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32 or bfloat16 (autocast).", show_default="bfloat16 on CUDA, else float32")
-    ] = None,
+    dtype: TrainingDtype = None,
     device: Device = None,
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compile the layers: faster on a GPU after the first steps.")

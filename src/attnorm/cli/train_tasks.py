@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 _WORK_KEPT = "Interrupted; finished work is kept, and the same command resumes."
 
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1.", show_default="cuda if there is one")]
-
+TrainingDtype = Annotated[
+    str | None, typer.Option(help="float32 or bfloat16 (autocast).", show_default="bfloat16 on CUDA, else float32")
+]
+Dense = Annotated[bool, typer.Option("--dense", help="Compute whole weight matrices; often faster.")]
+WeightDecay = Annotated[float, typer.Option(help="Weight decay of AdamW, on matrices only.")]
 
 # Defaults with --quick.
 _RETRIEVAL_QUICK: dict[str, Any] = {
@@ -243,7 +247,7 @@ def clrs(
     batch: Annotated[int | None, typer.Option(help="Questions per step.", show_default="256")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.", show_default="0.0003")] = None,
     warmup: Annotated[int | None, typer.Option(help="Warmup steps; a cosine to 0 follows.", show_default="50")] = None,
-    weight_decay: Annotated[float, typer.Option(help="Weight decay of AdamW, on matrices only.")] = 0.1,
+    weight_decay: WeightDecay = 0.1,
     layers: Annotated[int | None, typer.Option(help="From scratch: layers.", show_default="4")] = None,
     heads: Annotated[int | None, typer.Option(help="From scratch: heads per layer.", show_default="4")] = None,
     width: Annotated[int | None, typer.Option(help="From scratch: width.", show_default="128")] = None,
@@ -255,11 +259,9 @@ def clrs(
         int, typer.Option(help="Test questions per algorithm and size whose attention entropy is measured.")
     ] = 1,
     seed: Annotated[int, typer.Option(help="Random seed for weights and the order of questions.")] = 0,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32 or bfloat16 (autocast).", show_default="bfloat16 on CUDA, else float32")
-    ] = None,
+    dtype: TrainingDtype = None,
     device: Device = None,
-    dense: Annotated[bool, typer.Option("--dense", help="Compute whole weight matrices; often faster.")] = False,
+    dense: Dense = False,
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compile the blocks: faster on a GPU after the first steps.")
     ] = False,

@@ -25,7 +25,7 @@ from attnorm.metrics.normalized import MeasuredNormalizer, rows_block
 from attnorm.metrics.sampling import evenly_spaced
 from attnorm.metrics.sensitivity import POWER_ROWS
 from attnorm.normalizers.contract import KernelForm, Normalizer, ScaleRule, ThresholdForm
-from attnorm.theory.gradient import Linearization, linearized_norm
+from attnorm.theory.gradient import Linearization, power_iteration_norm
 
 ONE_PASS = ("sigmoid", "relu", "softpick")  # weights rise with the logit and are at least 0
 MAX_SCRATCH = 2**26  # tiles that the threshold kernel keeps numbers of at a time, 8 bytes each
@@ -225,7 +225,7 @@ def _sampled_norms(call: AttentionCall, rows: Tensor, map_: RowMap) -> Tensor:
             gain = map_.factor[block.item, block.heads][:, row_indices].unsqueeze(-1).double()
         visible = None if view.mask is None else view.mask[0]
         generator = torch.Generator(z.device).manual_seed(0)
-        norm = linearized_norm(_softpick(z * gain, visible, map_.floor), z, mask=visible, generator=generator)
+        norm = power_iteration_norm(_softpick(z * gain, visible, map_.floor), z, mask=visible, generator=generator)
         norms[block.item, block.heads, row_indices] = (norm * gain[..., 0].abs()).float()
     return norms
 

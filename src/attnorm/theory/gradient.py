@@ -347,7 +347,7 @@ def linearize(row_map: RowMap, logits: Float[Tensor, "*rows L"]) -> Linearizatio
 
 
 def power_iteration_norm(
-    row_map: RowMap,
+    row_map: "RowMap | Linearization",
     logits: Float[Tensor, "*rows L"],
     *,
     iterations: int = 200,
@@ -357,26 +357,12 @@ def power_iteration_norm(
 ) -> Float[Tensor, "*rows"]:
     """||J|| of any row map, from below: ||J v|| for v after repeated J^T J, never above the norm itself.
 
-    Stops when no row gains more than `tolerance` (relative) in a step. Hidden keys (mask False) are not perturbed.
+    Stops when no row gains more than `tolerance` (relative) in a step. Hidden keys (mask False) are not perturbed. The
+    map may be given by its products with J at these logits.
     """
     if iterations < 1:
         raise ValueError(f"iterations must be at least 1, got {iterations}")
-    linearization = linearize(row_map, logits)
-    return linearized_norm(
-        linearization, logits, iterations=iterations, tolerance=tolerance, mask=mask, generator=generator
-    )
-
-
-def linearized_norm(
-    at: Linearization,
-    logits: Float[Tensor, "*rows L"],
-    *,
-    iterations: int = 200,
-    tolerance: float = 1e-9,
-    mask: Bool[Tensor, "..."] | None = None,
-    generator: torch.Generator | None = None,
-) -> Float[Tensor, "*rows"]:
-    """The same for a map whose products with its Jacobian at the logits are known."""
+    at = row_map if isinstance(row_map, Linearization) else linearize(row_map, logits)
     v = random_directions(logits, 1, mask, generator)[0]
     norm = torch.zeros_like(logits[..., 0])
     for _ in range(iterations):
