@@ -103,6 +103,9 @@ def test_heads_that_are_sharp_at_the_models_limit_are_counted_beyond_it() -> Non
     assert judge_claims(heads, 100, within)[3].verdict == "not tested"
     assert "weight_model_at_limit" not in heads_table(heads, within).column_names
     assert ModelLimit(None, False, [64, 128, 256]).index is None
+    steep = replace(heads[0], gap=np.array([1.0, 1.0 + np.log(2), -9.0]))  # on log n, to twice as many keys each
+    assert heads_table([steep], limit)["gap_slope"].to_pylist() == pytest.approx([1.0])
+    assert steep.slope() < 0
 
 
 @pytest.mark.parametrize(("tokens", "marked"), [(256, True), (300, False)])

@@ -68,10 +68,13 @@ class NamedHead:
     def sharp(self, normalizer: str = "model") -> np.ndarray:
         return self.weights[normalizer] >= SHARP
 
-    @property
-    def slope(self) -> float:
-        """Slope of the gap of the right key on log n; 1 keeps its weight, 0 disperses as theory predicts."""
+    def slope(self, last: int | None = None) -> float:
+        """Slope of the gap of the right key on log n; 1 keeps its weight, 0 disperses as theory predicts.
+
+        last: index of the last length to use, that of the model's limit. Beyond it positions fail as well.
+        """
         known = np.isfinite(self.gap)
+        known[len(self.n) if last is None else last + 1 :] = False
         return float(np.polyfit(np.log(self.n[known]), self.gap[known], 1)[0]) if known.sum() > 1 else float("nan")
 
 
@@ -184,7 +187,7 @@ def judge_claims(heads: Sequence[NamedHead], total: int, limit: ModelLimit) -> t
         ),
         _judge_lost_heads(heads),
         _judge_beyond(heads, limit),
-        _judge_slopes(heads),
+        _judge_slopes(heads, limit),
         *(_judge_what_if(heads, name) for name in WHAT_IFS if name != "model" and heads),
     )  # fmt: skip
 
@@ -245,8 +248,9 @@ def _why_not_beyond(limit: ModelLimit) -> str:
     return f"the model was made for {limit.tokens:,} tokens: use --longest {2 * limit.tokens}"
 
 
-def _judge_slopes(heads: Sequence[NamedHead]) -> ExperimentFinding:
-    slopes = np.array([head.slope for head in heads if np.isfinite(head.slope)])
+def _judge_slopes(heads: Sequence[NamedHead], limit: ModelLimit) -> ExperimentFinding:
+    slopes = np.array([head.slope(limit.index) for head in heads])
+    slopes = slopes[np.isfinite(slopes)]
     if not len(slopes):
         return ExperimentFinding(
             "The gap of the right key does not grow with the length (Lemma 2.1)", "", "not decided"
@@ -255,7 +259,8 @@ def _judge_slopes(heads: Sequence[NamedHead]) -> ExperimentFinding:
     return ExperimentFinding(
         claim="The gap of the right key does not grow with the length (Lemma 2.1: bounded logits)",
         ours=f"it grows by {middle:.2f} per e-fold of n in the median of {len(slopes)} heads, quartiles "
-        f"{np.quantile(slopes, 0.25):.2f} to {np.quantile(slopes, 0.75):.2f}",
+        f"{np.quantile(slopes, 0.25):.2f} to {np.quantile(slopes, 0.75):.2f}"
+        + (f", up to the model's limit of {limit.tokens:,} tokens" if limit.index is not None else ""),
         verdict="reproduces" if middle < 0.25 else "partly" if middle < 0.9 else "does not",
         why="slope 1 keeps the weight at every length, slope 0 disperses as fast as bounded logits allow",
     )
@@ -285,7 +290,7 @@ def heads_table(heads: Sequence[NamedHead], limit: ModelLimit) -> pa.Table:
             "head": [head.head for head in heads],
             "circuit": [head.circuit for head in heads],
             "sharp_to_keys": [head.reach for head in heads],
-            "gap_slope": [head.slope for head in heads],
+            "gap_slope": [head.slope(limit.index) for head in heads],
             **{
                 f"weight_{name}_{end}": [float(head.weights[name][index]) for head in heads]
                 for name in (heads[0].weights if heads else ())
