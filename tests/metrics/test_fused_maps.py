@@ -142,9 +142,9 @@ def test_every_number_of_every_row(name: str, kind: str, length: int) -> None:
 
 
 @pytest.mark.parametrize("name", often(MAPS))
-def test_some_rows_of_2000_keys(name: str) -> None:
-    """tests/cuda has all rows, and every kind of logits."""
-    assert_close_to_float64(call_of("random", 2000), make(name), torch.tensor([0, 1000, 1999]))
+def test_some_rows_of_1100_keys(name: str) -> None:
+    """tests/cuda has all rows of 2000 keys, and every kind of logits."""
+    assert_close_to_float64(call_of("random", 1100), make(name), torch.tensor([0, 550, 1099]))
 
 
 @pytest.mark.parametrize("name", [name for name in MAPS if name != "softpick"])

@@ -108,8 +108,8 @@ def test_every_rescaled_softmax_with_every_mask(name: str, mask: str, launches: 
         )
 
 
-def test_some_rows_of_2000_keys() -> None:
-    q, k, v = other_lengths(3, 2000)
+def test_some_rows_of_1100_keys() -> None:
+    q, k, v = other_lengths(3, 1100)
     output, found = both(q, k, v, causal=True)
     q, k, v = (t.cpu().double() for t in (q, k, v))
     torch.testing.assert_close(output.cpu().double(), attnorm.attention(q, k, v, causal=True), rtol=1e-5, atol=1e-6)
