@@ -126,3 +126,17 @@ def test_claims_are_judged_by_the_share_of_heads_that_lose_their_key() -> None:
     assert verdict([head(0.9, 0.8)]) == "does not"
     assert verdict([head(0.4, 0.3)]) == "not decided"
     assert "None of the 36 heads" in summary([], 36, limit)
+
+
+def test_another_normalizer_keeps_the_key_if_half_of_the_heads_are_sharp_with_it() -> None:
+    limit = ModelLimit(128, True, [64, 128])
+    lost = head(0.9, 0.1)
+    sharp = replace(lost, weights={**lost.weights, "hard": np.array([1.0, 1.0])})
+
+    def hard(heads: list[NamedHead]) -> tuple[str, bool]:
+        finding = judge_claims(heads, 100, limit)[-1]
+        return finding.verdict, bool(finding.why)
+
+    assert hard([sharp, lost]) == ("reproduces", True)
+    assert hard([sharp, lost, lost]) == ("partly", False)
+    assert hard([lost]) == ("does not", False)

@@ -269,12 +269,13 @@ def _judge_slopes(heads: Sequence[NamedHead], limit: ModelLimit) -> ExperimentFi
 def _judge_what_if(heads: Sequence[NamedHead], name: str) -> ExperimentFinding:
     model, other = (sum(bool(head.sharp(normalizer)[-1]) for head in heads) for normalizer in ("model", name))
     middle = [float(np.median([head.weights[normalizer][-1] for head in heads])) for normalizer in ("model", name)]
+    verdict: Verdict = "does not" if other <= model else "reproduces" if 2 * other >= len(heads) else "partly"
     return ExperimentFinding(
         claim=f"What if: {name} on the same logits keeps the key",
         ours=f"{other} of {len(heads)} heads are sharp at {heads[0].n[-1]:,.0f} keys, {model} with softmax; median "
         f"weight {middle[1]:.2f} against {middle[0]:.2f}",
-        verdict="reproduces" if other > model else "does not",
-        why="the scores already rank the key first in these rows" if name == "hard" else "",
+        verdict=verdict,
+        why="the scores already rank the key first in these rows" if name == "hard" and verdict == "reproduces" else "",
     )
 
 
