@@ -89,6 +89,9 @@ CALLS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "alphas for other heads": (
         {"normalizer": attnorm.get("entmax", heads=3, learned=True)}, ValueError, ["3 heads", "(2, 4, 5, 5)"],
     ),
+    "biases for other heads": (
+        {"normalizer": attnorm.get("sigmoid", heads=3, learned=True)}, ValueError, ["3 heads", "(2, 4, 5"],
+    ),
     "no hidden states": (
         {"normalizer": attnorm.get("asentmax", heads=4, width=6)}, ValueError, ["pass hidden_states=(batch, queries,"],
     ),

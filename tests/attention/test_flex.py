@@ -17,10 +17,19 @@ from attnorm.normalizers import compose, get
 from attnorm.normalizers.contract import Normalizer
 
 WIDTH = 16  # the least that FlexAttention's kernels take
+
+def sigmoid_of_heads() -> Normalizer:
+    normalizer = get("sigmoid", learned=True, heads=4)
+    assert isinstance(normalizer, Normalizer)
+    normalizer.load_state_dict({"map.offset": torch.tensor([-1.0, 0.0, 0.5, 2.0])})
+    return normalizer
+
+
 RECIPES = {
     "kernel": get("kernel"),
     "sigmoid": get("sigmoid"),
     "sigmoid with a bias": get("sigmoid", bias=-0.5),
+    "sigmoid with a bias of each head": sigmoid_of_heads(),
     "relu": get("relu"),
     "relu squared": get("relu", power=2.0),
     "softpick": get("softpick"),
@@ -130,6 +139,12 @@ def test_narrow_heads_are_left_to_other_engines() -> None:
         q, v = (torch.zeros(1, 1, 2, width) for width in widths)
         inputs = validate_inputs(q, q, v, mask=None, causal=False, scale=None, positions=None)
         assert flex.applies(inputs, normalizer) == taken
+
+
+def test_a_bias_inside_the_score_is_not_trained_there() -> None:
+    inputs, normalizer = inputs_of("causal"), sigmoid_of_heads()
+    assert not flex.applies(inputs, normalizer)
+    assert flex.applies(inputs, normalizer.requires_grad_(False))
 
 
 def test_sums_of_no_keys_are_zero() -> None:

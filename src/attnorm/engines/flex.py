@@ -41,6 +41,8 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
     rules, map_ = normalizer.rules, normalizer.map
     if inputs.q_BHQD.dtype in HALF and _factors_need_grad(inputs, normalizer):
         return False
+    if torch.is_grad_enabled() and any(p.requires_grad for p in map_.parameters()):
+        return False
     if isinstance(map_, Softmax) and rules and isinstance(rules[-1], DistanceRule):
         return inputs.positions is None and all(isinstance(rule, ScaleRule) for rule in rules[:-1])
     if not all(isinstance(rule, ScaleRule) for rule in rules):
@@ -51,7 +53,7 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
 
 
 def _factors_need_grad(inputs: Inputs, normalizer: Normalizer) -> bool:
-    """Whether a scale rule needs a gradient: a factor inside a FlexAttention score does not get it reliably."""
+    """Whether a scale rule needs a gradient: a number inside a FlexAttention score does not get it reliably."""
     rules = [rule for rule in normalizer.rules if isinstance(rule, ScaleRule)]
     states = inputs.hidden_states
     learns = any(p.requires_grad for rule in rules for p in rule.parameters())
@@ -172,8 +174,7 @@ def _kernel(call: _FlexCall, map_: Kernel) -> Tensor:
 
 
 def _sigmoid(call: _FlexCall, map_: Sigmoid) -> Tensor:
-    bias = map_.bias_of(call.n)
-    per_row = call.row_values(bias)
+    per_row = call.row_values(map_.bias_of(call.n.expand(*call.q.shape[:3], 1)))
 
     def score(z: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return torch.nn.functional.logsigmoid(z + per_row[b, h, i])

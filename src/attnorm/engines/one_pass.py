@@ -260,7 +260,7 @@ def _row_factor_and_shift(
     if form.row_factor is not None:
         map_factor = form.row_factor(inputs.n())
         factor = map_factor if factor is None else factor * map_factor
-    shift = None if form.row_shift is None else form.row_shift(inputs.n())
+    shift = None if form.row_shift is None else form.row_shift(inputs.n().expand(*shape, 1))
     return per_row(factor, shape), per_row(shift, shape)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from attnorm.normalizers.block import Block
-from attnorm.normalizers.contract import KernelForm, Map, Normalizer, Properties, per_head_parameter
+from attnorm.normalizers.contract import KernelForm, Map, Normalizer, Properties, per_head, per_head_parameter
 from attnorm.normalizers.declaration import HEADS, Row, WarmStart, declare
 
 
@@ -30,13 +30,13 @@ class Sigmoid(Map):
         )
 
     def forward(self, block: Block) -> Tensor:
-        return block.hide(torch.sigmoid(block.logits + self.bias_of(block.n)))
+        n = block.n if self.offset is None else block.n.expand(*block.logits.shape[:-1], 1)
+        return block.hide(torch.sigmoid(block.logits + self.bias_of(n)))
 
     def bias_of(self, n: Tensor) -> Tensor:
+        """Return the bias of rows with n visible keys, (..., heads, Q, 1)."""
         bias = -torch.log(n.clamp(min=1)) if self.bias is None else torch.full_like(n, self.bias)
-        if self.offset is None:
-            return bias
-        return bias + (self.offset if self.offset.dim() == 0 else self.offset[:, None, None])
+        return bias if self.offset is None else bias + per_head(self.offset, n)
 
     def lipschitz(self, n: int) -> float | None:
         return 0.25
