@@ -18,6 +18,7 @@ from attnorm.normalizers.contract import Normalizer
 
 WIDTH = 16  # the least that FlexAttention's kernels take
 
+
 def sigmoid_of_heads() -> Normalizer:
     normalizer = get("sigmoid", learned=True, heads=4)
     assert isinstance(normalizer, Normalizer)

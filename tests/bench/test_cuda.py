@@ -186,8 +186,9 @@ def test_a_run_that_is_cut_short_leaves_its_results(tmp_path: Path, monkeypatch:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(suites, "compare_cuda_attention", cut_short)
-    assert CliRunner().invoke(app, ["bench", "cuda-attention", "--out", str(tmp_path / "new")]).exit_code != 0
+    command = ["bench", "cuda-attention", "--threads", "3", "--out", str(tmp_path / "new")]
+    assert CliRunner().invoke(app, command).exit_code != 0
     start, ratio, duration = read_jsonl(tmp_path / "new" / "results.jsonl")
-    assert (start["suite"], start["quick"]) == ("cuda-attention", False)
+    assert (start["suite"], start["quick"], start["machine"]["threads"]) == ("cuda-attention", False, 3)
     assert (ratio["kind"], ratio["speedup"], ratio["met"]) == ("Ratio", 2.0, False)
     assert (duration["kind"], duration["seconds"], duration["met"]) == ("Duration", 2.0, True)

@@ -360,7 +360,7 @@ MOST_OF_THREE = 3.0  # promised: times the time of one normalizer
 
 
 def measure_cuda_analysis(*, quick: bool = False, notes: list[str]) -> Iterator[Ratio | ModelRun]:
-    if _no_device(notes, "measuring on CUDA"):
+    if _no_device(notes, "analyze on CUDA"):
         return
     yield from _compare_statistics((1, 2, 256, 32) if quick else (1, 16, 32_768, 128), quick)
     plans: list[tuple[LlamaShape, list[tuple[int, tuple[Way, ...]]]]] = [

@@ -315,12 +315,16 @@ def bench(
     with ProgressBar("measuring") as progress, usage_errors():
         if lines is not None:
             lines.parent.mkdir(parents=True, exist_ok=True)
-            append_jsonl(lines, [{"suite": suite, "quick": quick, "machine": asdict(this_machine())}])
+        is_first = True
 
         def finished(result: "Result") -> None:
+            nonlocal is_first
             progress(f"measured {summary(result)}")
             if lines is not None:
-                append_jsonl(lines, [finite(record(result))])
+                # only here the number of threads is that of the measurement
+                start = [{"suite": suite, "quick": quick, "machine": asdict(this_machine())}] if is_first else []
+                append_jsonl(lines, [*start, finite(record(result))])
+            is_first = False
 
         results = run_benchmarks(
             suite,
