@@ -1,5 +1,6 @@
 """Few queries by maps that search every row first, against the blocks in float64, on a GPU or in the interpreter."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -104,6 +105,23 @@ def test_large_logits(name: str) -> None:
     assert_as_exact_as_blocks([1250 * q.sign(), k.round(), v], make(name))
 
 
+def test_flat_rows_are_sharpened_as_much_as_any() -> None:
+    """Their entropy of 6.25 lies beyond the last turning point of beta."""
+    assert_as_exact_as_blocks(drawn(ONE, spread=0.1), make("adaptive_temperature that never falls"))
+
+
+def test_the_rest_of_the_stick_is_lost_if_the_current_key_is_hidden() -> None:
+    mask = torch.tensor([[True, True, True], [True, False, True], [True, True, True]], device=DEVICE)
+    assert_as_exact_as_blocks(drawn((1, 1, 1, 3, 3, 16, 16)), make("stick_breaking of the rest"), mask=mask)
+
+
+def test_float16_keeps_small_weights() -> None:
+    """300 keys of weight 2e-7, between two numbers of float16 that differ by a third, beside one without a value."""
+    q, k, v = (torch.zeros(1, 1, length, 16, dtype=torch.float16, device=DEVICE) for length in (1, 301, 301))
+    q[..., 0], k[..., 0, 0], v[..., 1:, :] = 4, 15.5, 64
+    assert_as_exact_as_blocks([q, k, v], attnorm.get("topk", k=301))
+
+
 @pytest.mark.parametrize(
     "parts",
     [
@@ -178,8 +196,8 @@ def test_the_operator_is_described_to_the_compiler() -> None:
 
 
 def test_what_is_searched() -> None:
-    def call(shape: tuple[int, ...] = ONE, **options: Any) -> Inputs:
-        return validate_inputs(*drawn(shape), mask=None, causal=True, scale=None, positions=None, **options)
+    def call(shape: tuple[int, ...] = ONE, positions: Tensor | None = None) -> Inputs:
+        return validate_inputs(*drawn(shape), mask=None, causal=True, scale=None, positions=positions)
 
     def applies(inputs: Inputs, normalizer: Any) -> bool:
         return decoding.applies(inputs, normalizer)
@@ -192,6 +210,11 @@ def test_what_is_searched() -> None:
         assert applies(call((1, 8, 1, 15, 100, 8, 8)), one)
         assert not applies(call((1, 9, 1, 15, 100, 8, 8)), one), "too many rows for a tile"
         assert not applies(call((1, 1, 1, 16, 100, 8, 8)), one), "enough queries for a tile of their own"
+        assert not applies(replace(call(), dropout=0.1), one)
+        assert not applies(replace(call(), bias=torch.zeros(1, 1, 1, 520, device=DEVICE)), one)
+        positions = torch.tensor([600], device=DEVICE)
+        assert applies(call(positions=positions), make("stick_breaking"))
+        assert not applies(call(positions=positions), make("stick_breaking of the rest")), "another current key"
         window = attnorm.get("local", window=30)
         assert not applies(call(), attnorm.compose(scale="adaptive_temperature", select=window)), "entropy of all keys"
         assert not applies(call(), attnorm.compose(map=attnorm.get("kneemax", share=2.0), select=window)), "counts keys"
