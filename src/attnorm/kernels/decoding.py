@@ -90,7 +90,8 @@ def _tile(q: Tensor, v: Tensor, queries: int) -> tuple[int, int, int, int]:
     """Rows for all queries that share a key head, columns, warps, stages.
 
     Compiled for sm_90 in bfloat16, tiles of up to 64 rows spill nothing with 8 warps from 64 rows on. 16 rows of width
-    128 take at most 126 registers, so that a processor holds four programs, and 56 KB of shared memory. Not yet timed.
+    128 take at most 126 registers, so that a processor holds four programs, and 56 KB of shared memory. Only these are
+    timed (docs/benchmarks.md).
     """
     rows = max(16, int(triton.next_power_of_2(queries)))
     wide = max(padded(q), padded(v)) * q.element_size() > 256
