@@ -1,5 +1,6 @@
 """Where normalizers start in a trained model, which options they take at their limits, and what they print."""
 
+import inspect
 import itertools
 import math
 from typing import Any
@@ -57,6 +58,13 @@ def started(name: str, layer: LayerFacts = LAYER, **given: Any) -> tuple[dict[st
 )
 def test_options_of_warm_starts(name: str, given: dict[str, Any], options: dict[str, Any]) -> None:
     assert started(name, **given)[0] == pytest.approx(options)
+
+
+def test_whatever_can_be_learned_per_head_is_in_a_model() -> None:
+    options = {name: inspect.signature(entry.factory()).parameters.keys() for name, entry in BUILT_IN.items()}
+    learned = [name for name, accepted in options.items() if {"learned", "heads"} <= accepted]
+    assert {"entmax", "kneemax", "sigmoid", "softmax", "tempered"} <= set(learned)
+    assert {name: started(name, learned=True)[0].get("heads") for name in learned} == dict.fromkeys(learned, 3)
 
 
 def test_values_of_warm_starts() -> None:

@@ -33,7 +33,7 @@ from attnorm.normalizers.contract import (
     per_head,
     per_head_parameter,
 )
-from attnorm.normalizers.declaration import HEADS, LayerFacts, Options, Row, WarmStart, declare
+from attnorm.normalizers.declaration import HEADS, LayerFacts, Options, Row, WarmStart, declare, heads_if_learned
 from attnorm.normalizers.entmax import entmax_row
 from attnorm.normalizers.registry import entries, get, resolve
 from attnorm.normalizers.softmax import Softmax, Temperature, softmax_row
@@ -273,14 +273,12 @@ def _tempered_reference(row: Row, map: str = "softmax", temperature: float = 1.0
     return softmax_row(z) if map == "softmax" else get(map)(z[None])[0]
 
 
-def _tempered_start(layer: LayerFacts, given_options: Options) -> dict[str, Any]:
-    return {"heads": layer.heads} if given_options.get("learned") else {}
-
-
 @declare(
     reference=_tempered_reference,
     examples=[{}, {"map": "sparsemax", "temperature": 0.37}, {"temperature": 2.0, "learned": True, "heads": HEADS}],
-    warm_start=WarmStart("the same", "T = 1 in front of softmax; as far as its map otherwise", options=_tempered_start),
+    warm_start=WarmStart(
+        "the same", "T = 1 in front of softmax; as far as its map otherwise", options=heads_if_learned
+    ),
 )
 def tempered(
     map: str = "softmax", *, temperature: float = 1.0, learned: bool = False, heads: int | None = None

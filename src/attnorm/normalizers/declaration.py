@@ -92,6 +92,11 @@ class WarmStart:
     by_length: str | None = None
 
 
+def heads_if_learned(layer: LayerFacts, given_options: Options) -> dict[str, Any]:
+    """Return the number of heads if parameters are learned: the options of a warm start that sets nothing else."""
+    return {"heads": layer.heads} if given_options.get("learned") else {}
+
+
 @dataclass(frozen=True)
 class Declaration:
     """The arguments of `@declare`."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import Map, Normalizer, Properties, ThresholdForm
-from attnorm.normalizers.declaration import HEADS, Row, WarmStart, bisect, declare
+from attnorm.normalizers.declaration import HEADS, Row, WarmStart, bisect, declare, heads_if_learned
 from attnorm.normalizers.softmax import Temperature, tempered
 from attnorm.normalizers.threshold import Newton, newton_step, solve_threshold
 
@@ -170,7 +170,7 @@ def _reference(
         {"knee": 0.1},
         {"temperature": 0.5, "learned": True, "heads": HEADS},
     ],
-    warm_start=WarmStart("far"),
+    warm_start=WarmStart("far", options=heads_if_learned),
 )
 def kneemax(
     share: float | None = None,

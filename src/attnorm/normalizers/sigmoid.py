@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import KernelForm, Map, Normalizer, Properties, per_head, per_head_parameter
-from attnorm.normalizers.declaration import HEADS, Row, WarmStart, declare
+from attnorm.normalizers.declaration import HEADS, Row, WarmStart, declare, heads_if_learned
 
 
 class Sigmoid(Map):
@@ -53,7 +53,9 @@ def _reference(row: Row, bias: float | None = None, **_: Any) -> Tensor:
 @declare(
     reference=_reference,
     examples=[{}, {"bias": -2.0}, {"learned": True, "heads": HEADS}],
-    warm_start=WarmStart("far", "nothing to set: the bias -log n of each row keeps the sum of weights near 1"),
+    warm_start=WarmStart(
+        "far", "nothing to set: the bias -log n of each row keeps the sum of weights near 1", heads_if_learned
+    ),
 )
 def sigmoid(bias: float | None = None, *, learned: bool = False, heads: int | None = None) -> Normalizer:
     """sigmoid(z + b) per key, b = -log n of the row, or a fixed number; learned adds a trained number per head."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import KernelForm, Map, Normalizer, Properties, ScaleRule, set_per_head
-from attnorm.normalizers.declaration import HEADS, Row, WarmStart, declare
+from attnorm.normalizers.declaration import HEADS, Row, WarmStart, declare, heads_if_learned
 
 
 class Softmax(Map):
@@ -71,11 +71,7 @@ def _reference(row: Row, temperature: float = 1.0, **_: Any) -> Tensor:
 @declare(
     reference=_reference,
     examples=[{}, {"temperature": 0.37}, {"temperature": 0.5, "learned": True, "heads": HEADS}],
-    warm_start=WarmStart(
-        "the same",
-        "T = 1; learned=True starts there",
-        options=lambda layer, given_options: {"heads": layer.heads} if given_options.get("learned") else {},
-    ),
+    warm_start=WarmStart("the same", "T = 1; learned=True starts there", heads_if_learned),
 )
 def softmax(temperature: float = 1.0, *, learned: bool = False, heads: int | None = None) -> Normalizer:
     """exp(z / T) over its sum; T fixed, or learned per head."""
