@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnorm.metrics import call, nested_sets, row_statistics, separability
 from attnorm.models.patch import patch
+from attnorm.monitor import measure as measuring
 from attnorm.monitor import watch as watching
 from attnorm.monitor.monitor import AttentionMonitor
 from attnorm.theory import rank_one_eigenvalues as secular
@@ -63,3 +64,35 @@ def test_a_gpu_is_not_waited_for(family: str, normalizer: str | None, monkeypatc
     monkeypatch.setattr(watching.ForwardWatch, "_measure", unseen(measure))
     assert measured() == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert len(looked) == 3  # two layers, and all that is measured of them
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations that a GPU would run; views are none."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def test_means_over_all_rows_are_no_further_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids, measure = tiny("gpt2"), tokens(2, 40), watching.ForwardWatch._measure
+    counts: list[int] = []
+
+    def counted(watched: watching.ForwardWatch) -> None:
+        with Launches() as launches:
+            measure(watched)
+        counts.append(launches.count)
+
+    monkeypatch.setattr(measuring, "takes_all_rows", lambda *_: True)
+    monkeypatch.setattr(watching.ForwardWatch, "_measure", counted)
+    for omitted in ((), (), measuring.MEANS_OF_ALL):  # the first measurement also fills caches
+        for name in omitted:
+            monkeypatch.delitem(measuring.REPORTED, name)
+        if omitted:
+            monkeypatch.setattr(measuring, "MEANS_OF_ALL", ())
+        with AttentionMonitor(top_n=5).measuring(model, 1) as numbers:
+            model(input_ids=ids)
+        assert ("attn/layer_00/entropy_all_rows_mean" in numbers) == (not omitted)
+    assert counts[1] == counts[2] > 100

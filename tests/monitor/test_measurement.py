@@ -19,7 +19,7 @@ from attnorm.models.observe import observe
 from attnorm.models.patch import patch
 from attnorm.monitor import measure
 from attnorm.monitor import watch as watching
-from attnorm.monitor.measure import LARGEST, REPORTED, SEPARABILITY_ROWS
+from attnorm.monitor.measure import LARGEST, MEANS_OF_ALL, OF_LONGEST, REPORTED, SEPARABILITY_ROWS
 from attnorm.monitor.monitor import AttentionMonitor
 from tests.metrics.reference import dense_logits, dense_visible
 from tests.models.tiny import llama, tiny, tokens
@@ -53,8 +53,7 @@ def analyzed(model: PreTrainedModel, **inputs: Tensor) -> dict[str, float]:
     found = attnorm.analyze(model, inputs, top_n=(5,), vector_rows=ALL, metrics="vectors")
     expected: dict[str, float] = {}
     kinds = found.heads.column("kind").to_pylist()
-    for table, names in ((found.heads, [name for name in REPORTED if "separability" not in name and name != LARGEST]),
-                         (found.top_n, ["separability"])):  # fmt: skip
+    for table, names in ((found.heads, OF_LONGEST), (found.top_n, ["separability"])):
         kind, layer = (np.array(table.column(name).to_pylist()) for name in ("kind", "layer"))
         for one in {*kinds}:
             for number in {*layer[kind == one]}:
@@ -70,11 +69,12 @@ def analyzed(model: PreTrainedModel, **inputs: Tensor) -> dict[str, float]:
 
 
 def compared(numbers: dict[str, float]) -> dict[str, float]:
-    """Without what is drawn at random, and without indices of heads (test_heads.py)."""
+    """Without what is drawn at random or of all rows, and without indices of heads (test_heads.py)."""
     return {
         key: value
         for key, value in numbers.items()
-        if not any(part in key for part in ("alert", "null", "/worst/", LARGEST)) and not key.endswith("_head")
+        if not any(part in key for part in ("alert", "null", "/worst/", LARGEST, *MEANS_OF_ALL))
+        and not key.endswith("_head")
     }
 
 
@@ -112,6 +112,40 @@ def test_where_kernels_measure_all_rows_the_largest_logit_is_that_of_all(
         assert found[f"attn/layer_{layer:02}/{LARGEST}_max"] == pytest.approx(float(largest.max()))
         assert found[f"attn/layer_{layer:02}/{LARGEST}_mean"] == pytest.approx(float(largest.mean()))
     assert compared(found) == pytest.approx(compared(longest_only))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+@pytest.mark.parametrize("padding", [0, 9])
+def test_where_kernels_measure_all_rows_entropy_and_sink_mass_have_means_over_all(
+    family: str, padding: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the sequence with the most tokens; the others are padded by 9 more of them."""
+    model, ids = tiny(family).double(), tokens(2, 40)
+    mask = torch.ones_like(ids)
+    mask[0, 40 - padding - 9 :] = 0
+    mask[1, 40 - padding :] = 0
+    monkeypatch.setattr(measure, "takes_all_rows", lambda *_: True)
+    found = measured(model, AttentionMonitor(rows=ALL, top_n=5), input_ids=ids, attention_mask=mask)
+    seen: list[AttentionCall] = []
+    with observe(model, seen.append):
+        model(input_ids=ids[1:, : 40 - padding])
+    for layer, call in enumerate(seen):
+        visible = dense_visible(call)[0]
+        p = dense_logits(call)[0].masked_fill(~visible, -torch.inf).softmax(-1)
+        entropy = torch.special.entr(p).sum(-1)
+        n = visible.sum(-1).double()
+        means = {
+            "entropy": entropy.mean(-1),
+            "entropy_ratio": (entropy / n.log()).nanmean(-1),  # a row of one key has none
+            "sink_mass": p[..., 0].mean(-1),
+        }
+        for name, heads in means.items():
+            label = f"attn/layer_{layer:02}/{name}_all_rows"
+            assert found[f"{label}_mean"] == pytest.approx(float(heads.mean()), rel=1e-9)
+            worst = heads.min() if name == "entropy" else heads.max()
+            assert found[f"{label}_{REPORTED[name].worst}"] == pytest.approx(float(worst), rel=1e-9)
+            if family == "gpt2":
+                assert abs(found[f"{label}_mean"] - found[f"attn/layer_{layer:02}/{name}_mean"]) > 1e-3
 
 
 @pytest.mark.parametrize("normalizer", ["ssmax", "entmax15", "sink", "scale_invariant"])
@@ -370,5 +404,5 @@ def test_in_a_sliding_window_the_means_are_over_the_last_rows_too() -> None:
         model(input_ids=tokens(1, 40))
     rows = torch.arange(40)
     every, last = (measure._measure_call(calls[0], some, start, 5) for some, start in ((rows, 28), (rows[28:], 0)))
-    compared = [number for number, name in enumerate(REPORTED) if name != LARGEST]
+    compared = [number for number, name in enumerate(REPORTED) if name not in (LARGEST, *MEANS_OF_ALL)]
     torch.testing.assert_close(every[compared], last[compared], equal_nan=True)

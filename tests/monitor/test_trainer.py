@@ -11,6 +11,7 @@ import attnorm
 from attnorm.models.observe import observe
 from attnorm.models.patch import patch
 from attnorm.monitor import watch as watching
+from attnorm.monitor.measure import MEANS_OF_ALL
 from attnorm.monitor.monitor import AttentionMonitor
 from tests.models.tiny import llama, tokens
 from tests.monitor.training import Reporter, trainer_of
@@ -32,6 +33,7 @@ def test_reporters_hear_the_numbers_on_logging_steps_only(tmp_path: Path) -> Non
     assert reporter.steps == [3, 6]
     first = reporter.heard[0]
     assert {"loss", "attn/layer_00/entropy_mean", "attn/layer_01/sink_mass_max", "attn/alert/dispersion"} <= {*first}
+    assert {f"attn/layer_01/{name}_mean" for name in MEANS_OF_ALL} <= {*first}
     assert all(isinstance(value, float) for key, value in first.items() if key.startswith("attn/"))
     history = [entry for entry in trainer.state.log_history if "attn/layer_00/entropy_mean" in entry]
     assert [entry["step"] for entry in history] == [3, 6]

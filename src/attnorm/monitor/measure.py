@@ -1,9 +1,9 @@
 """Samples of attention calls, kept until the forward pass ends, and their measurement on the device.
 
 A sample is some of the last rows of one sequence of the batch; where a Triton kernel measures them, all rows of that
-sequence. Means are taken over the longest rows, the largest logit over all. Copies, not views: a view would keep a
-whole layer's activations alive, which gradient checkpointing frees. Parameters are copied too: FSDP frees them as soon
-as the layer has run.
+sequence. Means are taken over the longest rows, those of entropy and sink mass also over all, as is the largest logit.
+Copies, not views: a view would keep a whole layer's activations alive, which gradient checkpointing frees. Parameters
+are copied too: FSDP frees them as soon as the layer has run.
 
 Samples give one number per layer and metric, and only one small tensor is transferred. Layers of the same shape are
 measured as the heads of one call: on a GPU thirty small layers take thirty times as long as one, whatever their size.
@@ -198,16 +198,21 @@ REPORTED: dict[str, Reported] = {
     "separability_null": Reported("separability_null", "min"),
     "jacobian_norm": Reported("jacobian_norm", "max"),
     "sink_mass": Reported("sink_mass", "max"),
+    "entropy_all_rows": Reported("entropy_nats", "min"),
+    "entropy_ratio_all_rows": Reported("entropy_ratio", "max"),
+    "sink_mass_all_rows": Reported("sink_mass", "max"),
 }
 LARGEST = "largest_logit"  # over all rows that are measured, short ones too
-OF_ROWS = tuple(metric.source for metric in REPORTED.values() if metric.source not in (*OF_FEW, LARGEST))
+MEANS_OF_ALL = ("entropy_all_rows", "entropy_ratio_all_rows", "sink_mass_all_rows")
+OF_LONGEST = tuple(name for name in REPORTED if name not in (*OF_FEW, LARGEST, *MEANS_OF_ALL))
+STATISTICS = tuple(REPORTED[name].source for name in OF_LONGEST)
 
 
 @torch.no_grad()
 def measure(samples: Sequence[Sample], top_n: int) -> Iterator[tuple[Sample, Tensor]]:
     """Yield each sample with its numbers, (len(REPORTED) + 1, H).
 
-    These are the means of each head over the longest rows, and its share of broken rows.
+    These are the means of each head over the longest rows or over all, and its share of broken rows.
     """
     groups: dict[object, list[Sample]] = {}
     for number, sample in enumerate(samples):
@@ -220,22 +225,23 @@ def measure(samples: Sequence[Sample], top_n: int) -> Iterator[tuple[Sample, Ten
 
 
 def _measure_call(call: AttentionCall, rows: Tensor, longest_from: int, top_n: int) -> Tensor:
-    statistics = measure_rows(call, [None], rows, (), names=OF_ROWS)[MODEL]
+    statistics = measure_rows(call, [None], rows, (), names=STATISTICS)[MODEL]
     n, broken = statistics.n[0], statistics.broken[0]
     # As in analysis: rows of very different n are not averaged into one number.
     long = n > (n.amax(-1, keepdim=True) / 2**0.5).floor()
     long[:, :longest_from].fill_(False)  # in a sliding window, rows before them see as many keys
     few = evenly_spaced(torch.arange(longest_from, len(rows), device=rows.device), SEPARABILITY_ROWS)
     at_few = sent_to(n.device, few)
-    means = dict(zip(OF_ROWS, _means(torch.stack([statistics.values[name][0] for name in OF_ROWS]), long), strict=True))
-    means |= dict(zip(OF_FEW, _means(_separability(call, rows[few], top_n), long[:, at_few]), strict=True))
+    names = (*OF_LONGEST, *MEANS_OF_ALL)
+    # Both means from one tensor: a second one would launch several more kernels.
+    values = torch.stack([statistics.values[REPORTED[name].source][0] for name in names]).double()
+    values[: len(OF_LONGEST)].masked_fill_(~long, torch.nan)
+    means = dict(zip(names, values.nanmean(-1), strict=True))
+    separability = _separability(call, rows[few], top_n).double().masked_fill(~long[:, at_few], torch.nan)
+    means |= dict(zip(OF_FEW, separability.nanmean(-1), strict=True))
     means[LARGEST] = _largest(statistics.values["max_logit"][0])
     share_broken = (broken & long).sum(-1) / long.sum(-1).clamp(min=1)
-    return torch.stack([*(means[metric.source] for metric in REPORTED.values()), share_broken])
-
-
-def _means(values: Tensor, long: Tensor) -> Tensor:
-    return values.double().masked_fill(~long, torch.nan).nanmean(-1)
+    return torch.stack([*(means[name] for name in REPORTED), share_broken])
 
 
 def _largest(values: Tensor) -> Tensor:
