@@ -2,14 +2,18 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import attnorm
 from attnorm.analysis.output_bottleneck import NEGLIGIBLE, OutputBottleneck, RankCurve
+from attnorm.models.load import LoadedModel
 
 VOCABULARY, WIDTH = 60, 16
 
@@ -115,3 +119,31 @@ def test_analyze_adds_the_output_layer_to_verdict_manifest_and_report(tokens: to
     assert 'id="output"' in page
     plain = attnorm.analyze(model(5), tokens, read_keys=0, rows=8)
     assert 'id="output"' not in plain.save_html(tmp_path / "plain.html").read_text()
+
+
+def test_analyze_takes_a_larger_model(tokens: torch.Tensor, tmp_path: Path) -> None:
+    def run(**options: Any) -> attnorm.Analysis:
+        return attnorm.analyze(model(width=8), tokens, read_keys=0, rows=8, **options)
+
+    analysis = run(metrics="output", larger=model(3, width=32), out=tmp_path / "run")
+    output = json.loads((tmp_path / "run" / "manifest.json").read_text())["output"]
+    assert (output["larger"]["rank"], output["verdict"]) == (3, "room")
+    assert output["own"]["rank"] > output["larger"]["needed"]
+    page = analysis.save_html(tmp_path / "report.html").read_text()
+    assert output["sentences"][1] in page
+    assert page.count('class="series thick"') == 2
+    with pytest.raises(FileExistsError, match="larger"):  # the folder holds the rank of another larger model
+        run(metrics="output", larger=model(width=32), out=tmp_path / "run")
+    with pytest.raises(ValueError, match=r"larger.*output.*core"):
+        run(metrics="core", larger=model(width=32))
+
+
+def test_a_larger_model_with_another_tokenizer_is_rejected(tokens: torch.Tensor) -> None:
+    words = {"a": 0, "b": 1}
+    one, other = (
+        LoadedModel(model(), PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocab, "a"))), name)
+        for name, vocab in (("one", words), ("other", {"a": 1, "b": 0}))
+    )
+    assert attnorm.output_bottleneck(one, tokens, larger=one).larger is not None
+    with pytest.raises(ValueError, match=r"tokenizer of one.*other"):
+        attnorm.output_bottleneck(one, tokens, larger=other)

@@ -18,7 +18,7 @@ import pyarrow as pa
 from attnorm.analysis import circuits, store
 from attnorm.analysis.collect import Collector
 from attnorm.analysis.manifest import finished_manifest, new_manifest
-from attnorm.analysis.output_bottleneck import measure_output
+from attnorm.analysis.output_bottleneck import load_larger, measure_output
 from attnorm.analysis.plan import AnalysisPlan, PartPlan, check_windows, plan, unigram_entropies
 from attnorm.analysis.reads import token_texts
 from attnorm.analysis.result import Analysis, reject_another_run
@@ -45,6 +45,7 @@ from attnorm.analysis.tables import Part, merge_parts
 from attnorm.analysis.verdicts import Thresholds
 from attnorm.metrics.normalized import MODEL
 from attnorm.metrics.sampling import query_masks
+from attnorm.models.describe import describe
 from attnorm.models.dispatch import check_has_rows, check_observable
 from attnorm.models.forward_pass import reading, run
 from attnorm.models.inputs import Text, texts_from
@@ -88,6 +89,7 @@ def analyze(
     vector_rows: int | None = None,
     metrics: str | Iterable[str] = USUAL_GROUPS,
     temperatures: Sequence[float] = TEMPERATURES,
+    larger: Any = None,
     seed: int = 0,
     read_keys: int = READ_KEYS,
     read_rows: int | Sequence[int] = READ_ROWS,
@@ -126,6 +128,7 @@ def analyze(
             length, and adds induction, previous-token and retrieval scores. Nor is "output", the rank of the output
             layer's logits (output_bottleneck).
         temperatures: Divisors of the logits for the group sensitivity.
+        larger: A larger model with the same tokenizer, for the group output: the rank that the text needs.
         seed: Random seed for row sampling and permutations; verdicts do not depend on it.
         read_keys: Heaviest keys to store per listed row, with their text (tables `reads` and `tokens`); 0 stores no
             text. For an image the default stores all patches of two rows: the first token and the patch in the middle.
@@ -156,10 +159,14 @@ def analyze(
         read_keys=read_keys,
         read_rows=read_rows,
     )
+    if larger is not None and "output" not in settings.metrics:
+        raise ValueError(f"larger: expected output among the metrics, got {', '.join(settings.metrics)}. Add output.")
     source = BUNDLED if model is None else model
     loaded = load(
         source, tokenizer=tokenizer, dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code
     )
+    if larger is not None:
+        larger = load_larger(larger, loaded, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     if isinstance(model, LoadedModel):
         source = model.asked or model.model
     check_observable(loaded.model)
@@ -180,6 +187,8 @@ def analyze(
     )
     loaded_from = str(source) if isinstance(source, str | Path) else None
     manifest = new_manifest(loaded, texts, parts_plan, settings, loaded_from)
+    if larger is not None:
+        manifest["settings"]["larger"] = f"{larger.name} ({describe(larger)['fingerprint'][:12]})"
     folder = None if out is None else Path(out)
     thresholds = thresholds or Thresholds()
     if folder is not None:
@@ -204,7 +213,7 @@ def analyze(
         circuit_table = circuits.measure_circuits(loaded, named, lengths, seed=settings.seed)
         tables["heads"] = circuits.with_circuits(tables["heads"], circuit_table)
     if "output" in settings.metrics:
-        finished["output"] = measure_output(loaded, source_texts).as_dict()
+        finished["output"] = measure_output(loaded, source_texts, larger=larger).as_dict()
     if pictures:
         finished["pictures"] = {name: picture.as_dict() for name, picture in pictures.items()}
     analysis = Analysis.of(tables, finished, thresholds)

@@ -9,7 +9,7 @@ A manifest is plain JSON:
     texts       [{name, sha256, size, file, tokens, left_out, windows}]
     parts       [{text, length, window, start, key, tokens, seconds, first_token, loss, loss_tokens}]
     settings    lengths, top_n, rows, normalizers, normalizer_details, vectors, vector_rows, metrics, temperatures,
-                epsilons, seed, windows, window_count, budget, bos, read_keys, read_rows
+                epsilons, seed, windows, window_count, budget, bos, read_keys, read_rows; larger, if it was given
     reading     {text: loss, perplexity, unigram_entropy, first_token, readable}
     thresholds  thresholds of the verdicts     first_thresholds   the earlier ones, if the run was judged again
     versions    python, attnorm, torch, ...    created    UTC, ISO 8601

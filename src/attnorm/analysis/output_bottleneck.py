@@ -12,6 +12,7 @@ given, as an estimate of what the data needs: how many nats would it lose at ran
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -116,9 +117,10 @@ class OutputBottleneck:
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON and the manifest; the singular values are rounded to 6 digits."""
         plain = asdict(self)
-        for name in ("own", "larger"):
-            if plain[name]:
-                plain[name]["singular_values"] = [float(f"{value:.6g}") for value in plain[name]["singular_values"]]
+        for name, curve in (("own", self.own), ("larger", self.larger)):
+            if curve is not None:
+                plain[name]["singular_values"] = [float(f"{value:.6g}") for value in curve.singular_values]
+                plain[name]["needed"] = curve.needed
         return {**plain, "verdict": self.verdict, "sentences": self.sentences}
 
 
@@ -142,7 +144,7 @@ def output_bottleneck(
         device: "cpu", "cuda" or "auto" (default: the GPU if there is one).
 
     Raises:
-        ValueError: The model predicts no next token, or the larger model has another vocabulary.
+        ValueError: The model predicts no next token, or the larger model has another vocabulary or tokenizer.
 
     >>> attnorm.output_bottleneck("gpt2", text, larger="gpt2-xl")
     """
@@ -161,21 +163,34 @@ def measure_output(
     if contexts is not None and contexts < 2:
         raise ValueError(f"contexts: expected at least 2, got {contexts}")
     context_count = contexts or min(4 * width, MAX_CONTEXTS)
-    big = None if larger is None else load(larger, device=device)
+    big = None if larger is None else load_larger(larger, loaded, device=device)
     limits = [longest_context(model.model) for model in (loaded, big) if model is not None]
     length = min([WINDOW, *(limit for limit, hard in limits if hard and limit is not None)])
     windows = _windows(loaded, texts, context_count, length)
     own, count = _curve(loaded, windows, context_count, width)
-    other = None
-    if big is not None:
-        size = int(_head(big).weight.shape[0])
-        if size != vocabulary:
-            raise ValueError(
-                f"larger: expected the vocabulary of {loaded.name}, {vocabulary:,} tokens, got {size:,} of {big.name}. "
-                "Use a model of the same family."
-            )
-        other, _ = _curve(big, windows, context_count, width)
+    other = None if big is None else _curve(big, windows, context_count, width)[0]
     return OutputBottleneck(width=width, vocabulary=vocabulary, contexts=count, own=own, larger=other)
+
+
+def load_larger(larger: Any, loaded: LoadedModel, **options: Any) -> LoadedModel:
+    """Load the larger model. Options of load() are ignored for a model in memory.
+
+    Raises:
+        ValueError: Its vocabulary or its tokenizer is not that of `loaded`.
+    """
+    big = load(larger, **(options if isinstance(larger, str | Path) else {}))
+    vocabulary, size = (int(_head(model).weight.shape[0]) for model in (loaded, big))
+    if size != vocabulary:
+        raise ValueError(
+            f"larger: expected the vocabulary of {loaded.name}, {vocabulary:,} tokens, got {size:,} of {big.name}. "
+            "Use a model of the same family."
+        )
+    if loaded.tokenizer and big.tokenizer and loaded.tokenizer.get_vocab() != big.tokenizer.get_vocab():
+        raise ValueError(
+            f"larger: expected the tokenizer of {loaded.name}, got another one with {big.name}: the same ids are other "
+            "tokens there. Use a model of the same family."
+        )
+    return big
 
 
 def _head(loaded: LoadedModel) -> Any:

@@ -44,6 +44,13 @@ def analyze(
     ] = "model",
     rows: options.Rows = None,
     metrics: options.Metrics = None,
+    larger: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Larger model with the same tokenizer, for --metrics output: the rank that the text needs.",
+        ),
+    ] = None,
     top_n: Annotated[
         str, typer.Option(metavar="N,N,...", help="Sizes of the sets of heaviest keys.")
     ] = "1,5,10,20,100",
@@ -100,6 +107,8 @@ def analyze(
 
     with usage_errors():
         options.check_model(model)
+        if larger is not None:
+            options.check_model(larger)
         options.use_threads(threads)
         inputs = options.inputs_of(text, image, audio)
         settings = options.given_settings(inputs, lengths, windows, budget, bos, rows, metrics, seed)
@@ -110,8 +119,8 @@ def analyze(
             "read_rows": options.numbers_of("--token-rows", token_rows) or READ_ROWS,
         }
     analysis = options.measure(
-        model, out=out, resume=resume, vectors=vectors, read_keys=tokens, tokenizer=tokenizer, dtype=dtype,
-        device=device, revision=revision, trust_remote_code=trust_remote_code, **settings,
+        model, out=out, resume=resume, larger=larger, vectors=vectors, read_keys=tokens, tokenizer=tokenizer,
+        dtype=dtype, device=device, revision=revision, trust_remote_code=trust_remote_code, **settings,
     )  # fmt: skip
     report = None
     if html or (html is None and (out is not None or not as_json)):
