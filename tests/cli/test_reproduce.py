@@ -15,7 +15,6 @@ from attnorm.cli import app
 from attnorm.experiments import atom_mapping
 from attnorm.experiments.experiment import ExperimentSubject, UnfinishedError
 from tests.experiments.toy_experiments import Toy
-from tests.training.conftest import write_text
 
 runner = CliRunner()
 HERE = os.path.relpath(__file__)  # a short text, which messages do not wrap
@@ -167,15 +166,15 @@ def test_a_quick_benchmark_of_linear_cost_has_every_curve_and_error() -> None:
 
 
 def test_a_mixture_of_softmaxes_is_trained_and_its_rank_measured(tmp_path: Path) -> None:
-    train, valid = write_text(tmp_path / "train.txt", 300, 0), write_text(tmp_path / "valid.txt", 50, 1)
     model, out = str(tmp_path / "lm"), tmp_path / "heads"
-    sizes = {"layers": 1, "heads": 2, "width": 8, "context": 32, "vocab": 300, "batch": 4, "steps": 4}
-    options = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
-    _run("train", "lm", str(train), "--valid", str(valid), "--output", "mos:3", *options, "--out", model)
-    _run("analyze", model, "--text", str(valid), "--windows", "1", "--metrics", "output", "--out", str(out))
+    _run("train", "lm", "--quick", "--output", "mos:3", "--width", "8", "--out", model)
+    _run("analyze", model, "--windows", "1", "--metrics", "output", "--larger", model, "--out", str(out))
     output = json.loads((out / "manifest.json").read_text())["output"]
-    assert output["width"] == 8 < output["own"]["rank"]
+    assert output["width"] == 8 < output["own"]["rank"] == output["larger"]["rank"]  # --width overrides --quick
     assert 'id="output"' in (out / "report.html").read_text()
+    for texts in ([__file__, "--quick"], [__file__], ["--valid", __file__], []):
+        assert runner.invoke(app, ["train", "lm", *texts, "--out", str(tmp_path / "none")]).exit_code == 2
+    assert not (tmp_path / "none").exists()
 
 
 def _run(*words: str) -> str:

@@ -1,7 +1,9 @@
 """attnorm train: language models (lm), pass keys hidden in text (needle), images (vision); tasks: train_tasks.py."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,10 +23,28 @@ Compiled = Annotated[bool, typer.Option("--compile/--no-compile", help="torch.co
 _KEPT = "Interrupted; checkpoints are kept, and the same command resumes from the last one."
 
 
+# Defaults with --quick. A larger learning rate trains a mixture to ignore its context, so that its rank is 1.
+_LM_QUICK: dict[str, Any] = {
+    "layers": 1,
+    "heads": 2,
+    "width": 16,
+    "context": 64,
+    "vocab": 300,
+    "steps": 20,
+    "batch": 8,
+    "warmup": 4,
+}
+
+
 def lm(
-    texts: Annotated[list[Path], typer.Argument(metavar="TEXT", help="Text files to train on, plain or .xz.")],
-    valid: Annotated[Path, typer.Option(metavar="FILE", help="Held-out text for the validation loss.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the model; the same command resumes from it.")],
+    texts: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="TEXT", help="Text files to train on, plain or .xz.", show_default="none"),
+    ] = None,
+    valid: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Held-out text for the validation loss.", show_default="none")
+    ] = None,
     architecture: Annotated[
         str, typer.Option(help="gpt2, llama (rotary positions) or nope (llama without positions).")
     ] = "gpt2",
@@ -40,18 +60,26 @@ def lm(
             help="Output layer: softmax, a mixture of K softmaxes, or K contexts mixed before one softmax.",
         ),
     ] = "softmax",
-    layers: Annotated[int, typer.Option(help="Number of layers.")] = 6,
-    heads: Annotated[int, typer.Option(help="Attention heads per layer.")] = 6,
-    width: Annotated[int, typer.Option(help="Width of the model; a multiple of the heads.")] = 192,
-    context: Annotated[int, typer.Option(help="Tokens per window, and positions of the model.")] = 1024,
-    vocab: Annotated[int, typer.Option(help="Size of the vocabulary, which is trained on the text.")] = 4096,
+    layers: Annotated[int | None, typer.Option(help="Number of layers.", show_default="6")] = None,
+    heads: Annotated[int | None, typer.Option(help="Attention heads per layer.", show_default="6")] = None,
+    width: Annotated[
+        int | None, typer.Option(help="Width of the model; a multiple of the heads.", show_default="192")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens per window, and positions of the model.", show_default="1024")
+    ] = None,
+    vocab: Annotated[
+        int | None, typer.Option(help="Size of the vocabulary, which is trained on the text.", show_default="4096")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.", show_default="1000")] = None,
     tokens: Annotated[int | None, typer.Option(help="Total number of tokens, instead of --steps.")] = None,
-    batch: Annotated[int, typer.Option(help="Windows per step.")] = 16,
+    batch: Annotated[int | None, typer.Option(help="Windows per step.", show_default="16")] = None,
     lr: Annotated[
         float | None, typer.Option(help="Peak learning rate.", show_default="that of --recipe, else 0.001")
     ] = None,
-    warmup: Annotated[int, typer.Option(help="Warmup steps; a cosine schedule to 0 follows.")] = 100,
+    warmup: Annotated[
+        int | None, typer.Option(help="Warmup steps; a cosine schedule to 0 follows.", show_default="100")
+    ] = None,
     weight_decay: WeightDecay = 0.1,
     seed: Annotated[int, typer.Option(help="Random seed for weights, windows and the tokenizer's sample.")] = 0,
     dtype: TrainingDtype = None,
@@ -73,6 +101,9 @@ def lm(
     data: Annotated[Path | None, typer.Option(help="Folder for encoded texts.", show_default="OUT/data")] = None,
     sample: Annotated[int, typer.Option(help="Number of tokens to generate into sample.txt.")] = 0,
     note: Annotated[str, typer.Option(help="Source and licence of the text, for the model card.")] = "",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A tiny model on a bundled text, instead of TEXT and --valid: seconds.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Train a small language model and write a standard Hugging Face folder with a model card.
@@ -85,28 +116,36 @@ def lm(
     A mixture at the output (--output mos:4) has a logit matrix whose rank can exceed the width; moc:4 has the
     same number of parameters, and its rank cannot. training.json names the width at which a plain model has as many.
 
-    Example: attnorm train lm book.txt --valid other.txt --normalizer ssmax --output mos:4 --out my-lm
+    Example: attnorm train lm book.txt --valid other.txt --normalizer ssmax --output mos:4 --out my-lm; to try it
+    without a text: attnorm train lm --quick --output mos:3 --out tiny
     """
     import torch
 
     from attnorm.models.layer_normalizer import RecipeFile, read_recipe_file
     from attnorm.training.device import Processes
+    from attnorm.training.lm.data import write_quick_texts
     from attnorm.training.lm.model import LMSettings
     from attnorm.training.lm.train import train_lm
 
     first = Processes.launched().first  # only the first of several processes prints
     with usage_errors():
         by_layer = RecipeFile({}) if recipe is None else read_recipe_file(recipe)
+        if quick == bool(texts or valid) or bool(texts) != bool(valid):
+            raise ValueError("expected TEXT together with --valid FILE, or --quick alone")
         if steps is not None and tokens is not None:
             raise ValueError("expected --steps or --tokens, got both")
+        sizes: dict[str, Any] = {
+            "layers": layers, "heads": heads, "width": width, "context": context, "vocab": vocab, "steps": steps,
+            "batch": batch, "warmup": warmup, "learning_rate": by_layer.learning_rate if lr is None else lr,
+        }  # fmt: skip
+        given = {name: value for name, value in sizes.items() if value is not None}
+        settings = LMSettings(**((_LM_QUICK if quick else {}) | given))
         if tokens is not None:
-            steps = ceil_div(tokens, max(1, batch * context))
+            settings = replace(settings, steps=ceil_div(tokens, settings.batch * settings.context))
         on_cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
-        settings = LMSettings(
-            architecture=architecture, layers=layers, heads=heads, width=width, context=context, vocab=vocab,
-            steps=1000 if steps is None else steps, batch=batch, warmup=warmup,
-            learning_rate=lr if lr is not None else by_layer.learning_rate or 1e-3,
-            weight_decay=weight_decay, seed=seed, dtype=dtype or ("bfloat16" if on_cuda else "float32"),
+        settings = replace(
+            settings, architecture=architecture, weight_decay=weight_decay, seed=seed,
+            dtype=dtype or ("bfloat16" if on_cuda else "float32"),
             normalizer=normalizer, normalizer_options=_parse_options(normalizer_options),
             recipe=by_layer.layers, output=output,
         )  # fmt: skip
@@ -114,7 +153,13 @@ def lm(
         check_minutes("--max-minutes", max_minutes)
         if data is not None:
             require_folder(data)
-    with failures(lambda: _KEPT, writes_to=out, out_of_memory="Use a smaller --batch."), ProgressBar() as progress:
+    with (
+        failures(lambda: _KEPT, writes_to=out, out_of_memory="Use a smaller --batch."),
+        TemporaryDirectory() as folder,
+        ProgressBar() as progress,
+    ):
+        if not (texts and valid):
+            texts, valid = write_quick_texts(Path(folder))
         record = train_lm(
             texts, valid, out, settings, data=data, device=device, compiled=compiled,
             attention="dense" if dense else "engine", resume=resume, evaluate_every=eval_every,

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from jaxtyping import Int64
 
+from attnorm.analysis.settings import passage
 from attnorm.files import atomic_replace, open_text, write_json
 from attnorm.provenance import file_hash, settings_hash
 
@@ -201,6 +202,16 @@ class Corpus:
     @property
     def end_of_text(self) -> int:
         return int(self.tokenizer.token_to_id(END_OF_TEXT))
+
+
+def write_quick_texts(folder: Path) -> tuple[list[Path], Path]:
+    """Write the bundled model's passage to two files: a training text, and the last fifth as the held-out one."""
+    text = passage()
+    cut = len(text) * 4 // 5
+    train, valid = folder / "passage.txt", folder / "passage-held-out.txt"
+    for path, part in ((train, text[:cut]), (valid, text[cut:])):
+        path.write_text(part, encoding="utf-8", newline="\n")
+    return [train], valid
 
 
 def describe_texts(texts: Sequence[Path], valid: Path) -> dict[str, Any]:
