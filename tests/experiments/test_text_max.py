@@ -29,6 +29,23 @@ def test_the_positions_of_list_largest_number_and_answer_are_known(subject: Expe
         assert tokenizer.decode(one.ids[one.prompt :]).strip() == str(largest)
 
 
+class Characters:
+    """A vocabulary in which the space before a number is a token, as in SmolLM2's."""
+
+    def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
+        return {"input_ids": [ord(character) for character in text]}
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+def test_the_answer_starts_with_a_digit() -> None:
+    one = question(Characters(), 4, np.random.default_rng(0))
+    text = Characters().decode(one.ids)
+    assert text[: one.prompt].endswith("The largest number is ")
+    assert text[one.prompt :].isdigit()
+
+
 def test_what_a_row_reads_is_a_sum_of_its_softmax_weights(subject: ExperimentSubject) -> None:
     loaded = subject.loaded()
     one = question(loaded.tokenizer, 4, np.random.default_rng(0))
