@@ -82,10 +82,10 @@ def test_what_decoding_has_no_kernel_for() -> None:
 
 def test_the_operator_is_described_to_the_compiler() -> None:
     q, k, v = (t.detach() for t in draw(ONE))
-    options = ("softmax", 1, 0.0, "none", None, True, None, 0.25, True)
+    options = ("softmax", 1, 0.0, "none", None, True, None, 0.25)
     utilities = ("test_schema", "test_faketensor")
     operator = torch.ops.attnorm.decode_attention.default
-    torch.library.opcheck(operator, (q, k, v, None, None, None, None, None, *options), test_utils=utilities)
+    torch.library.opcheck(operator, (q, k, v, *[None] * 7, *options), test_utils=utilities)
 
 
 @each_depth
@@ -98,24 +98,21 @@ from attnorm.kernels.maps import MAPS, RULES
 map_ = MAPS["softpick"]
 constants = dict(
     MAP=map_.weights, SLOPES=map_.slopes, RULE=RULES["linear"], P=1, FAST=True, REFERENCE=int(map_.reference),
-    NORMALISED=True, RULED=True, CAPPED=False, FACTORED=True, SHIFTED=True, SELECTED=False, SINK=True, PLAIN=False,
-    CAUSAL=True, WINDOWED=True, MASKED=True, PRECISION="tf32", WIDTH=16, V_WIDTH=16, ROWS=16, COLUMNS=32, FULL=True,
-    V_FULL=False, LIFT=1.0,
+    NORMALISED=True, RULED=3, CAPPED=False, FACTORED=1, SHIFTED=4, SINK=2, CAUSAL=True, WINDOWED=True, MASKED=True,
+    PRECISION="tf32", WIDTH=16, SIZE=16, V_WIDTH=16, V_SIZE=12, ROWS=16, COLUMNS=32, LIFT=1.0,
 )
-types = dict(mask="*u8") | dict.fromkeys(("scale", "cap", "floor"), "fp32")
-rows = ("factor", "shift", "cutoff", "parameters", "sink", "reference_out", "part", "total", "peak")
-types |= dict.fromkeys((*rows, "part_out", "total_out", "peak_out"), "*fp32")
+types = dict(mask="*u8") | dict.fromkeys(("shift", "scale", "cap", "floor"), "fp32")
+types |= dict.fromkeys(("factor", "parameters", "sink", "work"), "*fp32")
 types |= dict.fromkeys(("q", "k", "v", "out"), "*bf16")
 compiles(one_pass.decode_parts, constants, types)
 compiles(one_pass.join_parts, constants, types, lowered=True)
 constants |= dict(
     CHUNK=4096, LISTED=1024, NUMBERS=(1.0, 2.0), STEPS=(0.5, 1.0), COUNTED=True, PART=tl.bfloat16, MAX_STEPS=9,
-    EARLY=2, REST=True,
+    EARLY=2, REST=True, LISTS=2, UNIT=0.5,
 )
-types |= dict(count="*i32", out="*fp32") | dict.fromkeys(("unit", "tolerance"), "fp32")
-types |= dict.fromkeys(("logits", "found", "state", "parameter", "sums"), "*fp32")
+types |= dict(count="*i32", parameter="*fp32", tolerance="fp32")
 map_ = threshold_maps.MAPS["entmax"]
-found = dict(WEIGHTS=map_.weights, NEWTON=map_.newton, START=map_.start, DEFORMED=True, PARAMETER=True)
+found = dict(WEIGHTS=map_.weights, NEWTON=map_.newton, START=map_.start, DEFORMED=True, PARAMETER=2)
 compiles(decoding.store_logits, constants, types)
 compiles(decoding.find_thresholds, constants | found, types, num_warps=16)
 for statistic in range(4):

@@ -192,7 +192,7 @@ def test_the_operator_is_described_to_the_compiler() -> None:
     options = ("none", None, True, None, 0.25, "top", [], [], 3)
     utilities = ("test_schema", "test_faketensor")
     operator = torch.ops.attnorm.decode_from_logits.default
-    torch.library.opcheck(operator, (q, k, v, *[None] * 6, *options), test_utils=utilities)
+    torch.library.opcheck(operator, (q, k, v, *[None] * 8, *options), test_utils=utilities)
 
 
 def test_what_is_searched() -> None:

@@ -120,14 +120,13 @@ def test_shapes_of_logits_that_are_compared() -> None:
 @pytest.mark.parametrize("precise", [False, True])
 def test_shapes_of_one_pass(map_: str, scaled: bool, normalised: bool, precise: bool) -> None:
     output = OUTPUT.float() if precise else OUTPUT
-    decoded = one_pass_operators.decode.operator(Q, K, V, *[None] * 5, *options(map_), precise)
-    assert shapes(decoded) == like(output, ROWS if scaled else NOTHING)
     found = one_pass_operators.forward.operator(Q, K, V, *[None] * 6, *options(map_), precise)
     assert shapes(found) == like(output, ROWS if scaled else NOTHING, ROWS if normalised else NOTHING)
 
 
-def test_shapes_of_decoding_by_search() -> None:
-    found = decoding._decode.operator(Q, K, V, *[None] * 6, "none", None, True, None, 0.5, "entmax15", [], [], None)
+def test_shapes_of_decoding() -> None:
+    assert shapes(one_pass_operators.decode.operator(Q, K, V, *[None] * 7, *options("softmax"))) == like(OUTPUT)
+    found = decoding._decode.operator(Q, K, V, *[None] * 8, "none", None, True, None, 0.5, "entmax15", [], [], None)
     assert shapes(found) == like(OUTPUT)
 
 

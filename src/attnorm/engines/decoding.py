@@ -12,7 +12,16 @@ from torch import Tensor
 
 from attnorm.engines.execution import MIN_QUERIES, kernel_operator, runs_kernels
 from attnorm.engines.inputs import Inputs, row_factors, under_transform
-from attnorm.engines.one_pass import MAX_ROWS, LoweredNormalizer, lower, per_row, rule_parameters, sink_logits
+from attnorm.engines.one_pass import (
+    MAX_ROWS,
+    LoweredNormalizer,
+    common_factor,
+    common_length,
+    lower,
+    per_row,
+    rule_numbers,
+    sink_numbers,
+)
 from attnorm.normalizers.adaptive_temperature import EntropyRule
 from attnorm.normalizers.contract import KernelForm, Normalizer
 from attnorm.normalizers.norm_softmax import MIN_DEVIATION, UnitVariance
@@ -69,18 +78,23 @@ def decode(inputs: Inputs, normalizer: Normalizer) -> Tensor:
     """Return the output (B, H, Q, E) of a normalizer for which `applies` is true."""
     found = plan(inputs, normalizer)
     assert found is not None
-    form, shape = found.form, inputs.q_BHQD.shape[:3]
+    form, shape, n = found.form, inputs.q_BHQD.shape[:3], common_length(inputs)
     mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
-    parameter = count = None
+    known = None if n is None else common_factor(inputs, normalizer, form, n)
+    number, factor = (1.0, per_row(row_factors(inputs, normalizer), shape)) if known is None else known
+    parameter = common_parameter = count = None
     if (threshold := normalizer.map.threshold_form()) is not None and threshold.parameter is not None:
-        parameter = per_row(threshold.parameter(inputs.n().float().expand(*shape, 1)), shape)
+        if n is not None and threshold.takes_numbers:
+            common_parameter = threshold.parameter(float(n))
+        else:
+            parameter = per_row(threshold.parameter(inputs.n().float().expand(*shape, 1)), shape)
     if form.top is not None and not isinstance(form.top.k, int):
         count = form.top.counts(inputs.n())[..., 0].to(torch.int32).expand(shape)
     top = None if form.top is None else form.top.k if isinstance(form.top.k, int) else inputs.keys
     output: Tensor = _decode(
-        inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, mask, per_row(row_factors(inputs, normalizer), shape),
-        sink_logits(inputs, normalizer), rule_parameters(inputs, form), parameter, count, form.rule, form.softcap,
-        inputs.causal, form.window, inputs.scale, found.kind, found.numbers, found.steps, top,
+        inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, mask, factor, sink_numbers(inputs, normalizer),
+        *rule_numbers(inputs, form), parameter, common_parameter, count, form.rule, form.softcap, inputs.causal,
+        form.window, inputs.scale * number, found.kind, found.numbers, found.steps, top,
     )  # fmt: skip
     return output
 
@@ -88,23 +102,26 @@ def decode(inputs: Inputs, normalizer: Normalizer) -> Tensor:
 @kernel_operator("attnorm::decode_from_logits")
 def _decode(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, sink: Tensor | None,
-    parameters: Tensor | None, parameter: Tensor | None, count: Tensor | None, rule: str, softcap: float | None,
-    causal: bool, window: int | None, scale: float, kind: str, numbers: list[float], steps: list[float],
-    top: int | None,
+    rule_parameters: Tensor | None, rule_parameter: float | None, parameter: Tensor | None,
+    common_parameter: float | None, count: Tensor | None, rule: str, softcap: float | None, causal: bool,
+    window: int | None, scale: float, kind: str, numbers: list[float], steps: list[float], top: int | None,
 ) -> Tensor:  # fmt: skip
     from attnorm.kernels.decoding import RowSearch, decode  # loads Triton
     from attnorm.kernels.one_pass import Form
 
     form = Form(map="softmax", rule=rule, softcap=softcap, causal=causal, window=window, scale=scale)
     search = RowSearch(kind=kind, numbers=tuple(numbers), steps=tuple(steps), top=top)
-    return decode(q, k, v, mask, factor, sink, parameters, parameter, count, form, search)
+    return decode(
+        q, k, v, mask, factor, sink, rule_parameter if rule_parameters is None else rule_parameters,
+        common_parameter if parameter is None else parameter, count, form, search,
+    )  # fmt: skip
 
 
 @_decode.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, sink: Tensor | None,
-    parameters: Tensor | None, parameter: Tensor | None, count: Tensor | None, rule: str, softcap: float | None,
-    causal: bool, window: int | None, scale: float, kind: str, numbers: list[float], steps: list[float],
-    top: int | None,
+    rule_parameters: Tensor | None, rule_parameter: float | None, parameter: Tensor | None,
+    common_parameter: float | None, count: Tensor | None, rule: str, softcap: float | None, causal: bool,
+    window: int | None, scale: float, kind: str, numbers: list[float], steps: list[float], top: int | None,
 ) -> Tensor:  # fmt: skip
     return q.new_empty(*q.shape[:-1], v.shape[-1])

@@ -123,6 +123,8 @@ def one_pass(inputs: Inputs, normalizer: Normalizer) -> Tensor:
     """Return the output (B, H, Q, E) of a normalizer for which `applies` is true."""
     form = lower(normalizer, inputs)
     assert form is not None
+    if inputs.queries < MIN_QUERIES:
+        return _decode(inputs, normalizer, form)
     factor, shift = _row_factor_and_shift(inputs, normalizer, form.map)
     if normalizer.rules and isinstance(normalizer.rules[-1], EntropyRule):
         return _attend_with_entropy_rule(inputs, normalizer.rules[-1], factor, form)
@@ -132,10 +134,10 @@ def one_pass(inputs: Inputs, normalizer: Normalizer) -> Tensor:
     if form.map.ranged:
         low, high = _logit_range(inputs, factor, form)
         width = high - low
-        output = _launch(inputs, inputs.v_BGKE, factor, -low, sink, form, precise=True)[0]
+        output = _launch(inputs, inputs.v_BGKE, factor, -low, sink, form, precise=True)
         return output / torch.where(width > 0, width, 1.0)[..., None]
     cutoff = None if form.top is None else _top_k_cutoff(inputs, factor, form, form.top)
-    return _launch(inputs, inputs.v_BGKE, factor, shift, sink, form, cutoff)[0]
+    return _launch(inputs, inputs.v_BGKE, factor, shift, sink, form, cutoff)
 
 
 def sink_logits(inputs: Inputs, normalizer: Normalizer) -> Tensor | None:
@@ -174,7 +176,7 @@ def _attend_with_entropy_rule(
     sharpened_factor = beta if factor is None else factor * beta
     cutoff = None if form.top is None else _top_k_cutoff(inputs, sharpened_factor, form, form.top)
     if not (inputs.needs_grad or sharpened_factor.requires_grad):
-        return _launch(inputs, inputs.v_BGKE, sharpened_factor, None, None, form, cutoff)[0]
+        return _launch(inputs, inputs.v_BGKE, sharpened_factor, None, None, form, cutoff)
     slope = rule.slope(entropy) if soft_factor is None else rule.slope(entropy) * soft_factor
     output: Tensor = one_pass_operators.sharpened_attention(
         inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, mask, sharpened_factor, cutoff, factor, entropy, reference, slope,
@@ -211,8 +213,8 @@ def _attend_with_unit_variance(
             None,
             form,
             _top_k_cutoff(inputs, sharpened_factor, form, form.top),
-        )[0]
-    return _launch(inputs, inputs.v_BGKE, sharpened_factor, -sharpened_factor * mean, None, form)[0]
+        )
+    return _launch(inputs, inputs.v_BGKE, sharpened_factor, -sharpened_factor * mean, None, form)
 
 
 def _subtract_common_key(k: Tensor) -> Tensor:
@@ -272,19 +274,88 @@ def per_row(numbers: Tensor | None, shape: torch.Size) -> Tensor | None:
 def _launch(
     inputs: Inputs, values: Tensor, factor: Tensor | None, shift: Tensor | None, sink: Tensor | None,
     form: LoweredNormalizer, cutoff: Tensor | None = None, *, precise: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run the kernel; return the output, and log2 of each row's denominator."""
+) -> Tensor:  # fmt: skip
     mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
     map_ = form.map
-    parameters = rule_parameters(inputs, form)
-    if inputs.queries < MIN_QUERIES:
-        decoded: tuple[Tensor, Tensor] = one_pass_operators.decode(
-            inputs.q_BHQD, inputs.k_BGKD, values, mask, factor, shift, sink, parameters, map_.map, map_.power,
-            map_.floor, form.rule, form.softcap, inputs.causal, form.window, inputs.scale, precise,
-        )  # fmt: skip
-        return decoded
-    output, reference, _ = one_pass_operators.forward(
-        inputs.q_BHQD, inputs.k_BGKD, values, mask, factor, shift, sink, cutoff, parameters, map_.map, map_.power,
-        map_.floor, form.rule, form.softcap, inputs.causal, form.window, inputs.scale, precise,
+    output: Tensor = one_pass_operators.forward(
+        inputs.q_BHQD, inputs.k_BGKD, values, mask, factor, shift, sink, cutoff, rule_parameters(inputs, form),
+        map_.map, map_.power, map_.floor, form.rule, form.softcap, inputs.causal, form.window, inputs.scale, precise,
+    )[0]  # fmt: skip
+    return output
+
+
+def _decode(inputs: Inputs, normalizer: Normalizer, form: LoweredNormalizer) -> Tensor:
+    mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
+    map_, n = form.map, common_length(inputs)
+    known = None if n is None else common_factor(inputs, normalizer, form, n)
+    shift = common_shift = None
+    if n is None or known is None or not (map_.takes_numbers or map_.row_factor is map_.row_shift is None):
+        factor, shift = _row_factor_and_shift(inputs, normalizer, map_)
+        scale = inputs.scale
+    else:
+        number, factor = known
+        scale = inputs.scale * number
+        if map_.row_factor is not None:
+            scale *= map_.row_factor(float(n))
+        if map_.row_shift is not None:
+            common_shift = map_.row_shift(float(n))
+    output: Tensor = one_pass_operators.decode(
+        inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, mask, factor, shift, common_shift,
+        sink_numbers(inputs, normalizer), *rule_numbers(inputs, form), map_.map, map_.power, map_.floor, form.rule,
+        form.softcap, inputs.causal, form.window, scale,
     )  # fmt: skip
-    return output, reference
+    return output
+
+
+def common_length(inputs: Inputs) -> int | None:
+    """Return the number of visible keys if all rows have the same; None if a mask or the compiler hides it."""
+    if inputs.mask is not None or (inputs.causal and inputs.queries > 1) or torch.compiler.is_compiling():
+        return None
+    return inputs.keys
+
+
+def common_factor(
+    inputs: Inputs, normalizer: Normalizer, form: LoweredNormalizer, n: int
+) -> tuple[float, Tensor | None] | None:
+    """Return a number and a tensor of one element or one per head, whose product is the factor of all rows.
+
+    Decoding pays for every operation of torch, so that the number moves into the scale and the kernel reads the
+    tensor as it is. None if that is not possible.
+    """
+    number, tensor = 1.0, None
+    for rule in normalizer.rules:
+        if not isinstance(rule, ScaleRule):
+            continue
+        known = None if form.softcap is not None or inputs.positions is not None else rule.common_factor(n)
+        if known is None or (
+            known[1] is not None and (tensor is not None or not _has_number_of_heads(inputs, known[1]))
+        ):
+            return None
+        number *= known[0]
+        tensor = tensor if known[1] is None else known[1]
+    return number, tensor
+
+
+def _has_number_of_heads(inputs: Inputs, numbers: Tensor) -> bool:
+    """Whether a kernel can read these numbers: one, or one per head."""
+    q = inputs.q_BHQD
+    return numbers.device == q.device and (
+        numbers.dim() == 0 or (numbers.dim() == 1 and numbers.shape[0] == q.shape[1] and numbers.stride(0) == 1)
+    )
+
+
+def sink_numbers(inputs: Inputs, normalizer: Normalizer) -> Tensor | None:
+    """Return the logits of the sink as the kernels of decoding take them: as they are, if possible."""
+    if normalizer.sink is not None and _has_number_of_heads(inputs, normalizer.sink.logit):
+        return normalizer.sink.logit
+    return sink_logits(inputs, normalizer)
+
+
+def rule_numbers(inputs: Inputs, form: LoweredNormalizer) -> tuple[Tensor | None, float | None]:
+    """The same for the parameters of the rule: a tensor or a number."""
+    if form.rule == "none":
+        return None, None
+    if not isinstance(form.parameter, Tensor):
+        return None, form.parameter
+    as_it_is = _has_number_of_heads(inputs, form.parameter)
+    return form.parameter if as_it_is else head_numbers(form.parameter, inputs), None

@@ -186,26 +186,28 @@ def _(
 @kernel_operator("attnorm::decode_attention")
 def decode(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
-    sink: Tensor | None, parameters: Tensor | None, map: str, power: int, floor: float, rule: str,
-    softcap: float | None, causal: bool, window: int | None, scale: float, precise: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    common_shift: float | None, sink: Tensor | None, parameters: Tensor | None, common_parameter: float | None,
+    map: str, power: int, floor: float, rule: str, softcap: float | None, causal: bool, window: int | None,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    """Return the output. common_shift and common_parameter: the same for all rows, in place of a tensor."""
     from attnorm.kernels import one_pass
 
     form = _form(map, power, floor, rule, softcap, causal, window, scale)
-    return one_pass.decode(q, k, v, mask, factor, shift, sink, parameters, form, precise=precise)
+    return one_pass.decode(
+        q, k, v, mask, factor, common_shift if shift is None else shift, sink,
+        common_parameter if parameters is None else parameters, form,
+    )  # fmt: skip
 
 
 @decode.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
-    sink: Tensor | None, parameters: Tensor | None, map: str, power: int, floor: float, rule: str,
-    softcap: float | None, causal: bool, window: int | None, scale: float, precise: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    from attnorm.kernels.maps import MAPS, Reference
-
-    output = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=torch.float32 if precise else q.dtype)
-    scaled = MAPS[map].reference != Reference.NONE
-    return output, q.new_empty(q.shape[:3] if scaled else (0,), dtype=torch.float32)
+    common_shift: float | None, sink: Tensor | None, parameters: Tensor | None, common_parameter: float | None,
+    map: str, power: int, floor: float, rule: str, softcap: float | None, causal: bool, window: int | None,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
 @kernel_operator("attnorm::one_pass_attention")

@@ -203,6 +203,20 @@ def load_row(pointer, at, inside, HAS: tl.constexpr, other: tl.constexpr):
 
 
 @triton.jit
+def load_number(source, row_at, head, inside, KIND: tl.constexpr, other: tl.constexpr):
+    """Return a number of each row. KIND says what the source is: launch.number_kind."""
+    if KIND == 1:
+        return tl.load(source + row_at, mask=inside, other=other)
+    if KIND == 2:
+        return tl.load(source + head, mask=inside, other=other).to(tl.float32)
+    if KIND == 3:
+        return tl.zeros(row_at.shape, tl.float32) + tl.load(source).to(tl.float32)
+    if KIND == 4:
+        return tl.zeros(row_at.shape, tl.float32) + source
+    return tl.full(row_at.shape, other, tl.float32)
+
+
+@triton.jit
 def seen_keys(i, j, sight, C: tl.constexpr):
     """Return whether query i sees key j, for i and j that broadcast to a tile."""
     seen = (i < sight.queries) & (j < sight.keys)

@@ -15,29 +15,39 @@ logits that can matter: those within reach of a threshold, or above a bound of t
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnorm.arithmetic import round_up
 from attnorm.kernels.blocks import (
     Constants,
     LogitRows,
     MapConstants,
     Matrix,
     Sight,
+    load_number,
     load_queries,
-    load_row,
     load_tile,
-    logit_rows,
     logits,
     rows_of_key_head,
     seen_keys,
 )
-from attnorm.kernels.launch import padded
-from attnorm.kernels.maps import LN2
-from attnorm.kernels.one_pass import TOGETHER, Form, OnePassLaunch, join_parts, parts_of_keys
+from attnorm.kernels.launch import (
+    PreparedKernel,
+    device_of,
+    float32_precision,
+    in_rows,
+    number_argument,
+    number_kind,
+    padded_to,
+)
+from attnorm.kernels.maps import LN2, LOG2E, RULES
+from attnorm.kernels.one_pass import TOGETHER, Form, join_parts, parts_in, parts_of_keys
 from attnorm.kernels.order_statistics import LOWEST, number_of, ordered
 from attnorm.kernels.stick_breaking import part_of, shares, sum_after
 from attnorm.kernels.threshold_maps import MAPS, ThresholdConstants, newton_step, weight_of
@@ -45,10 +55,12 @@ from attnorm.kernels.threshold_maps import MAPS, ThresholdConstants, newton_step
 SOFT, THRESHOLD, STICK = 0, 1, 2  # families of maps
 ENTROPY, VARIANCE, RANGE = 1, 2, 3  # statistics of a row
 CHUNK = 4096  # logits of a row that are read at a time: 8 per thread of 16 warps
+ALIGNED = tl.constexpr(16)  # numbers to which rows of stored logits are padded, so that loads are wide
 LISTED = 1024  # the same for the listed ones, which are few
 MAX_STEPS = 100  # of Newton's method; rows built against it need 24
 EARLY_STEPS = 6
 TOLERANCE = 4e-6  # how far the sum of a row may be from 1 before the last step
+STATES = 3  # numbers of a row that a search finds
 DENSE_PROGRAMS, SPARSE_PROGRAMS = 2, 4  # per processor. A sparse program waits for logits rather than for values.
 
 
@@ -63,30 +75,129 @@ class RowSearch:
 
     @property
     def family(self) -> int:
-        return THRESHOLD if self.kind in MAPS else STICK if self.kind.startswith("stick") else SOFT
+        return family_of(self.kind)
 
     @property
     def sparse(self) -> bool:
         return self.family != SOFT or self.top is not None
 
 
+def family_of(kind: str) -> int:
+    return THRESHOLD if kind in MAPS else STICK if kind.startswith("stick") else SOFT
+
+
 def decode(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, sink: Tensor | None,
-    parameters: Tensor | None, parameter: Tensor | None, count: Tensor | None, form: Form, search: RowSearch,
+    parameters: Tensor | float | None, parameter: Tensor | float | None, count: Tensor | None, form: Form,
+    search: RowSearch,
 ) -> Tensor:  # fmt: skip
     """Return the output (B, H, Q, E).
 
-    factor: (B, H, Q) in float32; sink, parameters of the rule: (H,); parameter of a threshold map: (B, H, Q); count:
-    how many logits to keep, (B, H, Q) in int32, where this differs between rows.
+    factor, sink, parameters of the rule, parameter of a threshold map: as `launch.number_kind` has them. count: how
+    many logits to keep, (B, H, Q) in int32, where this differs between rows.
     """
-    call = OnePassLaunch.of(q, k, v, mask, factor, None, sink, None, parameters, form)
-    tile = _tile(q, v, q.shape[1] // k.shape[1] * q.shape[2])
-    with call.device:
-        z = _logits(call, tile)
-        return _attend(call, z, parameter, count, search, tile)
+    q, k, v = in_rows(q), in_rows(k), in_rows(v)
+    batch, heads, queries, width = q.shape
+    key_heads, keys, v_width = k.shape[1], k.shape[2], v.shape[-1]
+    groups, rows = heads // key_heads, batch * heads * queries
+    kernels = _kernels(
+        form.rule, form.softcap is not None, form.causal, form.window is not None, mask is not None,
+        number_kind(factor), number_kind(sink), number_kind(parameters), number_kind(parameter), count is not None,
+        search.kind, search.numbers, search.steps, search.top is not None, q.dtype, width, v_width, groups * queries,
+        float32_precision(), q.is_cuda,
+    )  # fmt: skip
+    begin, span, splits = parts_of_keys(q, k, form, kernels.columns, DENSE_PROGRAMS)
+    out = torch.empty((batch, heads, queries, v_width), dtype=q.dtype, device=q.device)
+    mask, mask_strides = (q, (0, 0, 0, 0)) if mask is None else (mask.view(torch.uint8), mask.stride())
+    of_map = number_argument(parameter, q)
+    parts = parts_of_keys(q, k, form, kernels.columns, SPARSE_PROGRAMS) if search.sparse else (begin, span, splits)
+    stored = kernels.lists * round_up(keys, ALIGNED.value)
+    work = torch.empty(rows * (parts[2] * (v_width + 2) + stored + STATES), dtype=torch.float32, device=q.device)
+    with device_of(q):
+        kernels.store_logits.launch(
+            splits * batch * key_heads, q, k, mask, number_argument(factor, q),
+            number_argument(parameters, q), work,
+            *q.stride()[:3], *k.stride()[:3], *mask_strides, heads, groups, queries, keys, form.window or 0,
+            form.scale * LOG2E.value, (form.softcap or 1.0) * LOG2E.value, begin, span, splits, parts[2],
+        )  # fmt: skip
+        if search.family == SOFT:
+            kernels.search.launch(rows, work, number_argument(count, q), keys, begin, parts[2], search.top or 0)
+        elif search.family == THRESHOLD:
+            kernels.search.launch(rows, work, of_map, heads, queries, keys, begin, parts[2], TOLERANCE)
+        else:
+            kernels.search.launch(rows * parts[2], work, queries, keys, *parts)
+        kernels.weigh_parts.launch(
+            parts[2] * batch * key_heads, work, v, of_map, *v.stride()[:3], heads, groups, queries, keys, *parts
+        )
+        kernels.join_parts.launch(rows, work, number_argument(sink, q), out, heads, queries, parts[2], stored, 0.0)
+    return out
 
 
-def _tile(q: Tensor, v: Tensor, queries: int) -> tuple[int, int, int, int]:
+class _Kernels(NamedTuple):
+    columns: int  # of a tile
+    lists: int  # rows of K numbers per row: its logits, and those that a search lists
+    store_logits: PreparedKernel
+    search: PreparedKernel  # soften_rows, find_thresholds or sum_costs
+    weigh_parts: PreparedKernel
+    join_parts: PreparedKernel
+
+
+@lru_cache(maxsize=256)
+def _kernels(
+    rule: str, capped: bool, causal: bool, windowed: bool, masked: bool, factor: int, sink: int, parameters: int,
+    parameter: int, counted: bool, kind: str, numbers: tuple[float, ...], steps: tuple[float, ...], selected: bool,
+    dtype: torch.dtype, width: int, v_width: int, rows: int, precision: str, on_gpu: bool,
+) -> _Kernels:  # fmt: skip
+    """Return the kernels of a call. factor to parameter: kinds of numbers."""
+    padded_width, padded_v_width = padded_to(width), padded_to(v_width)
+    tile_rows, columns, warps, stages = _tile(max(padded_width, padded_v_width), dtype.itemsize, rows)
+    fast, rest, family = on_gpu and dtype != torch.float32, kind == "stick_rest", family_of(kind)
+    map_ = MAPS.get(kind, MAPS["sparsemax"])
+    unit, lists = map_.unit * LN2.value, 2 if family == THRESHOLD or selected else 1
+    places = {"LISTS": lists, "V_SIZE": v_width}
+    logits = {
+        "RULE": RULES[rule], "FAST": fast, "RULED": parameters, "CAPPED": capped, "FACTORED": factor,
+        "CAUSAL": causal, "WINDOWED": windowed, "MASKED": masked, "PRECISION": precision, "ROWS": tile_rows,
+        "COLUMNS": columns, "WIDTH": padded_width, "SIZE": width, **places,
+    }  # fmt: skip
+    if family == SOFT:
+        statistic = {"entropy": ENTROPY, "variance": VARIANCE, "range": RANGE}.get(kind, 0)
+        constants = {
+            "STATISTIC": statistic, "NUMBERS": numbers, "STEPS": steps, "SELECTED": selected, "COUNTED": counted,
+            "CHUNK": CHUNK, "LISTED": LISTED, **places,
+        }  # fmt: skip
+        search = PreparedKernel(soften_rows, constants, warps=16)
+    elif family == THRESHOLD:
+        constants = {
+            "UNIT": unit, "WEIGHTS": map_.weights, "NEWTON": map_.newton, "START": map_.start,
+            "DEFORMED": map_.deformed, "COUNTED": map_.counted, "PARAMETER": parameter, "FAST": fast, "CHUNK": CHUNK,
+            "LISTED": LISTED, "MAX_STEPS": MAX_STEPS, "EARLY": EARLY_STEPS, **places,
+        }  # fmt: skip
+        search = PreparedKernel(find_thresholds, constants, warps=16)
+    else:
+        search = PreparedKernel(sum_costs, {"REST": rest, "FAST": fast, "LISTED": LISTED, **places}, warps=4)
+    weigh = {
+        "UNIT": unit, "WEIGHTS": map_.weights, "DEFORMED": map_.deformed, "PARAMETER": parameter, "FAMILY": family,
+        "RANGED": kind == "range", "SPARSE": family != SOFT or selected, "REST": rest, "PART": part_of(dtype, on_gpu),
+        # float16 loses digits below 6e-5, where the weights of long rows lie
+        "FAST": fast, "LIFT": 1024.0 if dtype == torch.float16 else 1.0, "PRECISION": precision, "ROWS": tile_rows,
+        "COLUMNS": columns, "V_WIDTH": padded_v_width, **places,
+    }  # fmt: skip
+    join = {
+        "REFERENCE": 1 if family == SOFT else 0, "NORMALISED": family != STICK, "SINK": sink, "LIFT": 1.0,
+        "V_WIDTH": padded_v_width, "V_SIZE": v_width,
+    }  # fmt: skip
+    return _Kernels(
+        columns,
+        lists,
+        PreparedKernel(store_logits, logits, warps=warps, stages=stages),
+        search,
+        PreparedKernel(weigh_parts, weigh, warps=warps, stages=stages),
+        PreparedKernel(join_parts, join, warps=1 if v_width <= 64 else 4),
+    )
+
+
+def _tile(width: int, item_size: int, queries: int) -> tuple[int, int, int, int]:
     """Rows for all queries that share a key head, columns, warps, stages.
 
     Compiled for sm_90 in bfloat16, tiles of up to 64 rows spill nothing with 8 warps from 64 rows on. 16 rows of width
@@ -94,134 +205,87 @@ def _tile(q: Tensor, v: Tensor, queries: int) -> tuple[int, int, int, int]:
     timed (docs/benchmarks.md).
     """
     rows = max(16, int(triton.next_power_of_2(queries)))
-    wide = max(padded(q), padded(v)) * q.element_size() > 256
-    return rows, 32 if wide else 64, 4 if rows <= 32 else 8, 2 if q.element_size() > 2 or rows > 32 else 4
+    return rows, 32 if width * item_size > 256 else 64, 4 if rows <= 32 else 8, 2 if item_size > 2 or rows > 32 else 4
 
 
-def _logits(call: OnePassLaunch, tile: tuple[int, int, int, int]) -> Tensor:
-    """Return the logits in bits, (B, H, Q, K), -inf where hidden. Those before the window of all queries stay unset."""
-    q, k, _, mask, factor, _, _, parameters = call.tensors
-    *sizes, _, scale, cap = call.sizes
-    rows, columns, warps, stages = tile
-    begin, span, splits = parts_of_keys(q, k, call.form, columns, DENSE_PROGRAMS)
-    z = torch.empty((*q.shape[:3], k.shape[2]), dtype=torch.float32, device=q.device)
-    names = (
-        "RULE",
-        "FAST",
-        "RULED",
-        "CAPPED",
-        "FACTORED",
-        "CAUSAL",
-        "WINDOWED",
-        "MASKED",
-        "PRECISION",
-        "WIDTH",
-        "FULL",
-    )
-    store_logits[(splits * k.shape[0] * k.shape[1],)](
-        q, k, mask, factor, parameters, z, *call.strides[:6], *call.strides[9:], *sizes, scale, cap, begin, span,
-        splits, **{name: call.constants[name] for name in names}, ROWS=rows, COLUMNS=columns, num_warps=warps,
-        num_stages=stages,
-    )  # fmt: skip
-    return z
+class Workspace(NamedTuple):
+    """Pointers to the numbers between the steps, in float32."""
+
+    parts: Any  # (rows, splits, E), sums of weighted values
+    logits: Any  # (rows, pitch), in bits
+    found: Any  # (rows, pitch), those that a search lists; the logits if it lists none
+    sums: Any  # (rows, splits), denominators, or costs of stick-breaking
+    references: Any  # (rows, splits)
+    state: Any  # (3, rows)
+    pitch: Any  # keys of a row, rounded up so that every row is aligned
 
 
-def _attend(
-    call: OnePassLaunch, z: Tensor, parameter: Tensor | None, count: Tensor | None, search: RowSearch,
-    tile: tuple[int, int, int, int],
-) -> Tensor:  # fmt: skip
-    q, k, v, family = call.q, call.k, call.v, search.family
-    rows, columns, warps, stages = tile
-    heads, _, queries, keys, offset = call.lengths
-    begin, span, splits = parts_of_keys(q, k, call.form, columns, SPARSE_PROGRAMS if search.sparse else DENSE_PROGRAMS)
-    row_count, width = q.shape[0] * heads * queries, v.shape[-1]
-    state = torch.empty((3, row_count), dtype=torch.float32, device=q.device)
-    parts = torch.empty((row_count, splits, width), dtype=torch.float32, device=q.device)
-    sums, references = (torch.empty((row_count, splits), dtype=torch.float32, device=q.device) for _ in range(2))
-    out = torch.empty((*q.shape[:3], width), dtype=q.dtype, device=q.device)
-    fast, rest = q.is_cuda and q.dtype != torch.float32, search.kind == "stick_rest"
-    map_ = MAPS.get(search.kind, MAPS["sparsemax"])
-    a = q if parameter is None else parameter.contiguous()
-    found = torch.empty_like(z) if family == THRESHOLD or search.top is not None else z
-    if family == SOFT:
-        soften_rows[(row_count,)](
-            z, found, state, q if count is None else count.contiguous(), row_count, keys, begin, search.top or 0,
-            STATISTIC={"entropy": ENTROPY, "variance": VARIANCE, "range": RANGE}.get(search.kind, 0),
-            NUMBERS=search.numbers, STEPS=search.steps, SELECTED=search.top is not None, COUNTED=count is not None,
-            CHUNK=CHUNK, LISTED=LISTED, num_warps=16,
-        )  # fmt: skip
-    elif family == THRESHOLD:
-        find_thresholds[(row_count,)](
-            z, found, state, a, row_count, keys, begin, TOLERANCE, map_.unit * LN2.value,
-            WEIGHTS=map_.weights, NEWTON=map_.newton, START=map_.start, DEFORMED=map_.deformed, COUNTED=map_.counted,
-            PARAMETER=parameter is not None, FAST=fast, CHUNK=CHUNK, LISTED=LISTED, MAX_STEPS=MAX_STEPS,
-            EARLY=EARLY_STEPS, num_warps=16,
-        )  # fmt: skip
-    else:
-        sum_costs[(row_count * splits,)](
-            z, sums, queries, keys, offset, begin, span, splits, REST=rest, FAST=fast, LISTED=LISTED, num_warps=4
-        )
-    weigh_parts[(splits * k.shape[0] * k.shape[1],)](
-        z, v, state, a, sums, parts, references, *v.stride()[:3], *call.lengths, width, row_count, begin, span, splits,
-        map_.unit * LN2.value, WEIGHTS=map_.weights, DEFORMED=map_.deformed, PARAMETER=parameter is not None,
-        FAMILY=family, RANGED=search.kind == "range", SPARSE=search.sparse, REST=rest, PART=part_of(q), FAST=fast,
-        # float16 loses digits below 6e-5, where the weights of long rows lie
-        LIFT=1024.0 if q.dtype == torch.float16 else 1.0, PRECISION=call.constants["PRECISION"],
-        ROWS=rows, COLUMNS=columns, V_WIDTH=padded(v), V_FULL=padded(v) == width, num_warps=warps, num_stages=stages,
-    )  # fmt: skip
-    join_parts[(row_count,)](
-        parts, sums, references, call.sink, out, state, heads, queries, width, splits, 0.0,
-        REFERENCE=1 if family == SOFT else 0, NORMALISED=family != STICK, SINK=call.sink_logits is not None, LIFT=1.0,
-        V_WIDTH=padded(v), num_warps=1 if width <= 64 else 4,
-    )  # fmt: skip
-    return out
+@triton.jit
+def workspace(work, row_count, keys, splits, LISTS: tl.constexpr, V_SIZE: tl.constexpr):
+    """Return the places of everything; LISTS: how many rows of K numbers each row has."""
+    rows = row_count.to(tl.int64)
+    pitch = tl.cdiv(keys, ALIGNED) * ALIGNED
+    parts, sums, references = parts_in(work, row_count, splits, LISTS * pitch, V_SIZE)
+    logits = work + rows * splits * V_SIZE
+    found = logits + (LISTS - 1) * rows * pitch
+    return Workspace(parts, logits, found, sums, references, references + rows * splits, pitch)
 
 
 @triton.jit
 def store_logits(
-    q, k, mask, factor, parameters, out,
+    q, k, mask, factor, parameters, work,
     q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_column,
-    heads, groups, queries, keys, offset, window, width, scale, cap, begin, span, splits,
+    heads, groups, queries, keys, window, scale, cap, begin, span, splits, later_splits,
     RULE: tl.constexpr, FAST: tl.constexpr, RULED: tl.constexpr, CAPPED: tl.constexpr, FACTORED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
-    WIDTH: tl.constexpr, FULL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
+    LISTS: tl.constexpr, V_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Write the logits of one part of the keys of a key head, for all rows that share it: out (B, H, Q, K)."""
-    C: tl.constexpr = Constants(CAUSAL, WINDOWED, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL)
+    """Write the logits of one part of the keys of a key head, for all rows that share it.
+
+    RULED, FACTORED: kinds of numbers. later_splits: the number of parts of `weigh_parts`.
+    """
+    C: tl.constexpr = Constants(CAUSAL, WINDOWED, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, WIDTH == SIZE)
     M: tl.constexpr = MapConstants(
-        None, None, RULE, 1, FAST, 0, False, RULED, CAPPED, FACTORED, False, False, False, 1.0
+        None, None, RULE, 1, FAST, 0, False, RULED != 0, CAPPED, FACTORED != 0, False, False, False, 1.0
     )  # fmt: skip
     split, own = rows_of_key_head(splits, heads, groups, queries, ROWS)
-    q_tile = load_queries(q, own, q_batch, q_head, q_row, width, WIDTH)
-    k = Matrix(k + own.batch * k_batch + own.key_head * k_head, keys, k_row, width)
+    row_count = tl.num_programs(0) // splits * groups * queries
+    places = workspace(work, row_count, keys, later_splits, LISTS, V_SIZE)
+    q_tile = load_queries(q, own, q_batch, q_head, q_row, SIZE, WIDTH)
+    k = Matrix(k + own.batch * k_batch + own.key_head * k_head, keys, k_row, SIZE)
     mask += own.batch * mask_batch + (own.head * mask_head)[:, None]
+    offset = keys - queries
     sight = Sight(mask, mask_row, mask_column, queries, keys, offset, window)
-    row = logit_rows(LogitRows(factor, factor, factor), own.row_at, own.inside, M)
-    parameter = tl.load(parameters + own.head, mask=own.inside, other=0.0)[:, None] if RULED else 0.0
+    row_factor = load_number(factor, own.row_at, own.head, own.inside, FACTORED, 1.0)
+    row = LogitRows(row_factor, row_factor, row_factor)
+    parameter = load_number(parameters, own.row_at, own.head, own.inside, RULED, 0.0)[:, None]
     i = own.query[:, None]
     start = begin + split * span
     for at in range(start, tl.minimum(start + span, keys), COLUMNS):
         columns = at + tl.arange(0, COLUMNS)
         j = columns[None, :]
-        k_tile = load_tile(k, columns, WIDTH, True, FULL)
+        k_tile = load_tile(k, columns, WIDTH, True, C.FULL)
         dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         z, _s, _cap_slope, _rule_slope = logits(dot, i, j, offset, row, scale, cap, parameter, M, 1)
         z = tl.where(seen_keys(i, j, sight, C), z, float("-inf"))
-        tl.store(out + own.row_at[:, None] * keys + j, z, mask=own.inside[:, None] & (j < keys))
+        tl.store(places.logits + own.row_at[:, None] * places.pitch + j, z, mask=own.inside[:, None] & (j < keys))
 
 
 @triton.jit
 def soften_rows(
-    logits, found, state, count, row_count, keys, begin, top,
+    work, count, keys, begin, splits, top,
     STATISTIC: tl.constexpr, NUMBERS: tl.constexpr, STEPS: tl.constexpr, SELECTED: tl.constexpr,
-    COUNTED: tl.constexpr, CHUNK: tl.constexpr, LISTED: tl.constexpr,
+    COUNTED: tl.constexpr, CHUNK: tl.constexpr, LISTED: tl.constexpr, LISTS: tl.constexpr, V_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Write the state of a row of a map like softmax: its largest logit, and
 
     a factor and the lowest logit with a weight; for sa_softmax, 1 / width of the range and its lower end.
     """
     row = tl.program_id(0).to(tl.int64)
-    logits += row * keys
+    row_count = tl.num_programs(0)
+    places = workspace(work, row_count, keys, splits, LISTS, V_SIZE)
+    logits = places.logits + row * places.pitch
     lanes = tl.full([CHUNK], float("-inf"), tl.float32)
     lowest = tl.full([CHUNK], float("inf"), tl.float32)
     sums = tl.zeros([CHUNK], tl.float32)
@@ -253,12 +317,12 @@ def soften_rows(
     if SELECTED:
         kept = tl.load(count + row) if COUNTED else top
         bound = _kth_largest(lanes, 0, tl.full([], LOWEST, tl.float32), peak, kept, 2 * kept, 0)
-        found += row * keys
+        found = places.found + row * places.pitch
         number = _list_logits(logits, found, bound, 0.0, 1.0, begin, keys, CHUNK)
         cutoff = _kth_largest(found, number, bound, peak, kept, kept, LISTED)
-    tl.store(state + row, peak)
-    tl.store(state + row_count + row, factor)
-    tl.store(state + 2 * row_count + row, cutoff)
+    tl.store(places.state + row, peak)
+    tl.store(places.state + row_count + row, factor)
+    tl.store(places.state + 2 * row_count + row, cutoff)
 
 
 @triton.jit
@@ -351,26 +415,30 @@ def _kth_largest(values, number, bound, peak, k, most, LISTED: tl.constexpr):
 
 @triton.jit
 def find_thresholds(
-    logits, found, state, parameter, row_count, keys, begin, tolerance, unit,
-    WEIGHTS: tl.constexpr, NEWTON: tl.constexpr, START: tl.constexpr, DEFORMED: tl.constexpr, COUNTED: tl.constexpr,
-    PARAMETER: tl.constexpr, FAST: tl.constexpr, CHUNK: tl.constexpr, LISTED: tl.constexpr, MAX_STEPS: tl.constexpr,
-    EARLY: tl.constexpr,
+    work, parameter, heads, queries, keys, begin, splits, tolerance,
+    UNIT: tl.constexpr, WEIGHTS: tl.constexpr, NEWTON: tl.constexpr, START: tl.constexpr, DEFORMED: tl.constexpr,
+    COUNTED: tl.constexpr, PARAMETER: tl.constexpr, FAST: tl.constexpr, CHUNK: tl.constexpr, LISTED: tl.constexpr,
+    MAX_STEPS: tl.constexpr, EARLY: tl.constexpr, LISTS: tl.constexpr, V_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Write the state of a row of a threshold map: its largest logit in bits, and its threshold relative to that."""
+    """Write the state of a row of a threshold map: its largest logit in bits, and its threshold relative to that.
+
+    PARAMETER: kind of number.
+    """
     T: tl.constexpr = ThresholdConstants(WEIGHTS, DEFORMED, FAST, True, NEWTON, COUNTED, MAX_STEPS, EARLY)
     row = tl.program_id(0).to(tl.int64)
-    logits += row * keys
-    found += row * keys
+    places = workspace(work, tl.num_programs(0), keys, splits, LISTS, V_SIZE)
+    logits = places.logits + row * places.pitch
+    found = places.found + row * places.pitch
     lanes = tl.full([CHUNK], float("-inf"), tl.float32)
     for at in range(begin, keys, CHUNK):
         lanes = tl.maximum(lanes, load_logits(logits, at, keys, CHUNK))
     peak = tl.max(lanes, 0)
     peak = tl.where(peak == float("-inf"), 0.0, peak)
     one = tl.zeros([1], tl.int64)
-    a = load_row(parameter, row + one, one == 0, PARAMETER, 0.5)
+    a = load_number(parameter, row + one, row // queries % heads + one, one == 0, PARAMETER, 0.5)
     t = START(a)
     reach = t - 1.0 / a if DEFORMED else t  # keys below it have no weight: the threshold is not below its start
-    number = _list_logits(logits, found, tl.sum(reach, 0), peak, unit, begin, keys, CHUNK)
+    number = _list_logits(logits, found, tl.sum(reach, 0), peak, UNIT, begin, keys, CHUNK)
     settled = one + number == 0
     left = tolerance + 1.0
     steps = 0
@@ -386,60 +454,61 @@ def find_thresholds(
             cells += some
         t, left = newton_step(tl.sum(cell_p, 1), tl.sum(cell_u, 1), tl.sum(cells, 1), t, a, settled, steps < EARLY, T)
         steps += 1
-    tl.store(state + row, peak)
-    tl.store(state + row_count + row + one, t)
+    tl.store(places.state + row, peak)
+    tl.store(places.state + tl.num_programs(0) + row + one, t)
 
 
 @triton.jit
 def sum_costs(
-    logits, out, queries, keys, offset, begin, span, splits, REST: tl.constexpr, FAST: tl.constexpr,
-    LISTED: tl.constexpr,
+    work, queries, keys, begin, span, splits, REST: tl.constexpr, FAST: tl.constexpr, LISTED: tl.constexpr,
+    LISTS: tl.constexpr, V_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Write what the keys of one part of a row cost of the stick, in bits: out (B, H, Q, splits)."""
+    """Write what the keys of one part of a row cost of the stick, in bits, where other maps have denominators."""
     program = tl.program_id(0).to(tl.int64)
     row, split = program // splits, program % splits
-    logits += row * keys
+    places = workspace(work, tl.num_programs(0) // splits, keys, splits, LISTS, V_SIZE)
+    logits = places.logits + row * places.pitch
     start = begin + split * span
     stop = tl.minimum(start + span, keys)
     costs = tl.zeros([LISTED], tl.float32)
     for at in range(start, stop, LISTED):
         z = load_logits(logits, at, stop, LISTED)
         if REST:
-            z = tl.where(at + tl.arange(0, LISTED) == row % queries + offset, float("-inf"), z)
+            z = tl.where(at + tl.arange(0, LISTED) == row % queries + keys - queries, float("-inf"), z)
         _taken, cost = shares(z, FAST)
         costs += cost
-    tl.store(out + program, tl.sum(costs, 0))
+    tl.store(places.sums + program, tl.sum(costs, 0))
 
 
 @triton.jit
 def weigh_parts(
-    logits, v, state, parameter, sums, part_out, reference_out, v_batch, v_head, v_row,
-    heads, groups, queries, keys, offset, v_width, row_count, begin, span, splits, unit,
-    WEIGHTS: tl.constexpr, DEFORMED: tl.constexpr, PARAMETER: tl.constexpr, FAMILY: tl.constexpr,
+    work, v, parameter, v_batch, v_head, v_row, heads, groups, queries, keys, begin, span, splits,
+    UNIT: tl.constexpr, WEIGHTS: tl.constexpr, DEFORMED: tl.constexpr, PARAMETER: tl.constexpr, FAMILY: tl.constexpr,
     RANGED: tl.constexpr, SPARSE: tl.constexpr, REST: tl.constexpr, PART: tl.constexpr, FAST: tl.constexpr,
     LIFT: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, V_WIDTH: tl.constexpr,
-    V_FULL: tl.constexpr,
+    LISTS: tl.constexpr, V_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Sum the weighted values of one part of the keys, and the denominators.
+    """Sum the weighted values of one part of the keys, and the denominators; of stick-breaking these are the costs.
 
-    part_out: (B, H, Q, splits, E). sums: (B, H, Q, splits), written; of stick-breaking the costs, which are read.
-    reference_out: like sums, the reference of the weights of a map like softmax.
+    A map like softmax also writes the reference of its weights. PARAMETER: kind of number.
     """
     T: tl.constexpr = ThresholdConstants(WEIGHTS, DEFORMED, FAST, True)
     split, own = rows_of_key_head(splits, heads, groups, queries, ROWS)
-    v = Matrix(v + own.batch * v_batch + own.key_head * v_head, keys, v_row, v_width)
+    row_count = tl.num_programs(0) // splits * groups * queries
+    places = workspace(work, row_count, keys, splits, LISTS, V_SIZE)
+    v = Matrix(v + own.batch * v_batch + own.key_head * v_head, keys, v_row, V_SIZE)
     at_part = own.row_at * splits + split
-    peak = tl.load(state + own.row_at, mask=own.inside & (FAMILY != 2), other=0.0)[:, None]
-    second = tl.load(state + row_count + own.row_at, mask=own.inside & (FAMILY != 2), other=0.0)[:, None]
-    third = tl.load(state + 2 * row_count + own.row_at, mask=own.inside & (FAMILY == 0), other=0.0)[:, None]
-    a = load_row(parameter, own.row_at, own.inside, PARAMETER, 0.5)[:, None]
+    peak = tl.load(places.state + own.row_at, mask=own.inside & (FAMILY != 2), other=0.0)[:, None]
+    second = tl.load(places.state + row_count + own.row_at, mask=own.inside & (FAMILY != 2), other=0.0)[:, None]
+    third = tl.load(places.state + 2 * row_count + own.row_at, mask=own.inside & (FAMILY == 0), other=0.0)[:, None]
+    a = load_number(parameter, own.row_at, own.head, own.inside, PARAMETER, 0.5)[:, None]
     if FAMILY == 2:
-        later, all_costs = _costs_after(sums, own, split, splits, ROWS)
+        later, all_costs = _costs_after(places.sums, own, split, splits, ROWS)
     acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     start = begin + split * span
     tiles = tl.cdiv(tl.minimum(start + span, keys) - start, COLUMNS)
-    logits += own.row_at[:, None] * keys
+    logits = places.logits + own.row_at[:, None] * places.pitch
     first = start + (tiles - 1) * COLUMNS + tl.arange(0, COLUMNS)
     following = load_logit_tile(logits, first, own, start, keys)
     for index in range(tiles):  # from the last key to the first, the order of stick-breaking
@@ -455,10 +524,10 @@ def weigh_parts(
             p = tl.where(hidden, 0.0, p)
             total += tl.sum(b, 1)
         elif FAMILY == 1:
-            p, _u, _some = weight_of((z - peak) * unit, second, a, T)
+            p, _u, _some = weight_of((z - peak) * UNIT, second, a, T)
             total += tl.sum(p, 1)
         else:
-            current = (j == own.query[:, None] + offset) & (z != float("-inf"))
+            current = (j == own.query[:, None] + keys - queries) & (z != float("-inf"))
             if REST:
                 z = tl.where(current, float("-inf"), z)
             taken, cost = shares(z, FAST)
@@ -468,18 +537,18 @@ def weigh_parts(
                 p = tl.where(current, tl.exp2(-all_costs), p)
         if SPARSE:
             if tl.max(tl.max(tl.where(p == 0, 0, 1), 1), 0) != 0:  # a NaN is no 0
-                v_tile = load_tile(v, columns, V_WIDTH, True, V_FULL)
+                v_tile = load_tile(v, columns, V_WIDTH, True, V_SIZE == V_WIDTH)
                 acc = tl.dot((p * LIFT).to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
         else:
-            v_tile = load_tile(v, columns, V_WIDTH, True, V_FULL)
+            v_tile = load_tile(v, columns, V_WIDTH, True, V_SIZE == V_WIDTH)
             acc = tl.dot((p * LIFT).to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
     if FAMILY == 0:
-        tl.store(reference_out + at_part, tl.sum(peak if RANGED else peak * second, 1), mask=own.inside)
+        tl.store(places.references + at_part, tl.sum(peak if RANGED else peak * second, 1), mask=own.inside)
     if FAMILY != 2:
-        tl.store(sums + at_part, total, mask=own.inside)
+        tl.store(places.sums + at_part, total, mask=own.inside)
     values = tl.arange(0, V_WIDTH)
-    seen = own.inside[:, None] & (values < v_width)[None, :]
-    tl.store(part_out + at_part[:, None] * v_width + values[None, :], acc * (1.0 / LIFT), mask=seen)
+    seen = own.inside[:, None] & (values < V_SIZE)[None, :]
+    tl.store(places.parts + at_part[:, None] * V_SIZE + values[None, :], acc * (1.0 / LIFT), mask=seen)
 
 
 @triton.jit

@@ -1,5 +1,9 @@
-"""Arguments of every attention kernel: tensors with contiguous rows, their strides and sizes, the device."""
+"""Arguments of every attention kernel: tensors with contiguous rows, their strides and sizes, the device.
 
+`PreparedKernel` launches a kernel many times with little Python, for calls that are shorter than Triton's launcher.
+"""
+
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -44,12 +48,11 @@ class Launch:
 
     @property
     def shared_constants(self) -> dict[str, object]:
-        exact = torch.backends.cuda.matmul.fp32_precision != "tf32"
         return {
             "CAUSAL": self.causal,
             "MASKED": self.mask is not None,
             "FACTORED": self.factor is not None,
-            "PRECISION": "tf32x3" if exact else "tf32",  # of float32; exact products would take minutes to compile
+            "PRECISION": float32_precision(),
             "WIDTH": padded(self.q),
             "V_WIDTH": padded(self.v),
         }
@@ -78,9 +81,70 @@ class Launch:
         return torch.empty(shape, dtype=torch.float32, device=self.q.device)
 
 
+class PreparedKernel:
+    """A Triton kernel with its compile-time constants: the last parameters of the kernel, in any order.
+
+    Triton compiles a kernel for each class of arguments, and takes 20 us per launch to find the class of about 40 of
+    them. Here the compiled kernel is kept with the class, which has the same distinctions: dtype and alignment of a
+    tensor; whether an integer is 1, a multiple of 16 or longer than 32 bits (compared with Triton in
+    tests/attention/test_prepared_kernels.py).
+    """
+
+    def __init__(self, kernel: Any, constants: Mapping[str, object], *, warps: int, stages: int = 3) -> None:
+        self._kernel, self._options = kernel, {"num_warps": warps, "num_stages": stages}
+        names = kernel.arg_names[len(kernel.arg_names) - len(constants) :]
+        self._constants = {name: constants[name] for name in names}
+        self._values = tuple(self._constants.values())
+        self._compiled: dict[tuple[object, ...], Any] = {}
+
+    def launch(self, programs: int, *arguments: Tensor | float) -> None:
+        """Launch it on the current device, which is that of the first argument, a tensor."""
+        kind = kinds_of(arguments)
+        compiled = self._compiled.get(kind)
+        if compiled is not None:
+            compiled[programs, 1, 1](*arguments, *self._values)
+            return
+        compiled = self._kernel[programs,](*arguments, **self._constants, **self._options)
+        if hasattr(compiled, "function"):  # not in Triton's interpreter
+            self._compiled[kind] = compiled
+
+
+def kinds_of(arguments: tuple[Any, ...]) -> tuple[object, ...]:
+    """Return what Triton compiles a kernel for: two equal tuples, the same kernel."""
+    # One expression for the usual integers: a call of a function per argument would take three times as long.
+    return tuple([not a & 15 if type(a) is int and 1 < a < 2**31 else _kind_of(a) for a in arguments])
+
+
+def _kind_of(argument: Any) -> object:
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() & 15 == 0, argument.get_device()
+    if type(argument) is int:
+        return argument == 1, argument & 15 == 0, -(2**31) <= argument < 2**31, argument < 2**63
+    return type(argument)
+
+
+NO_NUMBER, ROW_NUMBERS, HEAD_NUMBERS, ONE_TENSOR, ONE_NUMBER = range(5)  # for blocks.load_number
+
+
+def number_kind(source: Tensor | float | None) -> int:
+    """Return where a kernel finds the numbers of its rows: in a tensor (B, H, Q), (H,) or (), or in an argument."""
+    if source is None:
+        return NO_NUMBER
+    if not isinstance(source, Tensor):
+        return ONE_NUMBER
+    return {3: ROW_NUMBERS, 1: HEAD_NUMBERS, 0: ONE_TENSOR}[source.dim()]
+
+
+def number_argument(source: Tensor | float | None, unused: Tensor) -> Tensor | float:
+    """Return what the kernel takes; without numbers another tensor, which it does not read."""
+    return unused if source is None else source.contiguous() if isinstance(source, Tensor) else source
+
+
 def device_of(t: Tensor) -> AbstractContextManager[object]:
     """Make the tensor's device the current one, where Triton launches kernels."""
-    return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
+    if not t.is_cuda or t.get_device() == torch.cuda.current_device():  # torch.cuda.device takes as long as a launch
+        return nullcontext()
+    return torch.cuda.device(t.device)
 
 
 def in_rows(t: Tensor) -> Tensor:
@@ -101,9 +165,19 @@ def empty_rows(t: Tensor, width: int | None = None, dtype: torch.dtype | None = 
     return torch.empty((batch, heads, length, width), dtype=dtype, device=t.device)
 
 
+def float32_precision() -> str:
+    """Return the precision of float32 products; exact ones would take minutes to compile."""
+    return "tf32x3" if torch.backends.cuda.matmul.fp32_precision != "tf32" else "tf32"
+
+
 def padded(t: Tensor) -> int:
-    """Return the width of t in a tile: the next power of two, at least 16."""
-    return max(16, 1 << (t.shape[-1] - 1).bit_length())
+    """Return the width of t in a tile."""
+    return padded_to(t.shape[-1])
+
+
+def padded_to(width: int) -> int:
+    """Return the next power of two, at least 16."""
+    return max(16, 1 << (width - 1).bit_length())
 
 
 def tile_without_values(q: Tensor) -> tuple[int, int, int, int]:

@@ -13,7 +13,7 @@ rows of its tile; a second kernel joins the parts of each row. one_pass_backward
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ from attnorm.kernels.blocks import (
     Matrix,
     Sight,
     key_range,
+    load_number,
     load_queries,
     load_tile,
     logit_rows,
@@ -40,7 +41,18 @@ from attnorm.kernels.blocks import (
     selected,
     store_tile,
 )
-from attnorm.kernels.launch import Launch, empty_rows, in_rows, padded
+from attnorm.kernels.launch import (
+    Launch,
+    PreparedKernel,
+    device_of,
+    empty_rows,
+    float32_precision,
+    in_rows,
+    number_argument,
+    number_kind,
+    padded,
+    padded_to,
+)
 from attnorm.kernels.maps import LOG2E, MAPS, RULES, Reference
 
 TOGETHER = tl.constexpr(16)  # parts that are read at a time
@@ -107,35 +119,68 @@ def _forward_tile(q: Tensor, v: Tensor, scaled: bool, masked: bool) -> tuple[int
 
 
 def decode(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
-    sink: Tensor | None, parameters: Tensor | None, form: Form, *, precise: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return output and reference like `forward`, for few queries."""
-    call = OnePassLaunch.of(q, k, v, mask, factor, shift, sink, None, parameters, form)
-    batch, heads, queries, width = *q.shape[:3], v.shape[-1]
-    rows, columns, warps, stages = _decode_tile(q, v, heads // k.shape[1] * queries)
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | float | None,
+    sink: Tensor | None, parameters: Tensor | float | None, form: Form,
+) -> Tensor:  # fmt: skip
+    """Return the output like `forward`, for few queries.
+
+    factor, shift, sink and parameters: as `launch.number_kind` has them; the sink and the parameters of the rule not by
+    row.
+    """
+    q, k, v = in_rows(q), in_rows(k), in_rows(v)
+    batch, heads, queries, width = q.shape
+    key_heads, keys, v_width = k.shape[1], k.shape[2], v.shape[-1]
+    groups = heads // key_heads
+    columns, parts, join = _decode_kernels(
+        form.map, form.power, form.rule, form.softcap is not None, form.causal, form.window is not None,
+        mask is not None, number_kind(factor), number_kind(shift), number_kind(parameters), number_kind(sink),
+        q.dtype, width, v_width, groups * queries, float32_precision(), q.is_cuda,
+    )  # fmt: skip
     begin, span, splits = parts_of_keys(q, k, form, columns, 2)
-    parts = torch.empty((batch, heads, queries, splits, width), dtype=torch.float32, device=q.device)
-    total, peak = (torch.empty(parts.shape[:-1], dtype=torch.float32, device=q.device) for _ in range(2))
-    out = torch.empty((*q.shape[:-1], width), dtype=torch.float32 if precise else q.dtype, device=q.device)
-    reference = call.rows(MAPS[form.map].reference != Reference.NONE)
-    names = ("REFERENCE", "NORMALISED", "SINK", "LIFT", "V_WIDTH")
-    with call.device:
-        decode_parts[(splits * batch * k.shape[1],)](
-            *call.tensors, parts, total, peak, *call.strides, *call.sizes, begin, span, splits, **call.constants,
-            ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
+    out = torch.empty((batch, heads, queries, v_width), dtype=q.dtype, device=q.device)
+    work = torch.empty(batch * heads * queries * splits * (v_width + 2), dtype=torch.float32, device=q.device)
+    with device_of(q):
+        parts.launch(
+            splits * batch * key_heads, q, k, v, q if mask is None else mask.view(torch.uint8),
+            number_argument(factor, q), number_argument(shift, q), number_argument(parameters, q), work,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+            *((0, 0, 0, 0) if mask is None else mask.stride()), heads, groups, queries, keys, form.window or 0,
+            form.scale * LOG2E.value, (form.softcap or 1.0) * LOG2E.value, begin, span, splits,
         )  # fmt: skip
-        join_parts[(batch * heads * queries,)](
-            parts, total, peak, call.sink, out, reference, heads, queries, width, splits, form.floor,
-            **{name: call.constants[name] for name in names}, num_warps=1 if width <= 64 else 4,
-        )  # fmt: skip
-    return out, reference
+        join.launch(batch * heads * queries, work, number_argument(sink, q), out, heads, queries, splits, 0, form.floor)
+    return out
 
 
-def _decode_tile(q: Tensor, v: Tensor, queries: int) -> tuple[int, int, int, int]:
+@lru_cache(maxsize=256)
+def _decode_kernels(
+    map_name: str, power: int, rule: str, capped: bool, causal: bool, windowed: bool, masked: bool, factor: int,
+    shift: int, parameters: int, sink: int, dtype: torch.dtype, width: int, v_width: int, rows: int, precision: str,
+    on_gpu: bool,
+) -> tuple[int, PreparedKernel, PreparedKernel]:  # fmt: skip
+    """Return the columns of a tile, `decode_parts` and `join_parts`. factor to sink: kinds of numbers."""
+    map_, padded_width, padded_v_width = MAPS[map_name], padded_to(width), padded_to(v_width)
+    tile_rows, columns, warps, stages = _decode_tile(padded_width, padded_v_width, dtype.itemsize, rows)
+    shared = {
+        "REFERENCE": int(map_.reference), "NORMALISED": map_.normalised, "LIFT": map_.lift,
+        "V_WIDTH": padded_v_width, "V_SIZE": v_width,
+    }  # fmt: skip
+    constants = {
+        **shared, "MAP": map_.weights, "SLOPES": map_.slopes, "RULE": RULES[rule], "P": power,
+        "FAST": on_gpu and dtype != torch.float32, "RULED": parameters, "CAPPED": capped, "FACTORED": factor,
+        "SHIFTED": shift, "CAUSAL": causal, "WINDOWED": windowed, "MASKED": masked, "PRECISION": precision,
+        "ROWS": tile_rows, "COLUMNS": columns, "WIDTH": padded_width, "SIZE": width,
+    }  # fmt: skip
+    return (
+        columns,
+        PreparedKernel(decode_parts, constants, warps=warps, stages=stages),
+        PreparedKernel(join_parts, shared | {"SINK": sink}, warps=1 if v_width <= 64 else 4),
+    )
+
+
+def _decode_tile(width: int, v_width: int, item_size: int, queries: int) -> tuple[int, int, int, int]:
     """Rows for all queries that share a key head, columns, warps, stages. Timed with 16 rows only."""
-    wide = max(padded(q), padded(v)) * q.element_size() > 256
-    return max(16, int(triton.next_power_of_2(queries))), 32 if wide else 64, 4, 2 if q.element_size() > 2 else 3
+    wide = max(width, v_width) * item_size > 256
+    return max(16, int(triton.next_power_of_2(queries))), 32 if wide else 64, 4, 2 if item_size > 2 else 3
 
 
 def parts_of_keys(q: Tensor, k: Tensor, form: Form, columns: int, programs: int) -> tuple[int, int, int]:
@@ -264,60 +309,77 @@ def forward_kernel(
 
 @triton.jit
 def decode_parts(
-    q, k, v, mask, factor, shift, cutoff, parameters, part_out, total_out, peak_out,
+    q, k, v, mask, factor, shift, parameters, work,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     mask_batch, mask_head, mask_row, mask_column,
-    heads, groups, queries, keys, offset, window, width, v_width, scale, cap, begin, span, splits,
+    heads, groups, queries, keys, window, scale, cap, begin, span, splits,
     MAP: tl.constexpr, SLOPES: tl.constexpr, RULE: tl.constexpr, P: tl.constexpr, FAST: tl.constexpr,
     REFERENCE: tl.constexpr, NORMALISED: tl.constexpr, RULED: tl.constexpr,
-    CAPPED: tl.constexpr, FACTORED: tl.constexpr, SHIFTED: tl.constexpr, SELECTED: tl.constexpr,
-    SINK: tl.constexpr, PLAIN: tl.constexpr,
+    CAPPED: tl.constexpr, FACTORED: tl.constexpr, SHIFTED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
-    FULL: tl.constexpr, V_FULL: tl.constexpr, LIFT: tl.constexpr,
+    SIZE: tl.constexpr, V_SIZE: tl.constexpr, LIFT: tl.constexpr,
 ):  # fmt: skip
-    """Compute the state of each row over one part of the keys.
+    """Compute the state of each row over one part of the keys: `parts_in` says where it is written.
 
-    Writes part_out (B, H, Q, splits, E), total_out and peak_out (B, H, Q, splits).
+    RULED, FACTORED, SHIFTED: kinds of numbers.
     """
+    FULL: tl.constexpr = WIDTH == SIZE
+    V_FULL: tl.constexpr = V_WIDTH == V_SIZE
     C: tl.constexpr = Constants(CAUSAL, WINDOWED, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL, V_WIDTH, V_FULL)
     M: tl.constexpr = MapConstants(
-        MAP, SLOPES, RULE, P, FAST, REFERENCE, NORMALISED, RULED, CAPPED, FACTORED, SHIFTED, SELECTED, PLAIN, LIFT
+        MAP, SLOPES, RULE, P, FAST, REFERENCE, NORMALISED, RULED != 0, CAPPED, FACTORED != 0, SHIFTED != 0, False,
+        False, LIFT,
     )  # fmt: skip
     split, own = rows_of_key_head(splits, heads, groups, queries, ROWS)
+    part_out, total_out, peak_out = parts_in(work, tl.num_programs(0) // splits * groups * queries, splits, 0, V_SIZE)
     k += own.batch * k_batch + own.key_head * k_head
     v += own.batch * v_batch + own.key_head * v_head
     mask += own.batch * mask_batch + (own.head * mask_head)[:, None]
-    q_tile = load_queries(q, own, q_batch, q_head, q_row, width, WIDTH)
-    row = logit_rows(LogitRows(factor, shift, cutoff), own.row_at, own.inside, M)
-    parameter = tl.load(parameters + own.head, mask=own.inside, other=0.0)[:, None] if RULED else 0.0
+    q_tile = load_queries(q, own, q_batch, q_head, q_row, SIZE, WIDTH)
+    row_shift = load_number(shift, own.row_at, own.head, own.inside, SHIFTED, 0.0) * LOG2E
+    row = LogitRows(load_number(factor, own.row_at, own.head, own.inside, FACTORED, 1.0), row_shift, row_shift)
+    parameter = load_number(parameters, own.row_at, own.head, own.inside, RULED, 0.0)[:, None]
 
     acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     start = begin + split * span
     acc, total, peak = fold(
-        acc, total, peak, start, tl.minimum(start + span, keys), q_tile, Matrix(k, keys, k_row, width),
-        Matrix(v, keys, v_row, v_width), own.query, row,
-        Sight(mask, mask_row, mask_column, queries, keys, offset, window), scale, cap, parameter, C, M, True,
+        acc, total, peak, start, tl.minimum(start + span, keys), q_tile, Matrix(k, keys, k_row, SIZE),
+        Matrix(v, keys, v_row, V_SIZE), own.query, row,
+        Sight(mask, mask_row, mask_column, queries, keys, keys - queries, window), scale, cap, parameter, C, M, True,
     )  # fmt: skip
     at = own.row_at * splits + split
     tl.store(total_out + at, total, mask=own.inside)
     tl.store(peak_out + at, peak, mask=own.inside)
     values = tl.arange(0, V_WIDTH)
-    seen = own.inside[:, None] & (values < v_width)[None, :]
-    tl.store(part_out + at[:, None] * v_width + values[None, :], acc, mask=seen)
+    seen = own.inside[:, None] & (values < V_SIZE)[None, :]
+    tl.store(part_out + at[:, None] * V_SIZE + values[None, :], acc, mask=seen)
+
+
+@triton.jit
+def parts_in(work, row_count, splits, stored, V_SIZE: tl.constexpr):
+    """Return pointers to the sums of weighted values (rows, splits, E), denominators and peaks (rows, splits).
+
+    stored: logits of a row, which are stored between the sums and the denominators (kernels/decoding.py).
+    """
+    rows = row_count.to(tl.int64)
+    totals = work + rows * (splits * V_SIZE + stored)
+    return work, totals, totals + rows * splits
 
 
 @triton.jit
 def join_parts(
-    part, total, peak, sink, out, reference_out, heads, queries, v_width, splits, floor,
+    work, sink, out, heads, queries, splits, stored, floor,
     REFERENCE: tl.constexpr, NORMALISED: tl.constexpr, SINK: tl.constexpr, LIFT: tl.constexpr, V_WIDTH: tl.constexpr,
+    V_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Join the parts of one row: its output, and log2 of its denominator if the map is scaled."""
+    """Join the parts of one row. SINK: kind of number."""
     row = tl.program_id(0).to(tl.int64)
     values = tl.arange(0, V_WIDTH)
-    part += row * splits * v_width
+    part, total, peak = parts_in(work, tl.num_programs(0), splits, stored, V_SIZE)
+    part += row * splits * V_SIZE
     total += row * splits
     peak += row * splits
     some = tl.arange(0, TOGETHER)
@@ -326,7 +388,7 @@ def join_parts(
         largest = tl.maximum(largest, tl.load(peak + at + some, mask=at + some < splits, other=float("-inf")))
     highest = tl.max(largest, 0)
     if SINK:
-        sunk = tl.load(sink + row // queries % heads) * LOG2E
+        sunk = tl.load(sink + (row // queries % heads if SINK == 2 else 0)).to(tl.float32) * LOG2E
         highest = tl.maximum(highest, sunk)
     reference = reference_of(highest, REFERENCE, True)
 
@@ -339,8 +401,8 @@ def join_parts(
             own = tl.load(peak + at + some, mask=inside, other=float("-inf"))
             weight = tl.where(own == float("-inf"), 0.0, tl.exp2(reference_of(own, REFERENCE, True) - reference))
         denominator += tl.load(total + at + some, mask=inside, other=0.0) * weight
-        shown = inside[:, None] & (values < v_width)[None, :]
-        piece = tl.load(part + (at + some)[:, None] * v_width + values[None, :], mask=shown, other=0.0)
+        shown = inside[:, None] & (values < V_SIZE)[None, :]
+        piece = tl.load(part + (at + some)[:, None] * V_SIZE + values[None, :], mask=shown, other=0.0)
         acc += tl.sum(piece * weight[:, None], 0)
     whole = tl.sum(denominator, 0)
     if SINK:
@@ -350,11 +412,9 @@ def join_parts(
     if NORMALISED:
         inverse = inverse_of(whole)
         acc = acc * inverse
-        if REFERENCE != 0:
-            tl.store(reference_out + row, reference + tl.log2(tl.where(whole > 0, whole, 1.0)))
     if REFERENCE == 0:
         acc = acc * (1.0 / LIFT)
-    tl.store(out + row * v_width + values, acc.to(out.dtype.element_ty), mask=values < v_width)
+    tl.store(out + row * V_SIZE + values, acc.to(out.dtype.element_ty), mask=values < V_SIZE)
 
 
 @triton.jit

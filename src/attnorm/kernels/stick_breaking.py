@@ -110,16 +110,16 @@ class StickLaunch(Launch):
             "FAST": self.q.is_cuda and self.q.dtype != torch.float32,
             "REST": self.stick.rest, "WINDOWED": self.stick.window is not None,
             "FULL": padded(self.q) == self.q.shape[-1], "V_FULL": padded(self.v) == self.v.shape[-1],
-            "PART": part_of(self.q),
+            "PART": part_of(self.q.dtype, self.q.is_cuda),
             "LIFT": 1024.0 if self.q.dtype == torch.float16 else 1.0,  # float16 loses digits below 6e-5
         }  # fmt: skip
 
 
-def part_of(q: Tensor) -> tl.dtype:
+def part_of(dtype: torch.dtype, on_gpu: bool) -> tl.dtype:
     """The dtype of the parts that are summed inside a tile. Triton's interpreter has no bfloat16."""
-    if q.dtype == torch.float32:
+    if dtype == torch.float32:
         return tl.float32
-    return tl.bfloat16 if q.is_cuda else tl.float16
+    return tl.bfloat16 if on_gpu else tl.float16
 
 
 def forward_tile(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:

@@ -107,7 +107,8 @@ def _threshold(normalizer: Normalizer, prepared: Block, weights: Tensor) -> Tens
 
 def _slopes(map_: Map, weights: Tensor, prepared: Block) -> Tensor:
     if isinstance(map_, Kneemax):  # J = (diag(u) - u u^T / sum u) / 2
-        return 0.5 * (weights / map_.knees(prepared.n)).clamp(max=1).sqrt()
+        knees: Tensor = map_.knees(prepared.n)
+        return 0.5 * (weights / knees).clamp(max=1).sqrt()
     if isinstance(map_, Entmax):
         power = 2 - (map_.alpha if map_.theta is None else 1 + per_head(torch.sigmoid(map_.theta), weights))
         return torch.where(weights > 0, torch.where(weights > 0, weights, 1.0) ** power, 0.0)

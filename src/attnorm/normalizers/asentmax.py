@@ -53,6 +53,13 @@ class AdaptiveLengthScale(ScaleRule):
         raw_beta, raw_gamma = self._raw_parameters(hidden_states, n.dtype)
         return self.delta + softplus(raw_beta) * torch.log(n.clamp(min=1) + 1) ** (2 * torch.tanh(raw_gamma))
 
+    def common_factor(self, n: int) -> tuple[float, Tensor | None] | None:
+        if self.from_hidden is not None:
+            return None
+        beta, gamma = self.raw_beta.float(), self.raw_gamma.float()
+        power = math.log(n + 1) ** 2  # to tanh(c): one operation less
+        return 1.0, torch.add(softplus(beta) * torch.pow(power, torch.tanh(gamma)), self.delta)
+
     def _raw_parameters(self, hidden_states: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if self.from_hidden is None:
             parameters = (self.raw_beta.to(dtype), self.raw_gamma.to(dtype))

@@ -51,8 +51,9 @@ class KernelForm:
     map: str
     power: int = 1
     floor: float = 0.0  # added to the denominator
-    row_factor: Callable[[Tensor], Tensor] | None = None  # function of n (..., Q, 1) that multiplies the logits
-    row_shift: Callable[[Tensor], Tensor] | None = None  # function of n that is added to the logits afterwards
+    row_factor: Callable[[Any], Any] | None = None  # function of n (..., Q, 1) that multiplies the logits
+    row_shift: Callable[[Any], Any] | None = None  # function of n that is added to the logits afterwards
+    takes_numbers: bool = False  # whether both also take n as a number, and then return one
     counts_keys: bool = False  # whether the map depends on n; then no selection may hide keys from it
     float16: bool = True  # whether float16 can represent its weights
     ranged: bool = False  # whether the map reads the row's range: from its smallest logit, or 0, to its largest, or 0
@@ -63,7 +64,8 @@ class ThresholdForm:
     """How the threshold kernels compute a map on a GPU: its name in kernels/threshold_maps.py, and a number per row."""
 
     map: str
-    parameter: Callable[[Tensor], Tensor] | None = None  # function of n (B, H, Q, 1); the result broadcasts to it
+    parameter: Callable[[Any], Any] | None = None  # function of n (B, H, Q, 1); the result broadcasts to it
+    takes_numbers: bool = False  # whether it also takes n as a number, and then returns one
 
 
 class Map(nn.Module):
@@ -132,6 +134,18 @@ class ScaleRule(LogitRule):
         The slope is one number, or (H,) with one number per head. A kernel computes such a factor beside the product.
         """
         return None
+
+    def common_factor(self, n: int) -> tuple[float, Tensor | None] | None:
+        """Return the factor of rows that all see n keys: a number, and None or a tensor that multiplies it.
+
+        The tensor has one element, or (H,) one per head. None if the factor depends on more than n and parameters, or
+        if this method is not written: it saves operations of torch, of which decoding pays for each.
+        """
+        if (log_length := self.log_length()) is None:
+            return None
+        slope, shortest = log_length
+        log_n = math.log(max(n, shortest))
+        return (log_n, slope) if isinstance(slope, Tensor) else (slope * log_n, None)
 
     def forward(self, block: Block) -> Tensor:
         positions = None if block.given_positions is None else block.positions.query[..., None]
@@ -340,6 +354,16 @@ class Mechanism(nn.Module):
         positions: Tensor | Positions | None = None,
     ) -> Tensor:
         raise NotImplementedError
+
+
+def at_least_one(n: Any) -> Any:
+    """Return max(n, 1) of a tensor or a number."""
+    return n.clamp(min=1) if isinstance(n, Tensor) else max(n, 1.0)
+
+
+def same_as(n: Any, value: float) -> Any:
+    """Return the value, or a tensor like n that is filled with it."""
+    return torch.full_like(n, value) if isinstance(n, Tensor) else value
 
 
 def per_head_parameter(value: float, heads: int | None) -> nn.Parameter:

@@ -17,7 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from attnorm.normalizers.block import Block
-from attnorm.normalizers.contract import Map, Normalizer, Properties, ThresholdForm, per_head, per_head_parameter
+from attnorm.normalizers.contract import (
+    Map,
+    Normalizer,
+    Properties,
+    ThresholdForm,
+    per_head,
+    per_head_parameter,
+    same_as,
+)
 from attnorm.normalizers.declaration import HEADS, LayerFacts, Options, Row, WarmStart, bisect, declare
 from attnorm.normalizers.softmax import softmax_row
 from attnorm.normalizers.threshold import Newton, solve_threshold
@@ -187,7 +195,7 @@ class Entmax(Map):
             return ThresholdForm("entmax15" if self.alpha == 1.5 else "sparsemax")
         if self.alpha < MIN_KERNEL_ALPHA:
             return None
-        return ThresholdForm("entmax", lambda n: torch.full_like(n, self.alpha - 1))
+        return ThresholdForm("entmax", lambda n: same_as(n, self.alpha - 1), takes_numbers=True)
 
     def lipschitz(self, n: int) -> float | None:
         """Exact for a fixed alpha; 1, the largest over all alpha, for a learned one."""

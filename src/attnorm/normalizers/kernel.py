@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from attnorm.normalizers.block import Block
-from attnorm.normalizers.contract import KernelForm, Map, Normalizer, Properties
+from attnorm.normalizers.contract import KernelForm, Map, Normalizer, Properties, same_as
 from attnorm.normalizers.declaration import Row, WarmStart, declare
 from attnorm.text import did_you_mean
 
@@ -89,9 +89,9 @@ class Kernel(Map):
         if self.function.tile is None:
             return None
         name, power, offset = self.function.tile
-        shift = None if offset == 0 else lambda n: torch.full_like(n, offset)
+        shift = None if offset == 0 else lambda n: same_as(n, offset)
         # A power of a logit soon exceeds float16.
-        return KernelForm(name, power=power, row_shift=shift, float16=name != "polynomial")
+        return KernelForm(name, power=power, row_shift=shift, takes_numbers=True, float16=name != "polynomial")
 
 
 def _reference(row: Row, function: str = "softplus", power: int = 2, offset: float = 0.0) -> Tensor:

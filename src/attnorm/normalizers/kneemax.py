@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from attnorm.normalizers.block import Block
-from attnorm.normalizers.contract import Map, Normalizer, Properties, ThresholdForm
+from attnorm.normalizers.contract import Map, Normalizer, Properties, ThresholdForm, at_least_one, same_as
 from attnorm.normalizers.declaration import HEADS, Row, WarmStart, bisect, declare, heads_if_learned
 from attnorm.normalizers.softmax import Temperature, tempered
 from attnorm.normalizers.threshold import Newton, newton_step, solve_threshold
@@ -123,15 +123,15 @@ class Kneemax(Map):
             self.knee = None
             self.properties = Properties(row_sum="one", exact_zeros=True, length="knee at share/n")
 
-    def knees(self, n: Tensor) -> Tensor:
-        """The knee of rows with n visible keys."""
-        return self.share / n.clamp(min=1) if self.knee is None else torch.full_like(n, self.knee)
+    def knees(self, n: Any) -> Any:
+        """The knee of rows with n visible keys, a tensor or a number."""
+        return self.share / at_least_one(n) if self.knee is None else same_as(n, self.knee)
 
     def forward(self, block: Block) -> Tensor:
         return block.hide(_Kneemax.apply(block.filled_low(), self.knees(block.n)))  # type: ignore[no-untyped-call]
 
     def threshold_form(self) -> ThresholdForm:
-        return ThresholdForm("kneemax", self.knees)
+        return ThresholdForm("kneemax", self.knees, takes_numbers=True)
 
     def lipschitz(self, n: int) -> float | None:
         return 0.5 if n > 1 else 0.0

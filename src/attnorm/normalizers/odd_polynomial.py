@@ -10,7 +10,7 @@ import math
 from torch import Tensor
 
 from attnorm.normalizers.block import Block
-from attnorm.normalizers.contract import KernelForm, Map, Normalizer, Properties
+from attnorm.normalizers.contract import KernelForm, Map, Normalizer, Properties, at_least_one
 from attnorm.normalizers.declaration import Row, WarmStart, declare
 
 
@@ -36,7 +36,12 @@ class OddPolynomial(Map):
         power = self.power
         # z^p / sqrt(n) = (z n^(-1/(2p)))^p; float16 ends at a weight of 65,504, which z = 41 passes.
         return KernelForm(
-            "power", power=power, row_factor=lambda n: n.clamp(min=1) ** (-0.5 / power), counts_keys=True, float16=False
+            "power",
+            power=power,
+            row_factor=lambda n: at_least_one(n) ** (-0.5 / power),
+            takes_numbers=True,
+            counts_keys=True,
+            float16=False,
         )
 
 

@@ -6,7 +6,7 @@ Wortsman et al. 2023, https://arxiv.org/abs/2309.08586 (power 1); power 2 as in 
 from torch import Tensor
 
 from attnorm.normalizers.block import Block
-from attnorm.normalizers.contract import KernelForm, Map, Normalizer, Properties
+from attnorm.normalizers.contract import KernelForm, Map, Normalizer, Properties, at_least_one
 from attnorm.normalizers.declaration import Row, WarmStart, declare
 
 
@@ -33,7 +33,13 @@ class Relu(Map):
         if power != self.power:
             return None
         # [z]^p / n = [z n^(-1/p)]^p
-        return KernelForm("relu", power=power, row_factor=lambda n: n.clamp(min=1) ** (-1 / power), counts_keys=True)
+        return KernelForm(
+            "relu",
+            power=power,
+            row_factor=lambda n: at_least_one(n) ** (-1 / power),
+            counts_keys=True,
+            takes_numbers=True,
+        )
 
 
 def _reference(row: Row, power: float = 1.0) -> Tensor:

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from attnorm.normalizers.block import Block
-from attnorm.normalizers.contract import KernelForm, Map, Normalizer, Properties, per_head, per_head_parameter
+from attnorm.normalizers.contract import (
+    KernelForm,
+    Map,
+    Normalizer,
+    Properties,
+    at_least_one,
+    per_head,
+    per_head_parameter,
+    same_as,
+)
 from attnorm.normalizers.declaration import HEADS, Row, WarmStart, declare, heads_if_learned
 
 
@@ -33,16 +42,17 @@ class Sigmoid(Map):
         n = block.n if self.offset is None else block.n.expand(*block.logits.shape[:-1], 1)
         return block.hide(torch.sigmoid(block.logits + self.bias_of(n)))
 
-    def bias_of(self, n: Tensor) -> Tensor:
-        """Return the bias of rows with n visible keys, (..., heads, Q, 1)."""
-        bias = -torch.log(n.clamp(min=1)) if self.bias is None else torch.full_like(n, self.bias)
+    def bias_of(self, n: Any) -> Any:
+        """Return the bias of rows with n visible keys, (..., heads, Q, 1); a number for one, if it is not learned."""
+        log = torch.log if isinstance(n, Tensor) else math.log
+        bias = -log(at_least_one(n)) if self.bias is None else same_as(n, self.bias)
         return bias if self.offset is None else bias + per_head(self.offset, n)
 
     def lipschitz(self, n: int) -> float | None:
         return 0.25
 
     def kernel_form(self) -> KernelForm:
-        return KernelForm("sigmoid", row_shift=self.bias_of, counts_keys=True)
+        return KernelForm("sigmoid", row_shift=self.bias_of, counts_keys=True, takes_numbers=self.offset is None)
 
 
 def _reference(row: Row, bias: float | None = None, **_: Any) -> Tensor:

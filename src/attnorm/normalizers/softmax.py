@@ -45,6 +45,9 @@ class Temperature(ScaleRule):
         factor = torch.exp(-self.log_temperature.to(n.dtype))
         return factor if factor.dim() == 0 else factor[:, None, None]
 
+    def common_factor(self, n: int) -> tuple[float, Tensor | None]:
+        return 1.0, torch.exp(-self.log_temperature.float())
+
 
 def softmax_row(z: Tensor) -> Tensor:
     """The plain formula for one row, in references."""
