@@ -136,8 +136,8 @@ def attention(
     dropout_p: probability of dropping each weight; the others are divided by 1 - dropout_p, as in torch (default: 0).
     Applies whenever it is above 0: pass 0 in evaluation. return_weights: also return the weights (B, H, Q, K) after
     dropout, in at least float32; for matrices of at most 1 GiB. return_statistics: also return the statistics of every
-    row, as attnorm.attention_statistics does, without gradient. On CUDA softmax takes one pass for both if the output
-    needs no gradient, and two passes otherwise.
+    row, as attnorm.attention_statistics does, without gradient. On CUDA softmax takes one pass for both, unless its
+    output has a gradient and there is a mask or a rescaling of logits.
 
     >>> attention(q, k, v, "entmax15", causal=True)
     >>> output, statistics = attention(q, k, v, causal=True, return_statistics=True)
@@ -184,25 +184,35 @@ def _attend_with_statistics(
 ) -> "tuple[Tensor, AttentionStatistics]":
     """Return the output and the statistics of its rows.
 
-    Both come from one pass without gradients and dropout: softmax and its rescalings on a GPU, and other maps if their
-    attention runs in blocks, without torch.compile and torch.func. Otherwise the rows are computed twice.
+    Both come from one pass without dropout: softmax and its rescalings on a GPU, and without gradients other maps if
+    their attention runs in blocks, without torch.compile and torch.func. Otherwise the rows are computed twice.
     """
     from attnorm.metrics import fused_rows
     from attnorm.metrics.attention_statistics import (  # takes time to import
         output_and_statistics,
-        softmax_output_and_statistics,
+        output_and_statistics_by_kernel,
         statistics_of,
     )
     from attnorm.metrics.normalized import MeasuredNormalizer
 
     softmax = MeasuredNormalizer(normalizer.name, normalizer).scaled_softmax
-    if not inputs.dropout and not needs_gradient(inputs, normalizer):
-        if softmax and engine == "auto" and fused_rows.output_applies(inputs):
-            return softmax_output_and_statistics(inputs, normalizer)
-        if not softmax and not torch.compiler.is_compiling() and not under_transform():
-            chosen = choose_engine(inputs, normalizer) if engine == "auto" else engine
-            if chosen == "blocked":
-                return output_and_statistics(inputs, normalizer)
+    trains = needs_gradient(inputs, normalizer)
+    if softmax and engine == "auto" and fused_rows.output_applies(inputs):
+        by_sdpa = fused.gradients_apply(inputs, normalizer)
+        # Where attention runs on SDPA but needs another q or a mask, its backward pass is faster than ours by more than
+        # the pass that would be saved.
+        if not trains or by_sdpa or choose_engine(inputs, normalizer) == "triton":
+            return output_and_statistics_by_kernel(inputs, normalizer, by_sdpa=by_sdpa)
+    if (
+        not softmax
+        and not inputs.dropout
+        and not trains
+        and not torch.compiler.is_compiling()
+        and not under_transform()
+    ):
+        chosen = choose_engine(inputs, normalizer) if engine == "auto" else engine
+        if chosen == "blocked":
+            return output_and_statistics(inputs, normalizer)
     return attend(inputs, normalizer, engine), statistics_of(inputs, normalizer)
 
 

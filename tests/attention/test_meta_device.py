@@ -138,9 +138,9 @@ def test_shapes_of_the_gradients_of_one_pass(
 ) -> None:
     given = (OUTPUT, Q, K, V, None, factor, shift, sink, None, None, OUTPUT, ROWS, NOTHING)
     rows = [NOTHING if one is None else one for one in (factor, shift, sink)]
-    found = one_pass_operators._backward.operator(*given, factor is not None, *options("softmax"))
+    found = one_pass_operators.backward.operator(*given, factor is not None, *options("softmax"))
     assert shapes(found) == like(Q, K, V, *rows)
-    found = one_pass_operators._backward.operator(*given, False, *options("softmax"))
+    found = one_pass_operators.backward.operator(*given, False, *options("softmax"))
     assert shapes(found) == like(Q, K, V, NOTHING, *rows[1:])
 
 

@@ -1,7 +1,11 @@
-"""Output and statistics of softmax from one pass, and statistics of other maps, on a GPU against float64."""
+"""Output, gradients and statistics from one pass, and statistics of other maps, on a GPU against float64."""
+
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attnorm
 from attnorm.metrics import fused_rows
@@ -52,6 +56,53 @@ def test_the_numbers_of_two_passes(name: str, width: int) -> None:
     torch.testing.assert_close(output, attnorm.attention(q, k, v, normalizer, causal=True), rtol=2e-2, atol=1e-2)
     two = attnorm.attention_statistics(q, k, normalizer, causal=True)
     torch.testing.assert_close(found, two, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", NORM_ERROR, ids=str)
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", ["softmax", "ssmax", "sink"])
+def test_output_gradients_and_statistics(name: str, masked: bool, width: int, dtype: torch.dtype) -> None:
+    """Errors of output and gradients relative to float64: at most twice those of plain attention, or a rounding."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(2, heads, 700, width, generator=generator).to(DEVICE, dtype) for heads in (4, 2, 2)]
+    grad = torch.randn(2, 4, 700, width, generator=generator).to(DEVICE, dtype)
+    mask = (torch.arange(700, device=DEVICE) >= torch.tensor([0, 90], device=DEVICE)[:, None])[:, None, None]
+    options = {"causal": True, "mask": mask if masked else None}
+
+    def results(like: torch.dtype, **more: Any) -> list[Tensor]:
+        normalizer = attnorm.get(name).to(DEVICE, torch.float64 if like == torch.float64 else torch.float32)
+        inputs = [t.to(like).requires_grad_() for t in tensors]
+        output = attnorm.attention(*inputs, normalizer, **options, **more)
+        if more.get("return_statistics"):
+            two = attnorm.attention_statistics(*inputs[:2], normalizer, **options)
+            torch.testing.assert_close(output[1], two, rtol=1e-4, atol=1e-4, equal_nan=True)
+            output = output[0]
+        return [output, *torch.autograd.grad(output, [*inputs, *normalizer.parameters()], grad.to(like))]
+
+    exact = results(torch.float64, engine="blocked")
+    for found, plain, expected in zip(results(dtype, return_statistics=True), results(dtype), exact, strict=True):
+        error, usual = ((t.double() - expected).norm() / expected.norm() for t in (found, plain))
+        assert error <= 2 * usual + torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("backend", [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
+@pytest.mark.parametrize("heads", [2, 4])
+def test_gradients_of_softmax_by_each_kernel_of_torch(backend: SDPBackend, heads: int) -> None:
+    """Where torch enables neither cuDNN nor FlashAttention, ours computes them."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(2, one, 500, 64, generator=generator) for one in (4, heads, heads)]
+    q, k, v = (t.to(DEVICE, torch.bfloat16).transpose(1, 2).contiguous().transpose(1, 2) for t in tensors)
+    grad = torch.randn(q.shape, generator=generator).to(q)
+    for causal in (True, False):
+        inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+        with sdpa_kernel(backend):
+            output, _ = attnorm.attention(*inputs, causal=causal, return_statistics=True)
+            found = torch.autograd.grad(output, inputs, grad)
+        exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
+        expected = torch.autograd.grad(attnorm.attention(*exact, causal=causal), exact, grad.double())
+        for got, one in zip(found, expected, strict=True):
+            assert (got.double() - one).norm() <= 1e-2 * one.norm()
 
 
 def test_every_candidate_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

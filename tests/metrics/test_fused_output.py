@@ -1,5 +1,6 @@
-"""attention(..., return_statistics=True) of softmax by the kernel that computes both, in Triton's interpreter."""
+"""attention(..., return_statistics=True) by the kernels that compute both, in Triton's interpreter."""
 
+import importlib
 from typing import Any
 
 import pytest
@@ -7,10 +8,10 @@ import torch
 from torch import Tensor
 
 import attnorm
+from attnorm.engines import fused
 from attnorm.engines.execution import HAS_TRITON, runs_kernels
-from attnorm.metrics import attention_statistics, fused_rows
+from attnorm.metrics import fused_maps, fused_rows
 from attnorm.metrics.call import AttentionCall
-from attnorm.metrics.normalized import resolve_normalizers
 from tests.attention.kernel_calls import assert_compiles, each_depth
 from tests.fast_interpreter import speed_up_interpreter
 from tests.metrics.naive_softmax import KINDS, LENGTHS, assert_at_most_twice_the_naive_error, drawn
@@ -24,6 +25,7 @@ pytestmark = [
 
 speed_up_interpreter()
 
+attention_module = importlib.import_module("attnorm.attention")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -31,13 +33,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Let the kernel take these small calls, on a CPU too; returns the launches."""
     made: list[Any] = []
-    kernel = fused_rows._output_and_sums
+    kernel = fused_rows.output_and_sums
 
-    def recorded(*arguments: Any) -> tuple[Tensor, Tensor]:
+    def recorded(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         made.append(arguments)
         return kernel(*arguments)
 
-    monkeypatch.setattr(fused_rows, "_output_and_sums", recorded)
+    monkeypatch.setattr(fused_rows, "output_and_sums", recorded)
     monkeypatch.setattr(fused_rows, "_on_gpu", runs_kernels)
     monkeypatch.setattr(fused_rows, "MIN_KERNEL_ROWS", 1)
     return made
@@ -135,15 +137,16 @@ def test_capped_logits_and_sinks_of_a_model() -> None:
         AttentionCall(0, "decoder", *(t.to(like) for t in tensors), 0.4, True, softcap=3.0, sinks_H=sinks.to(like))
         for like in (tensors[0], torch.zeros(0, dtype=torch.float64))
     )
-    (one,) = resolve_normalizers(call, [None])
-    output, found = fused_rows.output_and_rows(call, one, ["entropy_nats", "max_logit"])
+    output, _n, (entropy, largest), _ = fused_maps.output_and_statistics(
+        call.query_BHQD, call.key_BGKD, call.value_BGKE, None, None, None, call.sinks_H, 0.4, True, 3.0, "softmax", 1,
+        0.0, False, "entropy_nats max_logit",
+    )  # fmt: skip
     weights = dense_weights(exact)
     expected = weights @ exact.value_BGKE.repeat_interleave(2, 1)
     torch.testing.assert_close(output.cpu().double(), expected, rtol=1e-5, atol=1e-5)
     p = weights / weights.sum(-1, keepdim=True)
-    entropy = found.values["entropy_nats"].cpu().double()
-    torch.testing.assert_close(entropy, -torch.xlogy(p, p).sum(-1), rtol=1e-5, atol=0)
-    assert float(found.values["max_logit"].max()) <= 3
+    torch.testing.assert_close(entropy.cpu().double(), -torch.xlogy(p, p).sum(-1), rtol=1e-5, atol=0)
+    assert float(largest.max()) <= 3
 
 
 def test_a_key_that_is_not_finite_breaks_the_rows_that_see_it_and_no_others() -> None:
@@ -154,6 +157,86 @@ def test_a_key_that_is_not_finite_breaks_the_rows_that_see_it_and_no_others() ->
     assert found.entropy[:, :2, 40:].isnan().all()
     assert output[:, :2, :40].isfinite().all()
     assert output[:, 2:].isfinite().all()
+
+
+def exact_gradients(tensors: Any, normalizer: Any, grad: Tensor, **options: Any) -> list[Tensor]:
+    """Gradients of q, k, v and the parameters in float64."""
+    inputs = [t.detach().cpu().double().requires_grad_() for t in tensors]
+    options = {key: one.cpu() if isinstance(one, Tensor) else one for key, one in options.items()}
+    output = attnorm.attention(*inputs, normalizer, engine="blocked", **options)
+    wanted = [*inputs, *(p for p in normalizer.parameters() if p.requires_grad)]
+    return list(torch.autograd.grad(output, wanted, grad.cpu().double()))
+
+
+@pytest.mark.parametrize(
+    ("name", "mask"),
+    [
+        ("softmax", "padding"),
+        ("sink", "mask per head"),
+        ("ssmax with a sink", "causal"),
+        pytest.param("a negative factor", "window", marks=pytest.mark.nightly),
+    ],
+)
+def test_gradients_by_our_kernels(name: str, mask: str, launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_module, "choose_engine", lambda *_: "triton")  # as on a GPU
+    tensors = [t.requires_grad_() for t in other_lengths()]
+    options = {key: one.to(DEVICE) if isinstance(one, Tensor) else one for key, one in MASKS[mask].items()}
+    normalizer = NORMALIZERS[name]().to(DEVICE)
+    output, found = both(*tensors, normalizer=normalizer, **options)
+    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    gradients = torch.autograd.grad(output, [*tensors, *normalizer.parameters()], grad)
+    assert len(launches) == 1
+    assert not any(t.requires_grad for t in found)
+    exact = exact_gradients(tensors, NORMALIZERS[name]().double(), grad, **options)
+    for got, expected in zip(gradients, exact, strict=True):
+        torch.testing.assert_close(got.cpu().double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("by_sdpa", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_of_softmax_in_half_precision(
+    causal: bool, by_sdpa: bool, launches: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With torch's backward kernel of a CPU in the place of cuDNN's, and with ours where torch has none."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1, 2, 90, 16, generator=generator).to(DEVICE, torch.float16) for _ in range(3)]
+    calls: list[Any] = []
+
+    def on_cpu(*given: Any) -> tuple[Tensor, ...] | None:
+        calls.append(given)
+        *tensors, causal, scale = given
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(t.float().cpu() for t in tensors), 0.0, causal, scale=scale
+        )
+        return tuple(t.to(DEVICE, torch.float16) for t in found) if by_sdpa else None
+
+    monkeypatch.setattr(fused, "sdpa_gradients", on_cpu)
+    inputs = [t.requires_grad_() for t in tensors]
+    output, _ = both(*inputs, causal=causal)
+    grad = torch.randn(output.shape, generator=generator).to(DEVICE, torch.float16)
+    gradients = torch.autograd.grad(output, inputs, grad)
+    assert len(launches) == len(calls) == 1
+    exact = exact_gradients(tensors, attnorm.get("softmax").double(), grad, causal=causal)
+    for got, expected in zip(gradients, exact, strict=True):
+        torch.testing.assert_close(got.cpu().double(), expected, rtol=3e-3, atol=3e-3)
+
+
+@pytest.mark.nightly
+def test_a_compiled_step_has_one_pass_for_both(launches: list[Any]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1, 2, 70, 16, generator=generator).to(DEVICE, torch.float16) for _ in range(3)]
+
+    def step(*inputs: Tensor) -> tuple[Tensor, ...]:
+        output, found = both(*inputs, causal=True)
+        return output, found.entropy
+
+    results = []
+    for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        inputs = [t.clone().requires_grad_() for t in tensors]
+        output, entropy = run(*inputs)
+        results.append([output, entropy, *torch.autograd.grad(output.float().square().sum(), inputs)])
+    torch.testing.assert_close(results[1], results[0])
+    assert len(launches) == 2
 
 
 @pytest.mark.parametrize("why", ["width of values", "gradient", "learned", "dropout", "engine", "few rows", "no rows"])
@@ -195,15 +278,16 @@ def test_a_graph_has_one_operator_for_both(name: str, launches: list[Any]) -> No
         return both(q, k, v, normalizer=normalizer, causal=True)
 
     found = torch.compile(measure, fullgraph=True, backend=read)(q, k, v)
-    assert {one for one in operators if one.startswith("attnorm.")} == {"attnorm.softmax_output_and_statistics"}
+    assert {one for one in operators if one.startswith("attnorm.")} == {"attnorm.output_and_statistics.default"}
     torch.testing.assert_close(found, measure(q, k, v), equal_nan=True)
     assert len(launches) == 2
 
 
 def test_the_operator_is_sound() -> None:
     q, k, v = other_lengths()
-    inputs = (q, k, v, None, torch.rand(2, 4, 70, 1).to(q), torch.zeros(4).to(q), 0.3, True, None, "entropy_nats")
-    operator = attention_statistics.output_and_statistics_operator
+    rows, sink = torch.rand(2, 4, 70).to(q), torch.zeros(4).to(q)
+    inputs = (q, k, v, None, rows, None, sink, 0.3, True, None, "softmax", 1, 0.0, False, "entropy_nats")
+    operator = fused_maps.output_and_statistics.operator
     torch.library.opcheck(operator, inputs, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -212,7 +296,7 @@ def test_the_kernel_compiles_for_gpus_that_are_not_here(lowered: bool) -> None:
     script = """
 from attnorm.kernels.softmax_sums import softmax_output as kernel
 types = dict(q="*bf16", k="*bf16", v="*bf16", output="*bf16", mask="*u8", row_queries="*i32", scale="fp32", cap="fp32")
-types |= dict.fromkeys(("factor", "learned_sink", "out"), "*fp32")
+types |= dict.fromkeys(("factor", "learned_sink", "reference_out", "out"), "*fp32")
 for flag in (True, False):
     given = dict(
         CAUSAL=True, MASKED=flag, CAPPED=flag, FACTORED=flag, SINK=flag, PRECISION="tf32", ROWS=64, KEYS=16, WIDTH=16,

@@ -97,6 +97,7 @@ MEGABYTE = 10**6
 MAX_MEMORY = 1.5  # promised: times the plain pass, and 1 GiB more
 WHAT_IFS = ("model", "ssmax", "log_scaled")
 OTHER_MAPS = ("sigmoid", "relu", "sparsemax", "entmax15", "kneemax", "softpick")  # whose statistics have kernels
+BOTH_MAPS = ("softmax", "sigmoid", "entmax15")  # whose output and statistics are timed together, against two calls
 
 
 def compare_cuda_attention(*, quick: bool = False, notes: list[str]) -> Iterator[Ratio | Duration]:
@@ -465,6 +466,30 @@ def _compare_statistics(size: tuple[int, int, int, int], quick: bool) -> Iterato
             target=None if quick or most is None else 1 / most,
             **asdict(timed),
         )  # fmt: skip
+    for name in BOTH_MAPS:
+        for trains in (False, True):
+            timed = time_alternating(
+                *(
+                    _synchronized(partial(_output_and_statistics, q, k, v, name, trains, together=together))
+                    for together in (True, False)
+                ),
+                rounds=1 if quick else 5,
+            )
+            yield Ratio(
+                topic=topic, what=f"{name} with return_statistics{', forward + backward' if trains else ''}, {shape}",
+                against="attention and attention_statistics", target=None if quick else 1.0, **asdict(timed),
+            )  # fmt: skip
+
+
+def _output_and_statistics(q: Tensor, k: Tensor, v: Tensor, name: str, trains: bool, *, together: bool) -> None:
+    query, key, value = inputs = [t.detach().requires_grad_(trains) for t in (q, k, v)]
+    if together:
+        output, _ = attention(query, key, value, name, causal=True, return_statistics=True)
+    else:
+        output = attention(query, key, value, name, causal=True)
+        attention_statistics(q, k, name, causal=True)
+    if trains:
+        torch.autograd.grad(output, inputs, v)
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -68,6 +68,15 @@ def is_worth_rounding(inputs: Inputs, normalizer: Normalizer) -> bool:
     q * s * log(n) written by hand, the error is 0.3 to 0.9 of that of the formula in the same dtype, where every step
     rounds. In float16 the gradient of the scaled q could overflow, by the headroom of `with_rounded_queries`.
     """
+    return (
+        _suits_cudnn(inputs)
+        and not (inputs.q_BHQD.dtype == torch.float16 and _needs_gradient(inputs, normalizer))
+        and all(isinstance(rule, ScaleRule) and rule.may_round_queries for rule in normalizer.rules)
+    )
+
+
+def _suits_cudnn(inputs: Inputs) -> bool:
+    """Whether cuDNN's kernels take the shapes of a call, with the scale as it is, and no mask is needed."""
     q, v = inputs.q_BHQD, inputs.v_BGKE
     return (
         inputs.mask is None
@@ -75,11 +84,15 @@ def is_worth_rounding(inputs: Inputs, normalizer: Normalizer) -> bool:
         and inputs.queries >= MIN_QUERIES
         and (not inputs.causal or inputs.queries == inputs.keys)
         and inputs.scale >= MIN_SCALE
-        and not (q.dtype == torch.float16 and _needs_gradient(inputs, normalizer))
-        and all(isinstance(rule, ScaleRule) and rule.may_round_queries for rule in normalizer.rules)
         and q.shape[-1] == v.shape[-1] <= MAX_WIDTH
         and q.shape[-1] % 8 == 0
     )
+
+
+def gradients_apply(inputs: Inputs, normalizer: Normalizer) -> bool:
+    """Whether SDPA's kernels compute the gradients of this call: softmax of plain logits in half precision."""
+    plain = not normalizer.rules and normalizer.sink is None and applies(inputs, normalizer)
+    return plain and inputs.q_BHQD.dtype in HALF and _suits_cudnn(inputs)
 
 
 def rounds_q(inputs: Inputs, normalizer: Normalizer) -> bool:
@@ -277,6 +290,31 @@ def attention_and_logsumexp(
         q, k, v, bias, True, 0.0, causal, scale=scale
     )
     return out, log_sum[..., : q.shape[-2]]
+
+
+def sdpa_gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, log_sum: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return the gradients of softmax attention from its output and the logsumexp of each row, (B, H, Q).
+
+    None if no kernel of torch's is enabled for these tensors. Only its internal operators take an output and a
+    logsumexp; without dropout they do not read the random state.
+    """
+    params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1])
+    unread = torch.empty((), dtype=torch.int64, device=q.device)
+    lengths = q.shape[2], k.shape[2]
+    if torch.backends.cuda.can_use_cudnn_attention(params):
+        found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            grad, q, k, v, output, log_sum[..., None], unread, unread, None, None, None, *lengths, 0.0, causal,
+            scale=scale,
+        )  # fmt: skip
+        return found
+    if torch.backends.cuda.can_use_flash_attention(params):
+        found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, output, log_sum, None, None, *lengths, 0.0, causal, unread, unread, scale=scale
+        )
+        return found
+    return None
 
 
 def _align_rows(mask: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ the shapes of its outputs, and its gradient. Operators take plain numbers and te
 numbers into the record that the kernels take.
 
     forward, decode               attention
+    softmax_gradients             gradients of softmax by torch's SDPA, for the output of another kernel
     extreme_logits, top_k_cutoff  numbers of each row that a map needs first
     row_variance                  the same; its gradient reaches q and k
     row_entropy                   the same, without gradient
@@ -14,11 +15,13 @@ numbers into the record that the kernels take.
     scaled_rows                   rows times one factor each, for the queries of torch's SDPA
 """
 
+import math
 from typing import TYPE_CHECKING, Any, Never
 
 import torch
 from torch import Tensor
 
+from attnorm.engines import fused
 from attnorm.engines.execution import kernel_operator
 from attnorm.kernels.launch import empty_rows, in_rows
 
@@ -238,7 +241,7 @@ def _(
 
 
 @kernel_operator("attnorm::one_pass_attention_backward")
-def _backward(
+def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
     sink: Tensor | None, cutoff: Tensor | None, parameters: Tensor | None, output: Tensor, reference: Tensor,
     inverse: Tensor, grad_of_factor: bool, map: str, power: int, floor: float, rule: str, softcap: float | None,
@@ -250,25 +253,13 @@ def _backward(
     form = _form(map, power, floor, rule, softcap, causal, window, scale)
     saved = one_pass.Saved(reference, inverse)
     *grads, _ = one_pass_backward.backward(
-        grad,
-        q,
-        k,
-        v,
-        mask,
-        factor,
-        shift,
-        sink,
-        cutoff,
-        parameters,
-        output,
-        saved,
-        form,
+        grad, q, k, v, mask, factor, shift, sink, cutoff, parameters, output, saved, form,
         grad_of_factor=grad_of_factor,
-    )
+    )  # fmt: skip
     return tuple(grads)  # type: ignore[return-value]
 
 
-@_backward.register_fake
+@backward.register_fake
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
     sink: Tensor | None, cutoff: Tensor | None, parameters: Tensor | None, output: Tensor, reference: Tensor,
@@ -292,7 +283,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _gradients(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # read once: gradient checkpointing returns each of them only once
     grad_of_factor = saved[4] is not None and ctx.needs_input_grad[4]
-    grad_q, grad_k, grad_v, *row_gradients = _backward(grad, *saved, grad_of_factor, *ctx.options)
+    grad_q, grad_k, grad_v, *row_gradients = backward(grad, *saved, grad_of_factor, *ctx.options)
     used = (grad_of_factor, saved[5] is not None, saved[6] is not None)
     rows = [gradient if is_used else None for is_used, gradient in zip(used, row_gradients, strict=True)]
     return grad_q, grad_k, grad_v, None, *rows, *([None] * (len(ctx.options) + 3))  # cutoff, parameters, precise
@@ -306,8 +297,47 @@ def raise_second_gradient(*_: Any) -> Never:
 
 
 forward.register_autograd(_gradients, setup_context=_save_for_backward)
-_backward.register_autograd(raise_second_gradient)
+backward.register_autograd(raise_second_gradient)
 _sum_by_key.register_autograd(raise_second_gradient)
+
+
+@kernel_operator("attnorm::softmax_gradients")
+def softmax_gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, reference: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v for a call to which `fused.gradients_apply`, from its output.
+
+    reference: log2 of what each row is divided by, (B, H, Q) in float32.
+    """
+    q, k, v = (in_rows(t) for t in (q, k, v))
+    log_sum = reference * math.log(2)
+    found = fused.sdpa_gradients(_in_layout_of(output, grad), q, k, v, output, log_sum, causal, scale)
+    if found is None:
+        from attnorm.kernels import one_pass, one_pass_backward
+
+        form = _form("softmax", 1, 0.0, "none", None, causal, None, scale)
+        saved = one_pass.Saved(reference, reference.new_empty(0))
+        found = one_pass_backward.backward(
+            grad, q, k, v, None, None, None, None, None, None, output, saved, form
+        )[:3]  # fmt: skip
+    return tuple(_in_layout_of(t, gradient) for t, gradient in zip((q, k, v), found, strict=True))  # type: ignore[return-value]
+
+
+@softmax_gradients.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, reference: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(empty_rows(in_rows(t)) for t in (q, k, v))  # type: ignore[return-value]
+
+
+softmax_gradients.register_autograd(raise_second_gradient)
+
+
+def _in_layout_of(t: Tensor, gradient: Tensor) -> Tensor:
+    """Return the gradient with the strides of `empty_rows(t)`; a copy only if it has others."""
+    if t.stride(1) < t.stride(2):
+        return gradient.transpose(1, 2).contiguous().transpose(1, 2)
+    return gradient.contiguous()
 
 
 @kernel_operator("attnorm::row_entropy")

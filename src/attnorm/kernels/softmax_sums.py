@@ -234,7 +234,7 @@ def _joined(
 
 @triton.jit
 def softmax_output(
-    q, k, mask, factor, row_queries, v, learned_sink, output, out,
+    q, k, mask, factor, row_queries, v, learned_sink, output, reference_out, out,
     q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_column,
     heads, groups, rows_total, queries, keys, offset, width, scale, cap,
     v_batch, v_head, v_row, o_batch, o_head, o_row,
@@ -244,6 +244,7 @@ def softmax_output(
 ):  # fmt: skip
     """Arguments of softmax_sums; v: (B, G, K, D); learned_sink: (H,) if SINK; output: (B, H, R, D).
 
+    reference_out: (B, H, R), log2 of what a row is divided by, for the backward pass; 0 for rows that see nothing.
     The products of queries and keys are computed once. Weights for the output are relative to the largest logit so far;
     the sums keep their own references. The exponentials are therefore computed twice per key, but the multiplication
     with the values can run while the sums are added.
@@ -265,9 +266,16 @@ def softmax_output(
             acc, total, peak, state, sums, inner if whole else outer, given, v, unit, C, not whole, LEVELS
         )
     row_total = tl.sum(total, 1)
-    if SINK:  # it may exceed all logits by so much that the sum is infinite: then the output is 0
-        reference = tl.where(peak == float("-inf"), 0.0, peak)
-        row_total += tl.exp2(tl.load(learned_sink + own.head) * LOG2E - reference)
+    reference = tl.where(peak == float("-inf"), 0.0, peak)
+    if SINK:  # it may exceed all logits by far, and all may exceed it
+        sink = tl.load(learned_sink + own.head) * LOG2E
+        common = tl.maximum(reference, sink)
+        shrink = tl.exp2(reference - common)
+        acc, row_total, reference = acc * shrink[:, None], row_total * shrink + tl.exp2(sink - common), common
+    tl.store(
+        reference_out + own.batch_head * rows_total + at,
+        reference + tl.log2(tl.where(row_total > 0, row_total, 1.0)), mask=inside,
+    )  # fmt: skip
     rows_out = matrix_of_head(output, own.batch, own.head, o_batch, o_head, o_row, rows_total, width)
     store_tile(rows_out, acc * inverse_of(row_total)[:, None], at, WIDTH)
     values = _columns_of(state, sums, given, unit, logit, C)

@@ -4,7 +4,7 @@ Under torch.compile and torch.func the statistics are four operators of torch.li
 torch.func.vmap calls an operator once for each index of the mapped dimension. Softmax with its
 rescalings and, on devices that run Triton kernels, the maps that have one are called with tensors alone: what the rules
 multiply the logits by, the sink's logit, and the other numbers of each row are computed before. All other normalizers
-are called by a handle. One operator returns the output of softmax as well.
+are called by a handle. Operators that return the output as well are in metrics/fused_maps.py.
 """
 
 import copy
@@ -19,10 +19,16 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from attnorm.engines.execution import in_new_thread, runs_kernels
-from attnorm.engines.inputs import Inputs, row_factors, under_transform, validate_queries_and_keys
+from attnorm.engines.inputs import (
+    Inputs,
+    row_factors,
+    under_transform,
+    validate_queries_and_keys,
+    without_autocast,
+)
+from attnorm.engines.one_pass import per_row, sink_logits
 from attnorm.metrics import fused_maps
 from attnorm.metrics.call import AttentionCall, LogitBlock, call_of, mask_of, positions_of, states_of
-from attnorm.metrics.fused_rows import output_and_rows
 from attnorm.metrics.normalized import MeasuredNormalizer
 from attnorm.metrics.rows import OnWeights, RowStatistics, measure_map_by_kernel, measure_rows
 from attnorm.normalizers.block import Positions, is_exporting
@@ -137,19 +143,23 @@ def statistics_of(
     return AttentionStatistics(n=rows.n, **numbers, top_mass=rows.top_mass)
 
 
-def softmax_output_and_statistics(inputs: Inputs, normalizer: Normalizer) -> tuple[Tensor, AttentionStatistics]:
-    """Output (B, H, Q, E) and statistics of a rescaled softmax from one pass, without gradient.
+def output_and_statistics_by_kernel(
+    inputs: Inputs, normalizer: Normalizer, *, by_sdpa: bool
+) -> tuple[Tensor, AttentionStatistics]:
+    """Output (B, H, Q, E), with its gradient, and statistics from one pass.
 
-    For inputs to which `fused_rows.output_applies`.
+    For inputs to which `fused_rows.output_applies` and a rescaled softmax. by_sdpa: gradients by SDPA.
     """
     row_names = [_NAMES.get(name, name) for name in _ROW_NUMBERS]
-    if torch.compiler.is_compiling():
-        output, n, *numbers = compiled_output_and_statistics(inputs, normalizer, row_names)
-    else:
-        output, rows = output_and_rows(call_of(inputs), MeasuredNormalizer(normalizer.name, normalizer), row_names)
-        n, numbers = rows.n, [rows.values[name] for name in row_names]
-    no_masses = numbers[0].new_empty((*n.shape, 0))
-    return output, AttentionStatistics._make([n, *numbers, no_masses])
+    shape = inputs.q_BHQD.shape[:3]
+    with without_autocast(inputs.q_BHQD.device):
+        factor = per_row(row_factors(inputs, normalizer), shape)
+        output, n, numbers, _ = fused_maps.output_and_statistics(
+            inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, mask_of(inputs), factor, None,
+            sink_logits(inputs, normalizer), inputs.scale, inputs.causal, inputs.softcap, "softmax", 1, 0.0, by_sdpa,
+            " ".join(row_names),
+        )  # fmt: skip
+    return output, AttentionStatistics._make([n, *numbers.unbind(), numbers.new_empty((*shape, 0))])
 
 
 def output_and_statistics(inputs: Inputs, normalizer: Normalizer) -> tuple[Tensor, AttentionStatistics]:
@@ -259,39 +269,6 @@ def _factor_and_sink(inputs: Inputs, normalizer: Normalizer) -> tuple[Tensor | N
     if normalizer.sink is not None:
         sink = normalizer.sink.logit.detach().expand(inputs.q_BHQD.shape[1])
     return None if factor is None else factor.detach(), sink
-
-
-@torch.library.custom_op("attnorm::softmax_output_and_statistics", mutates_args=())
-def output_and_statistics_operator(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    factor: Tensor | None,
-    sink: Tensor | None,
-    scale: float,
-    causal: bool,
-    softcap: float | None,
-    names: str,
-) -> list[Tensor]:
-    """The output (B, H, Q, D), n, and the numbers of these names, from one kernel (see metrics/fused_rows.py)."""
-    call = AttentionCall(0, "decoder" if causal else "encoder", q, k, v, scale, causal, mask, softcap)
-    output, rows = output_and_rows(call, RescaledSoftmax("softmax", None, factor, sink), names.split())
-    return [output, rows.n, torch.stack([rows.values[name] for name in names.split()])]
-
-
-@output_and_statistics_operator.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> list[Tensor]:
-    return [torch.empty_like(q, memory_format=torch.contiguous_format), *_empty(q, *others, ())[:2]]
-
-
-def compiled_output_and_statistics(inputs: Inputs, normalizer: Normalizer, names: Sequence[str]) -> list[Tensor]:
-    """The output, n, and the numbers of these names, for inputs whose normalizer is a rescaled softmax."""
-    output, n, numbers = torch.ops.attnorm.softmax_output_and_statistics(
-        inputs.q_BHQD.detach(), inputs.k_BGKD.detach(), inputs.v_BGKE.detach(), mask_of(inputs),
-        *_factor_and_sink(inputs, normalizer), inputs.scale, inputs.causal, inputs.softcap, " ".join(names),
-    )  # fmt: skip
-    return [output, n, *numbers.unbind()]
 
 
 @torch.library.custom_op("attnorm::map_statistics", mutates_args=())

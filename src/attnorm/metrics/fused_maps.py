@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from attnorm.arithmetic import ceil_div
-from attnorm.engines.execution import sent_to
+from attnorm.engines.execution import kernel_operator, sent_to
 from attnorm.engines.one_pass import POWERS
-from attnorm.kernels.launch import device_of
+from attnorm.engines.one_pass_operators import backward, softmax_gradients
+from attnorm.kernels.launch import device_of, empty_rows, in_rows
 from attnorm.metrics import fused_rows
 from attnorm.metrics.call import AttentionCall, logit_blocks
 from attnorm.metrics.fused_rows import EXTRA_PASSES, RowsLaunch, Tile, levels_of
@@ -309,3 +310,60 @@ def _one_pass_weights(map_: RowMap) -> Any:
     from attnorm.kernels.maps import MAPS, softpick_digits
 
     return softpick_digits if map_.map == "softpick" else MAPS[map_.map].weights
+
+
+@kernel_operator("attnorm::output_and_statistics")
+def output_and_statistics(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
+    sink: Tensor | None, scale: float, causal: bool, softcap: float | None, map: str, power: int, floor: float,
+    by_sdpa: bool, names: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The output (B, H, Q, D), n, the numbers of these names (names, B, H, Q), and log2 of each row's denominator.
+
+    From one pass over the keys, for softmax and the maps of ONE_PASS. mask: as in an AttentionCall; factor, shift:
+    (B, H, Q); sink: (H,). by_sdpa: gradients by SDPA (`fused.gradients_apply`) instead of the one-pass kernels.
+    """
+    call = AttentionCall(0, "decoder" if causal else "encoder", q, k, v, scale, causal, mask, softcap)
+    launch = RowsLaunch.of(call, torch.arange(q.shape[2]), None if factor is None else factor.unsqueeze(-1))
+    output, sums, reference = fused_rows.output_and_sums(launch, v, sink)
+    found = fused_rows.rows_of_sums(launch, sums, names.split(), sink)
+    return output, found.n, torch.stack([found.values[name] for name in names.split()]), reference
+
+
+@output_and_statistics.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
+    sink: Tensor | None, scale: float, causal: bool, softcap: float | None, map: str, power: int, floor: float,
+    by_sdpa: bool, names: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    rows = q.new_empty(q.shape[:3], dtype=torch.float32)
+    numbers = rows.new_empty((len(names.split()), *rows.shape))
+    return empty_rows(in_rows(q)), rows.to(torch.int64), numbers, rows
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *ctx.options, _names = inputs[7:]
+    result, *others, reference = output
+    ctx.mark_non_differentiable(*others, reference)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:7], result, reference)
+
+
+def _gradients(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    q, k, v, mask, factor, shift, sink, output, reference = ctx.saved_tensors  # gradient checkpointing: only once
+    scale, causal, softcap, map_, power, floor, by_sdpa = ctx.options
+    no_gradients = (None,) * 8  # of the options and the names
+    if by_sdpa:
+        gradients = softmax_gradients(grad, q, k, v, output, reference, causal, scale)
+        return *gradients, None, None, None, None, *no_gradients
+    mask = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
+    of_factor = factor is not None and ctx.needs_input_grad[4]
+    grad_q, grad_k, grad_v, *rows = backward(
+        grad, q, k, v, mask, factor, shift, sink, None, None, output, reference, reference.new_empty(0), of_factor,
+        map_, power, floor, "none", softcap, causal, None, scale,
+    )  # fmt: skip
+    used = (of_factor, shift is not None, sink is not None)
+    return grad_q, grad_k, grad_v, None, *(g if u else None for u, g in zip(used, rows, strict=True)), *no_gradients
+
+
+output_and_statistics.register_autograd(_gradients, setup_context=_save_for_backward)

@@ -4,8 +4,8 @@ One kernel reads queries and keys and writes sums (kernels/softmax_sums.py). Ano
 statistics (kernels/statistics_from_sums.py). On a GPU they replace the logit blocks of rows.py for softmax and rescaled
 softmax. The masses of the heaviest keys are measured separately, on some rows only.
 
-`output_and_rows` also computes the output of attention, from the same pass over keys and values. It has no gradient:
-its backward pass would cost more than the pass that is saved, since SDPA's is faster.
+`output_and_sums` also computes the output of attention, from the same pass over keys and values, and what a backward
+pass needs. metrics/fused_maps.py makes an operator of it.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from torch import Tensor
 from attnorm.arithmetic import ceil_div
 from attnorm.engines.execution import runs_kernels, sent_to
 from attnorm.engines.inputs import Inputs, under_transform
-from attnorm.kernels.launch import device_of, in_rows, padded
+from attnorm.kernels.launch import device_of, empty_rows, in_rows, padded
 from attnorm.metrics.call import AttentionCall, LogitBlock, Visibility
 from attnorm.metrics.normalized import MeasuredNormalizer
 from attnorm.normalizers.block import is_exporting
@@ -299,31 +299,20 @@ def _on_gpu(q: Tensor) -> bool:
     return q.is_cuda and runs_kernels(q)
 
 
-@torch.no_grad()
-def output_and_rows(call: AttentionCall, one: MeasuredNormalizer, names: Sequence[str]) -> tuple[Tensor, FusedRows]:
-    """Return the output (B, H, Q, D) and the named statistics of a rescaled softmax with or without a learned sink."""
-    rows = torch.arange(call.query_BHQD.shape[2])
-    factor = factors(one, call, rows, visible_keys(call, rows)) if one.rescales else None
-    sink = one.learned_sink(call, slice(0, call.query_BHQD.shape[1]))
-    launch = RowsLaunch.of(call, rows, factor)
-    output, sums = _output_and_sums(launch, call.value_BGKE, sink)
-    return output, rows_of_sums(launch, sums, names, sink)
-
-
-def _output_and_sums(launch: RowsLaunch, value: Tensor, learned_sink: Tensor | None) -> tuple[Tensor, Tensor]:
+def output_and_sums(launch: RowsLaunch, value: Tensor, learned_sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output (B, H, R, D), the sums (COLUMNS, B, H, R), and log2 of what each row is divided by."""
     from attnorm.kernels.softmax_sums import COLUMNS, softmax_output
 
     q, v = launch.q, in_rows(value)
-    output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    sums = launch.empty(len(COLUMNS))
+    output, sums, reference = empty_rows(q), launch.empty(len(COLUMNS)), launch.empty(1)[0]
     sink = q if learned_sink is None else learned_sink.to(sums).contiguous()
     tile = _output_tile(q)
     with device_of(q):
         softmax_output[(launch.programs(tile),)](
-            *launch.tensors, launch.rows, v, sink, output, sums, *launch.sizes, *v.stride()[:3], *output.stride()[:3],
-            **launch.constants(tile), SINK=learned_sink is not None, LEVELS=levels_of(tile),
+            *launch.tensors, launch.rows, v, sink, output, reference, sums, *launch.sizes, *v.stride()[:3],
+            *output.stride()[:3], **launch.constants(tile), SINK=learned_sink is not None, LEVELS=levels_of(tile),
         )  # fmt: skip
-    return output, sums
+    return output, sums, reference
 
 
 def _output_tile(q: Tensor) -> Tile:
