@@ -15,6 +15,7 @@ cheapest engine with the exact result (`choose_engine`), or the engine that the 
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 import torch
@@ -299,10 +300,10 @@ def _computation(engine: Engine, inputs: Inputs, normalizer: Normalizer) -> Comp
     if engine == "triton":
         from attnorm.engines import decoding, one_pass, stick_breaking  # loads Triton if it is installed
 
-        if one_pass.applies(inputs, normalizer):
-            return one_pass.one_pass
-        if decoding.applies(inputs, normalizer):
-            return decoding.decode
+        if (form := one_pass.lower_for_call(inputs, normalizer)) is not None:
+            return partial(one_pass.one_pass, form=form)
+        if (found := decoding.plan_call(inputs, normalizer)) is not None:
+            return partial(decoding.decode, found=found)
         return stick_breaking.stick_breaking if stick_breaking.applies(inputs, normalizer) else None
     if engine == "sparse":
         from attnorm.engines import sparse

@@ -29,6 +29,7 @@ def capability(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, int]]:
     found = {"gpu": (9, 0)}
     monkeypatch.setattr(execution, "HAS_TRITON", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: found["gpu"])
+    monkeypatch.setattr(execution, "_has_capability", execution._has_capability.__wrapped__)  # remembers nothing
     return found
 
 

@@ -14,9 +14,8 @@ def decodes(name: str = "softmax", *, keys: int = 256, queries: int = 1, heads: 
     q = torch.empty(1, heads, queries, 8, requires_grad=options.pop("grad", False))
     k = torch.empty(1, 1, keys, 8)
     inputs, normalizer = Inputs(q, k, k, None, causal=False, scale=1.0), get(name, **options)
-    form = one_pass.lower(normalizer, inputs)
-    assert form is not None
-    return one_pass._can_decode(inputs, normalizer, form)
+    assert one_pass.lower(normalizer, inputs) is not None
+    return one_pass._can_decode(inputs, normalizer)
 
 
 @pytest.mark.parametrize(

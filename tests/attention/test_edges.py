@@ -13,6 +13,7 @@ from torch import Tensor
 from attnorm import attention, kernels
 from attnorm.engines import blocked, execution, flex, fused, one_pass, stick_breaking
 from attnorm.engines import inputs as inputs_module
+from attnorm.engines.execution import MIN_QUERIES
 from attnorm.engines.inputs import Inputs, validate_inputs
 from attnorm.normalizers import compose, get
 from attnorm.normalizers.adaptive_temperature import EntropyRule
@@ -100,8 +101,8 @@ def test_the_sharpening_by_entropy_multiplies_the_factors_before_it(
     own: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rule = EntropyRule()
-    entropy = torch.tensor([[[0.7, 1.5, 2.5]]])
-    factor = None if own is None else torch.full((1, 1, 3), own)
+    entropy = torch.linspace(0.7, 2.5, MIN_QUERIES).view(1, 1, -1)
+    factor = None if own is None else torch.full_like(entropy, own)
     given: list[Any] = []
 
     def run(inputs: Inputs, values: Tensor, factor: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -113,7 +114,7 @@ def test_the_sharpening_by_entropy_multiplies_the_factors_before_it(
     monkeypatch.setattr(one_pass, "_launch", run)
     monkeypatch.setattr(one_pass, "lower", lambda *_: SimpleNamespace(map=SimpleNamespace(ranged=False), top=None))
     normalizer = Normalizer(get("softmax").map, scale=[rule])
-    one_pass.one_pass(call(3), normalizer)
+    one_pass.one_pass(call(MIN_QUERIES), normalizer)
     torch.testing.assert_close(given[0], (own or 1.0) * rule.beta(entropy))
 
 
@@ -124,10 +125,10 @@ def test_a_sink_has_one_logit_or_one_for_each_head(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(one_pass, "_row_factor_and_shift", lambda *_: (None, None))
     monkeypatch.setattr(one_pass, "_launch", lambda _, v, f, shift, sink, *__: (given.append(sink), None))
     for heads in (None, 4):
-        one_pass.one_pass(call(), get("sink", logit=1.5, heads=heads))
+        one_pass.one_pass(call(MIN_QUERIES), get("sink", logit=1.5, heads=heads))
         assert given.pop().tolist() == [1.5] * 4
     with pytest.raises(ValueError, match="the sink has logits for 3 heads, but q has 4 heads"):
-        one_pass.one_pass(call(), get("sink", heads=3))
+        one_pass.one_pass(call(MIN_QUERIES), get("sink", heads=3))
 
 
 @pytest.mark.parametrize("queries", [1, 2, 3, 5])

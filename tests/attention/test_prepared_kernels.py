@@ -1,5 +1,6 @@
 """Kernels that are launched many times: which launches share a compiled kernel, and where numbers of rows come from."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,15 +8,18 @@ import torch
 from torch import Tensor
 
 import attnorm
-from attnorm.kernels.launch import PreparedKernel, kinds_of
+from attnorm.kernels.launch import KernelConstants, PreparedKernels, kinds_of
 from tests.attention.kernel_calls import DEVICE, draw
 
 BYTES = torch.zeros(128, dtype=torch.uint8)
 # Integers around every limit, and tensors of several dtypes and alignments.
-ARGUMENTS: list[Any] = [
+NUMBERS: list[Any] = [
     *(sign * 2**power + step for sign in (-1, 1) for power in (0, 1, 4, 5, 31, 32, 62) for step in (-1, 0, 1)),
-    *(BYTES[start : start + 32].view(dtype) for start in (0, 8, 16, 24) for dtype in (torch.float16, torch.float32)),
     *(0, 0.0, 1.0, 0.25),
+]
+SOURCES: list[Any] = [
+    *(BYTES[start : start + 32].view(dtype) for start in (0, 8, 16, 24) for dtype in (torch.float16, torch.float32)),
+    *(0.0, 1.0, 0.25),
 ]
 
 
@@ -25,48 +29,124 @@ def test_arguments_of_one_kind_are_the_same_to_triton() -> None:
     from triton.compiler.compiler import make_backend
 
     backend = make_backend(GPUTarget("cuda", 90, 32))
-    of_kind: dict[tuple[object, ...], set[object]] = {}
-    for argument in ARGUMENTS:
-        to_triton = native_specialize_impl(type(backend), argument, False, True, True)
-        of_kind.setdefault(kinds_of((argument,)), set()).add(to_triton)
+    calls = [((source,), ()) for source in SOURCES] + [((), (number,)) for number in NUMBERS]
+    of_kind: dict[object, set[object]] = {}
+    for sources, numbers in calls:
+        addresses = [source.data_ptr() if isinstance(source, Tensor) else source for source in sources]
+        to_triton = native_specialize_impl(type(backend), (*sources, *numbers)[0], False, True, True)
+        of_kind.setdefault(kinds_of(sources, addresses, numbers), set()).add(to_triton)
     assert all(len(kernels) == 1 for kernels in of_kind.values()), of_kind
-    assert len(of_kind) < len(ARGUMENTS) / 2, "too many kinds: hardly any launch would be one of a known kind"
+    assert len(of_kind) < len(calls) / 2, "too many kinds: hardly any launch would be one of a known kind"
 
 
 class Compiled:
-    function = 1
+    """Stands for a kernel that Triton has compiled for one device."""
 
-    def __init__(self, launches: list[Any], source: str) -> None:
-        self.launches, self.source = launches, source
+    packed_metadata = ("warps",)
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments: self.launches.append((self.source, grid, arguments))
+    def __init__(self, name: str, launches: list[Any]) -> None:
+        self.function, self.launches = name, launches
+
+    def run(self, gridX: int, gridY: int, gridZ: int, stream: int, function: str, *arguments: Any) -> None:
+        self.launches.append((function, (gridX, gridY, gridZ), stream, arguments))
 
 
-class Kernel(Compiled):
+class OtherLauncher(Compiled):
+    def run(self, stream: int, *arguments: Any) -> None:  # type: ignore[override]
+        raise AssertionError("called with the arguments of another launcher")
+
+
+class Kernel:
     """Stands for a jitted function: records launches, and returns a compiled kernel."""
 
-    arg_names = ("x", "n", "SECOND", "FIRST")
+    def __init__(self, names: str, launches: list[Any], compiled: Any) -> None:
+        self.arg_names, self.launches, self.compiled = names.split(), launches, compiled
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*arguments: Any, **constants: Any) -> Compiled:
-            self.launches.append((self.source, grid, arguments, constants))
-            return Compiled(self.launches, "compiled")
+        def launch(*arguments: Any, **constants: Any) -> Any:
+            self.launches.append(("triton", grid, arguments, constants))
+            return self.compiled
 
         return launch
 
 
-def test_a_launch_of_a_known_kind_takes_the_compiled_kernel() -> None:
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """The current stream of each device, in place of Triton's driver; a CPU has the number -1."""
+    from triton.runtime import driver
+
+    streams = {-1: 11}
+    monkeypatch.setattr(type(driver), "active", SimpleNamespace(get_current_stream=streams.__getitem__))
+    return streams
+
+
+def prepared(launches: list[Any], compiled: type[Compiled] = Compiled) -> PreparedKernels:
+    first = Kernel("x n SECOND FIRST", launches, compiled("first", launches))
+    last = Kernel("y x m n FIRST", launches, compiled("last", launches))
+    return PreparedKernels(
+        ("x", "y", "m", "n"),
+        KernelConstants(first, {"FIRST": 1, "SECOND": 2}, 4),
+        KernelConstants(last, {"FIRST": 3}, 8),
+    )
+
+
+def test_launches_of_a_known_kind_take_the_compiled_kernels(streams: dict[int, int]) -> None:
     launches: list[Any] = []
-    kernel = PreparedKernel(Kernel(launches, "jit"), {"FIRST": 1, "SECOND": 2}, warps=4)
-    x = torch.zeros(8)
-    constants = {"SECOND": 2, "FIRST": 1, "num_warps": 4, "num_stages": 3}
-    kernel.launch(5, x, 32)
-    kernel.launch(6, x, 48)
-    assert launches == [("jit", (5,), (x, 32), constants), ("compiled", (6, 1, 1), (x, 48, 2, 1))]
-    for other in ((x, 33), (x, 1), (x, 2**31), (x.double(), 32), (x[1:], 32)):
-        kernel.launch(5, *other)
-        assert launches[-1][0] == "jit", other
+    kernels, x = prepared(launches), torch.zeros(8)
+    kernels.launch((5, 6), (x, 0.5), (16, 3))
+    options = {"num_warps": 4, "num_stages": 3}
+    assert launches == [
+        ("triton", (5,), (x, 3), {"FIRST": 1, "SECOND": 2, **options}),
+        ("triton", (6,), (0.5, x, 16, 3), {"FIRST": 3, **options, "num_warps": 8}),
+    ]
+    launches.clear()
+    streams[-1] = 13
+    kernels.launch((7, 8), (x, 0.25), (32, 5))
+    assert launches == [
+        ("first", (7, 1, 1), 13, (("warps",), None, None, None, x.data_ptr(), 5, 2, 1)),
+        ("last", (8, 1, 1), 13, (("warps",), None, None, None, 0.25, x.data_ptr(), 32, 5, 3)),
+    ]
+
+
+@pytest.mark.parametrize("change", ["n = 1", "n = 16", "n = 2**31", "x = x.double()", "x = x[1:]", "y = x"])
+def test_another_kind_of_an_argument_is_another_kernel(streams: dict[int, int], change: str) -> None:
+    launches: list[Any] = []
+    kernels = prepared(launches)
+    values: dict[str, Any] = {"x": torch.zeros(8), "y": 0.5, "n": 3}
+    for _ in range(2):
+        kernels.launch((5, 6), (values["x"], values["y"]), (16, values["n"]))
+        exec(change, {}, values)
+    assert [name for name, *_ in launches] == ["triton"] * 4
+
+
+def test_triton_launches_where_its_launcher_is_another(streams: dict[int, int]) -> None:
+    launches: list[Any] = []
+    kernels = prepared(launches, OtherLauncher)
+    for _ in range(2):
+        kernels.launch((5, 6), (torch.zeros(8), 0.5), (16, 3))
+    assert [name for name, *_ in launches] == ["triton"] * 4
+
+
+def test_triton_launches_while_a_profiler_watches(streams: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import knobs
+
+    launches: list[Any] = []
+    kernels, x = prepared(launches), torch.zeros(8)
+
+    def launched_by() -> str:
+        kernels.launch((5, 6), (x, 0.5), (16, 3))
+        return str(launches[-1][0])
+
+    assert [launched_by(), launched_by()] == ["triton", "last"]
+    for name in ("launch_enter_hook", "launch_exit_hook"):
+        chain = getattr(knobs.runtime, name)
+        monkeypatch.setattr(chain, "calls", [print])
+        assert launched_by() == "triton"
+        monkeypatch.setattr(chain, "calls", [])
+        with monkeypatch.context() as patch:
+            patch.setattr(knobs.runtime, name, print)
+            assert launched_by() == "triton"
+        assert launched_by() == "last"
 
 
 FAST = {"causal": True, "engine": "triton"}

@@ -39,13 +39,18 @@ class DecodingPlan(NamedTuple):
 
 def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
     """Whether the kernels compute this call exactly."""
+    return plan_call(inputs, normalizer) is not None
+
+
+def plan_call(inputs: Inputs, normalizer: Normalizer) -> DecodingPlan | None:
+    """Return the plan of this call if the kernels compute it exactly, else None."""
     if inputs.queries >= MIN_QUERIES or inputs.groups * inputs.queries > MAX_ROWS:
-        return False
+        return None
     if inputs.bias is not None or inputs.dropout > 0 or under_transform():
-        return False
+        return None
     if inputs.needs_grad or (torch.is_grad_enabled() and any(p.requires_grad for p in normalizer.parameters())):
-        return False
-    return runs_kernels(inputs.q_BHQD, inputs.v_BGKE) and plan(inputs, normalizer) is not None
+        return None
+    return plan(inputs, normalizer) if runs_kernels(inputs.q_BHQD, inputs.v_BGKE) else None
 
 
 def plan(inputs: Inputs, normalizer: Normalizer) -> DecodingPlan | None:
@@ -74,9 +79,9 @@ def plan(inputs: Inputs, normalizer: Normalizer) -> DecodingPlan | None:
     return None if form.top is None else DecodingPlan(form, "top")
 
 
-def decode(inputs: Inputs, normalizer: Normalizer) -> Tensor:
-    """Return the output (B, H, Q, E) of a normalizer for which `applies` is true."""
-    found = plan(inputs, normalizer)
+def decode(inputs: Inputs, normalizer: Normalizer, found: DecodingPlan | None = None) -> Tensor:
+    """Return the output (B, H, Q, E) of a normalizer for which `applies` is true. found: from `plan_call`."""
+    found = found or plan(inputs, normalizer)
     assert found is not None
     form, shape, n = found.form, inputs.q_BHQD.shape[:3], common_length(inputs)
     mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)

@@ -14,6 +14,7 @@ import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -144,9 +145,14 @@ def runs_triton(device: torch.device) -> bool:
     return HAS_TRITON and bool(_runs_on(device))
 
 
+@lru_cache
+def _has_capability(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def _runs_on(device: torch.device) -> bool:
     if device.type == "cuda":
-        return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+        return _has_capability(device)
     import triton
 
     return bool(triton.knobs.runtime.interpret)

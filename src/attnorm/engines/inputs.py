@@ -69,8 +69,10 @@ class Inputs:
 
     @property
     def needs_grad(self) -> bool:
+        if not torch.is_grad_enabled():
+            return False
         tensors = (self.q_BHQD, self.k_BGKD, self.v_BGKE, self.hidden_states, self.bias)
-        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        return any(t is not None and t.requires_grad for t in tensors)
 
     def visible(self, start: int, stop: int, keys: int) -> Tensor | None:
         """Return the mask of the queries start..stop over the first `keys` keys, in four dimensions.

@@ -15,7 +15,8 @@ Some normalizers need a number of each row first, from another kernel:
                           then softmax over the keys above it
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,10 +33,10 @@ from attnorm.normalizers.topk import TopK
 POWERS = (1, 2, 3, 4)  # exponents of relu and of the polynomial kernel that the kernels have
 MIN_KEYS = 256  # in decoding; fewer keys are not worth splitting
 MAX_ROWS = 128  # in decoding: queries of all heads that share one key head
+SEARCHED = (EntropyRule, UnitVariance, TopK)  # need a number of the row first
 
 
-@dataclass(frozen=True)
-class LoweredNormalizer:
+class LoweredNormalizer(NamedTuple):
     """A normalizer in the terms of the kernels."""
 
     map: KernelForm
@@ -48,25 +49,29 @@ class LoweredNormalizer:
 
 def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
     """Whether the kernels compute this call exactly."""
+    return lower_for_call(inputs, normalizer) is not None
+
+
+def lower_for_call(inputs: Inputs, normalizer: Normalizer) -> LoweredNormalizer | None:
+    """Return the normalizer in the terms of the kernels if they compute this call exactly, else None."""
     if inputs.bias is not None or inputs.dropout > 0 or inputs.queries == 0:
-        return False
-    if not runs_kernels(inputs.q_BHQD, inputs.v_BGKE) or under_transform():
-        return False
+        return None
+    decodes = inputs.queries < MIN_QUERIES
+    if decodes and not _can_decode(inputs, normalizer):
+        return None
     form = lower(normalizer, inputs)
-    if form is None or inputs.queries >= MIN_QUERIES:
-        return form is not None
-    return _can_decode(inputs, normalizer, form)
+    if form is None or (decodes and form.map.ranged):
+        return None
+    return form if runs_kernels(inputs.q_BHQD, inputs.v_BGKE) and not under_transform() else None
 
 
-def _can_decode(inputs: Inputs, normalizer: Normalizer, form: LoweredNormalizer) -> bool:
+def _can_decode(inputs: Inputs, normalizer: Normalizer) -> bool:
     """Whether a call with few queries can split its keys over programs: no gradients, and no search kernel first."""
-    trains = inputs.needs_grad or (torch.is_grad_enabled() and any(p.requires_grad for p in normalizer.parameters()))
-    return (
-        inputs.keys >= MIN_KEYS
-        and inputs.groups * inputs.queries <= MAX_ROWS
-        and not (trains or form.map.ranged or form.top is not None)
-        and not any(isinstance(rule, EntropyRule | UnitVariance) for rule in normalizer.rules)
-    )
+    if inputs.keys < MIN_KEYS or inputs.groups * inputs.queries > MAX_ROWS or inputs.needs_grad:
+        return False
+    if any(isinstance(part, SEARCHED) for part in (*normalizer.rules, *normalizer.selections)):
+        return False
+    return not (torch.is_grad_enabled() and any(p.requires_grad for p in normalizer.parameters()))
 
 
 def lower(normalizer: Normalizer, inputs: Inputs, map_: KernelForm | None = None) -> LoweredNormalizer | None:
@@ -77,51 +82,56 @@ def lower(normalizer: Normalizer, inputs: Inputs, map_: KernelForm | None = None
     map_ = map_ or normalizer.map.kernel_form()
     if map_ is None or map_.power not in POWERS or (normalizer.sink is not None and map_.map != "softmax"):
         return None
-    if (map_.counts_keys and normalizer.selections) or (inputs.q_BHQD.dtype == torch.float16 and not map_.float16):
+    selections = normalizer.selections
+    if (map_.counts_keys and selections) or (inputs.q_BHQD.dtype == torch.float16 and not map_.float16):
         return None
     cap, rules = _split_leading_softcap(inputs, normalizer)
     if map_.ranged and not all(isinstance(rule, ScaleRule) for rule in rules):
         return None
-    form = LoweredNormalizer(map_, softcap=inputs.softcap if cap is None else cap)
-    last = rules[-1] if rules else None
     if not all(isinstance(rule, ScaleRule) for rule in rules[:-1]):
         return None
-    if last is not None and (rule := last.kernel_rule()) is not None:
+    rule: tuple[str, float | Tensor] = ("none", 0.0)
+    last = rules[-1] if rules else None
+    if last is not None and (named := last.kernel_rule()) is not None:
         # The kernels apply the rule after the factor and the shift of a row, but those of a map belong after its rules.
         if inputs.positions is not None or map_.row_factor is not None or map_.row_shift is not None:
             return None
-        form = replace(form, rule=rule[0], parameter=rule[1])
+        rule = named
     elif isinstance(last, EntropyRule | UnitVariance):
-        if map_.map != "softmax" or normalizer.sink is not None or form.softcap is not None:
+        if map_.map != "softmax" or normalizer.sink is not None or cap is not None:
             return None
     elif last is not None and not isinstance(last, ScaleRule):
         return None
-    for selection in normalizer.selections:
-        window = selection.kernel_window
+    window: int | None = None
+    top: TopK | None = None
+    for selection in selections:
         if isinstance(selection, TopK):
-            is_last = selection is normalizer.selections[-1]
-            k_is_known = isinstance(selection.k, int) or form.window is None  # inside a window, n is not known here
-            if not is_last or map_.map != "softmax" or form.rule != "none" or not k_is_known:
+            is_last = selection is selections[-1]
+            k_is_known = isinstance(selection.k, int) or window is None  # inside a window, n is not known here
+            if not is_last or map_.map != "softmax" or rule[0] != "none" or not k_is_known:
                 return None
-            form = replace(form, top=selection)
+            top = selection
             continue
-        if window is None or not inputs.causal or inputs.positions is not None:
+        if selection.kernel_window is None or not inputs.causal or inputs.positions is not None:
             return None
-        form = replace(form, window=min(window, form.window or window))
-    return form
+        window = min(selection.kernel_window, window or selection.kernel_window)
+    return LoweredNormalizer(map_, *rule, window=window, softcap=cap, top=top)
 
 
 def _split_leading_softcap(inputs: Inputs, normalizer: Normalizer) -> tuple[float | None, list[LogitRule]]:
-    """Return the cap of a first softcap rule, and the other rules. The kernels apply one softcap, before all rules."""
+    """Return the cap of the model or of a first softcap rule, and the other rules.
+
+    The kernels apply one softcap, before all rules.
+    """
     rules = normalizer.rules
     if rules and isinstance(rules[0], Softcap) and inputs.softcap is None:
         return rules[0].cap, rules[1:]
-    return None, rules
+    return inputs.softcap, rules
 
 
-def one_pass(inputs: Inputs, normalizer: Normalizer) -> Tensor:
-    """Return the output (B, H, Q, E) of a normalizer for which `applies` is true."""
-    form = lower(normalizer, inputs)
+def one_pass(inputs: Inputs, normalizer: Normalizer, form: LoweredNormalizer | None = None) -> Tensor:
+    """Return the output (B, H, Q, E) of a normalizer for which `applies` is true. form: from `lower_for_call`."""
+    form = form or lower(normalizer, inputs)
     assert form is not None
     if inputs.queries < MIN_QUERIES:
         return _decode(inputs, normalizer, form)

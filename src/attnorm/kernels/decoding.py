@@ -14,7 +14,6 @@ Steps 1 and 3 split the keys over programs as `decode` of one_pass.py does. The 
 logits that can matter: those within reach of a threshold, or above a bound of the k-th largest.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -38,13 +37,14 @@ from attnorm.kernels.blocks import (
     seen_keys,
 )
 from attnorm.kernels.launch import (
-    PreparedKernel,
+    KernelConstants,
+    PreparedKernels,
     device_of,
-    float32_precision,
     in_rows,
     number_argument,
     number_kind,
     padded_to,
+    product_precision,
 )
 from attnorm.kernels.maps import LN2, LOG2E, RULES
 from attnorm.kernels.one_pass import TOGETHER, Form, join_parts, parts_in, parts_of_keys
@@ -64,8 +64,7 @@ STATES = 3  # numbers of a row that a search finds
 DENSE_PROGRAMS, SPARSE_PROGRAMS = 2, 4  # per processor. A sparse program waits for logits rather than for values.
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowSearch:
+class RowSearch(NamedTuple):
     """What a map needs to know of a row."""
 
     kind: str  # entropy, variance, range, top, stick, stick_rest, or a map of kernels/threshold_maps.py
@@ -76,10 +75,6 @@ class RowSearch:
     @property
     def family(self) -> int:
         return family_of(self.kind)
-
-    @property
-    def sparse(self) -> bool:
-        return self.family != SOFT or self.top is not None
 
 
 def family_of(kind: str) -> int:
@@ -98,48 +93,54 @@ def decode(
     """
     q, k, v = in_rows(q), in_rows(k), in_rows(v)
     batch, heads, queries, width = q.shape
-    key_heads, keys, v_width = k.shape[1], k.shape[2], v.shape[-1]
-    groups, rows = heads // key_heads, batch * heads * queries
+    _, key_heads, keys, v_width = v.shape
+    groups, rows, family = heads // key_heads, batch * heads * queries, search.family
     kernels = _kernels(
         form.rule, form.softcap is not None, form.causal, form.window is not None, mask is not None,
         number_kind(factor), number_kind(sink), number_kind(parameters), number_kind(parameter), count is not None,
         search.kind, search.numbers, search.steps, search.top is not None, q.dtype, width, v_width, groups * queries,
-        float32_precision(), q.is_cuda,
+        product_precision(q.dtype), q.is_cuda,
     )  # fmt: skip
-    begin, span, splits = parts_of_keys(q, k, form, kernels.columns, DENSE_PROGRAMS)
-    out = torch.empty((batch, heads, queries, v_width), dtype=q.dtype, device=q.device)
-    mask, mask_strides = (q, (0, 0, 0, 0)) if mask is None else (mask.view(torch.uint8), mask.stride())
-    of_map = number_argument(parameter, q)
-    parts = parts_of_keys(q, k, form, kernels.columns, SPARSE_PROGRAMS) if search.sparse else (begin, span, splits)
+    begin, logit_span, logit_splits = parts_of_keys(q, keys, key_heads, form.window, kernels.columns, DENSE_PROGRAMS)
+    span, splits = logit_span, logit_splits
+    if family != SOFT or search.top is not None:
+        _, span, splits = parts_of_keys(q, keys, key_heads, form.window, kernels.columns, SPARSE_PROGRAMS)
     stored = kernels.lists * round_up(keys, ALIGNED.value)
-    work = torch.empty(rows * (parts[2] * (v_width + 2) + stored + STATES), dtype=torch.float32, device=q.device)
+    out = torch.empty((batch, heads, queries, v_width), dtype=q.dtype, device=q.device)
+    work = torch.empty(rows * (splits * (v_width + 2) + stored + STATES), dtype=torch.float32, device=q.device)
+    mask, mask_strides = (q, (0, 0, 0, 0)) if mask is None else (mask.view(torch.uint8), mask.stride())
     with device_of(q):
-        kernels.store_logits.launch(
-            splits * batch * key_heads, q, k, mask, number_argument(factor, q),
-            number_argument(parameters, q), work,
-            *q.stride()[:3], *k.stride()[:3], *mask_strides, heads, groups, queries, keys, form.window or 0,
-            form.scale * LOG2E.value, (form.softcap or 1.0) * LOG2E.value, begin, span, splits, parts[2],
+        kernels.prepared.launch(
+            (
+                logit_splits * batch * key_heads, rows * splits if family == STICK else rows,
+                splits * batch * key_heads, rows,
+            ),
+            (
+                q, k, v, mask, number_argument(factor, q), number_argument(parameters, q),
+                number_argument(parameter, q), number_argument(count, q), number_argument(sink, q), work, out,
+            ),
+            (
+                *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides, heads, groups, queries, keys,
+                form.window or 0, form.scale * LOG2E.value, (form.softcap or 1.0) * LOG2E.value, begin, logit_span,
+                logit_splits, span, splits, search.top or 0, TOLERANCE, stored, 0.0,
+            ),
         )  # fmt: skip
-        if search.family == SOFT:
-            kernels.search.launch(rows, work, number_argument(count, q), keys, begin, parts[2], search.top or 0)
-        elif search.family == THRESHOLD:
-            kernels.search.launch(rows, work, of_map, heads, queries, keys, begin, parts[2], TOLERANCE)
-        else:
-            kernels.search.launch(rows * parts[2], work, queries, keys, *parts)
-        kernels.weigh_parts.launch(
-            parts[2] * batch * key_heads, work, v, of_map, *v.stride()[:3], heads, groups, queries, keys, *parts
-        )
-        kernels.join_parts.launch(rows, work, number_argument(sink, q), out, heads, queries, parts[2], stored, 0.0)
     return out
+
+
+ARGUMENTS = (
+    "q", "k", "v", "mask", "factor", "parameters", "parameter", "count", "sink", "work", "out",
+    "q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row",
+    "mask_batch", "mask_head", "mask_row", "mask_column",
+    "heads", "groups", "queries", "keys", "window", "scale", "cap", "begin", "logit_span", "logit_splits", "span",
+    "splits", "top", "tolerance", "stored", "floor",
+)  # fmt: skip
 
 
 class _Kernels(NamedTuple):
     columns: int  # of a tile
     lists: int  # rows of K numbers per row: its logits, and those that a search lists
-    store_logits: PreparedKernel
-    search: PreparedKernel  # soften_rows, find_thresholds or sum_costs
-    weigh_parts: PreparedKernel
-    join_parts: PreparedKernel
+    prepared: PreparedKernels  # store_logits; soften_rows, find_thresholds or sum_costs; weigh_parts; join_parts
 
 
 @lru_cache(maxsize=256)
@@ -166,16 +167,16 @@ def _kernels(
             "STATISTIC": statistic, "NUMBERS": numbers, "STEPS": steps, "SELECTED": selected, "COUNTED": counted,
             "CHUNK": CHUNK, "LISTED": LISTED, **places,
         }  # fmt: skip
-        search = PreparedKernel(soften_rows, constants, warps=16)
+        search = KernelConstants(soften_rows, constants, 16)
     elif family == THRESHOLD:
         constants = {
             "UNIT": unit, "WEIGHTS": map_.weights, "NEWTON": map_.newton, "START": map_.start,
             "DEFORMED": map_.deformed, "COUNTED": map_.counted, "PARAMETER": parameter, "FAST": fast, "CHUNK": CHUNK,
             "LISTED": LISTED, "MAX_STEPS": MAX_STEPS, "EARLY": EARLY_STEPS, **places,
         }  # fmt: skip
-        search = PreparedKernel(find_thresholds, constants, warps=16)
+        search = KernelConstants(find_thresholds, constants, 16)
     else:
-        search = PreparedKernel(sum_costs, {"REST": rest, "FAST": fast, "LISTED": LISTED, **places}, warps=4)
+        search = KernelConstants(sum_costs, {"REST": rest, "FAST": fast, "LISTED": LISTED, **places}, 4)
     weigh = {
         "UNIT": unit, "WEIGHTS": map_.weights, "DEFORMED": map_.deformed, "PARAMETER": parameter, "FAMILY": family,
         "RANGED": kind == "range", "SPARSE": family != SOFT or selected, "REST": rest, "PART": part_of(dtype, on_gpu),
@@ -187,14 +188,14 @@ def _kernels(
         "REFERENCE": 1 if family == SOFT else 0, "NORMALISED": family != STICK, "SINK": sink, "LIFT": 1.0,
         "V_WIDTH": padded_v_width, "V_SIZE": v_width,
     }  # fmt: skip
-    return _Kernels(
-        columns,
-        lists,
-        PreparedKernel(store_logits, logits, warps=warps, stages=stages),
+    prepared = PreparedKernels(
+        ARGUMENTS,
+        KernelConstants(store_logits, logits, warps, stages),
         search,
-        PreparedKernel(weigh_parts, weigh, warps=warps, stages=stages),
-        PreparedKernel(join_parts, join, warps=1 if v_width <= 64 else 4),
+        KernelConstants(weigh_parts, weigh, warps, stages),
+        KernelConstants(join_parts, join, 1 if v_width <= 64 else 4),
     )
+    return _Kernels(columns, lists, prepared)
 
 
 def _tile(width: int, item_size: int, queries: int) -> tuple[int, int, int, int]:
@@ -235,7 +236,7 @@ def workspace(work, row_count, keys, splits, LISTS: tl.constexpr, V_SIZE: tl.con
 def store_logits(
     q, k, mask, factor, parameters, work,
     q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_column,
-    heads, groups, queries, keys, window, scale, cap, begin, span, splits, later_splits,
+    heads, groups, queries, keys, window, scale, cap, begin, logit_span, logit_splits, splits,
     RULE: tl.constexpr, FAST: tl.constexpr, RULED: tl.constexpr, CAPPED: tl.constexpr, FACTORED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
@@ -243,15 +244,16 @@ def store_logits(
 ):  # fmt: skip
     """Write the logits of one part of the keys of a key head, for all rows that share it.
 
-    RULED, FACTORED: kinds of numbers. later_splits: the number of parts of `weigh_parts`.
+    RULED, FACTORED: kinds of numbers. logit_span, logit_splits: keys and number of these parts; splits: number of
+    the parts of `weigh_parts`.
     """
     C: tl.constexpr = Constants(CAUSAL, WINDOWED, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, WIDTH == SIZE)
     M: tl.constexpr = MapConstants(
         None, None, RULE, 1, FAST, 0, False, RULED != 0, CAPPED, FACTORED != 0, False, False, False, 1.0
     )  # fmt: skip
-    split, own = rows_of_key_head(splits, heads, groups, queries, ROWS)
-    row_count = tl.num_programs(0) // splits * groups * queries
-    places = workspace(work, row_count, keys, later_splits, LISTS, V_SIZE)
+    split, own = rows_of_key_head(logit_splits, heads, groups, queries, ROWS)
+    row_count = tl.num_programs(0) // logit_splits * groups * queries
+    places = workspace(work, row_count, keys, splits, LISTS, V_SIZE)
     q_tile = load_queries(q, own, q_batch, q_head, q_row, SIZE, WIDTH)
     k = Matrix(k + own.batch * k_batch + own.key_head * k_head, keys, k_row, SIZE)
     mask += own.batch * mask_batch + (own.head * mask_head)[:, None]
@@ -261,8 +263,8 @@ def store_logits(
     row = LogitRows(row_factor, row_factor, row_factor)
     parameter = load_number(parameters, own.row_at, own.head, own.inside, RULED, 0.0)[:, None]
     i = own.query[:, None]
-    start = begin + split * span
-    for at in range(start, tl.minimum(start + span, keys), COLUMNS):
+    start = begin + split * logit_span
+    for at in range(start, tl.minimum(start + logit_span, keys), COLUMNS):
         columns = at + tl.arange(0, COLUMNS)
         j = columns[None, :]
         k_tile = load_tile(k, columns, WIDTH, True, C.FULL)

@@ -1,12 +1,14 @@
 """Arguments of every attention kernel: tensors with contiguous rows, their strides and sizes, the device.
 
-`PreparedKernel` launches a kernel many times with little Python, for calls that are shorter than Triton's launcher.
+`PreparedKernels` launches kernels many times with little Python, for calls that are shorter than Triton's launcher.
 """
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,46 +83,109 @@ class Launch:
         return torch.empty(shape, dtype=torch.float32, device=self.q.device)
 
 
-class PreparedKernel:
-    """A Triton kernel with its compile-time constants: the last parameters of the kernel, in any order.
+class KernelConstants(NamedTuple):
+    """A Triton kernel and its compile-time constants, which are its last parameters, in any order."""
 
-    Triton compiles a kernel for each class of arguments, and takes 20 us per launch to find the class of about 40 of
-    them. Here the compiled kernel is kept with the class, which has the same distinctions: dtype and alignment of a
-    tensor; whether an integer is 1, a multiple of 16 or longer than 32 bits (compared with Triton in
-    tests/attention/test_prepared_kernels.py).
+    kernel: Any
+    constants: Mapping[str, object]
+    warps: int
+    stages: int = 3
+
+
+class PreparedKernels:
+    """Triton kernels that a call launches one after the other, from one list of arguments that they share by name.
+
+    Triton compiles a kernel for each kind of arguments, and takes 20 us per launch to find the kind of about 40 of
+    them. Here the compiled kernels are kept with the kind of all arguments (`kinds_of`). They are launched as
+    torch.compile launches kernels, with addresses in place of tensors, which the launcher would look up. While a
+    profiler has hooks in Triton, and if Triton's launcher is not the one that we know, Triton launches the kernels.
     """
 
-    def __init__(self, kernel: Any, constants: Mapping[str, object], *, warps: int, stages: int = 3) -> None:
-        self._kernel, self._options = kernel, {"num_warps": warps, "num_stages": stages}
-        names = kernel.arg_names[len(kernel.arg_names) - len(constants) :]
-        self._constants = {name: constants[name] for name in names}
-        self._values = tuple(self._constants.values())
-        self._compiled: dict[tuple[object, ...], Any] = {}
+    def __init__(self, names: Sequence[str], *kernels: KernelConstants) -> None:
+        """names: of the arguments, which are sources (tensors, or floats in their place) and then numbers."""
+        from triton import knobs  # engines import this file where Triton is not installed
+        from triton.runtime import driver
 
-    def launch(self, programs: int, *arguments: Tensor | float) -> None:
-        """Launch it on the current device, which is that of the first argument, a tensor."""
-        kind = kinds_of(arguments)
+        self._driver, self._hooks = driver, knobs.runtime
+        self._kernels = kernels
+        self._arguments, self._constants = [], []
+        for kernel, constants, _, _ in kernels:
+            first_constant = len(kernel.arg_names) - len(constants)
+            self._arguments.append(itemgetter(*map(names.index, kernel.arg_names[:first_constant])))
+            self._constants.append([constants[name] for name in kernel.arg_names[first_constant:]])
+        self._compiled: dict[tuple[object, ...], list[CompiledKernel]] = {}
+
+    def launch(self, programs: Sequence[int], sources: tuple[Any, ...], numbers: tuple[float, ...]) -> None:
+        """Launch them on the current device, which is that of the first source. programs: of each kernel."""
+        device = sources[0].get_device()
+        addresses = [source.data_ptr() if isinstance(source, Tensor) else source for source in sources]
+        kind = (device, *kinds_of(sources, addresses, numbers))
         compiled = self._compiled.get(kind)
-        if compiled is not None:
-            compiled[programs, 1, 1](*arguments, *self._values)
+        if compiled is None or self._has_hooks():
+            found = [CompiledKernel.of(made) for made in self._launch_by_triton(programs, (*sources, *numbers))]
+            if None not in found:
+                self._compiled[kind] = [one for one in found if one is not None]
             return
-        compiled = self._kernel[programs,](*arguments, **self._constants, **self._options)
-        if hasattr(compiled, "function"):  # not in Triton's interpreter
-            self._compiled[kind] = compiled
+        stream, values = self._driver.active.get_current_stream(device), (*addresses, *numbers)
+        for grid, one, arguments, constants in zip(programs, compiled, self._arguments, self._constants, strict=True):
+            one.run(
+                grid, 1, 1, stream, one.function, one.metadata, None, None, None, *arguments(values), *constants
+            )  # fmt: skip
+
+    def _launch_by_triton(self, programs: Sequence[int], values: tuple[Any, ...]) -> list[Any]:
+        """Return what Triton returns: the compiled kernels, or None in its interpreter."""
+        return [
+            one.kernel[grid,](*arguments(values), **one.constants, num_warps=one.warps, num_stages=one.stages)
+            for grid, one, arguments in zip(programs, self._kernels, self._arguments, strict=True)
+        ]
+
+    def _has_hooks(self) -> bool:
+        enter, leave = self._hooks.launch_enter_hook, self._hooks.launch_exit_hook
+        # A chain of hooks may be empty; anything else but None is a hook.
+        return bool(
+            (enter is not None and getattr(enter, "calls", 1)) or (leave is not None and getattr(leave, "calls", 1))
+        )
 
 
-def kinds_of(arguments: tuple[Any, ...]) -> tuple[object, ...]:
-    """Return what Triton compiles a kernel for: two equal tuples, the same kernel."""
-    # One expression for the usual integers: a call of a function per argument would take three times as long.
-    return tuple([not a & 15 if type(a) is int and 1 < a < 2**31 else _kind_of(a) for a in arguments])
+class CompiledKernel(NamedTuple):
+    """What is needed to launch a kernel that Triton has compiled and loaded on a device."""
+
+    run: Callable[..., object]
+    function: int
+    metadata: object
+    kernel: object  # Triton unloads the function when nothing refers to the kernel
+
+    @classmethod
+    def of(cls, made: Any) -> "CompiledKernel | None":
+        """Return it from the result of Triton's launch: None in the interpreter, and if we do not know the launcher."""
+        if not all(hasattr(made, name) for name in ("run", "function", "packed_metadata")):
+            return None
+        parameters = list(inspect.signature(made.run).parameters)
+        known = parameters[:5] == ["gridX", "gridY", "gridZ", "stream", "function"]
+        return cls(made.run, made.function, made.packed_metadata, made) if known else None
 
 
-def _kind_of(argument: Any) -> object:
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() & 15 == 0, argument.get_device()
-    if type(argument) is int:
-        return argument == 1, argument & 15 == 0, -(2**31) <= argument < 2**31, argument < 2**63
-    return type(argument)
+def kinds_of(
+    sources: tuple[Any, ...], addresses: list[Any], numbers: tuple[float, ...]
+) -> tuple[tuple[object, ...], tuple[object, ...]]:
+    """Return what Triton compiles a kernel for: equal for two launches on a device only if they share a kernel.
+
+    These are dtype and alignment of a tensor, and whether an integer is 1, a multiple of 16 or longer than 32 bits
+    (compared with Triton in tests/attention/test_prepared_kernels.py). addresses: of the sources.
+    """
+    of_sources = [
+        (source.dtype, address & 15 == 0) if isinstance(source, Tensor) else type(source)
+        for source, address in zip(sources, addresses, strict=True)
+    ]
+    # One expression for the usual integers: a call of a function per number would take three times as long.
+    of_numbers = [
+        (2 if a == 1 else a & 15 == 0) if type(a) is int and 0 <= a < 2**31 else _kind_of_number(a) for a in numbers
+    ]
+    return tuple(of_sources), tuple(of_numbers)
+
+
+def _kind_of_number(a: float) -> object:
+    return (a & 15 == 0, a >= -(2**31), a < 2**31, a < 2**63) if type(a) is int else type(a)
 
 
 NO_NUMBER, ROW_NUMBERS, HEAD_NUMBERS, ONE_TENSOR, ONE_NUMBER = range(5)  # for blocks.load_number
@@ -137,7 +202,7 @@ def number_kind(source: Tensor | float | None) -> int:
 
 def number_argument(source: Tensor | float | None, unused: Tensor) -> Tensor | float:
     """Return what the kernel takes; without numbers another tensor, which it does not read."""
-    return unused if source is None else source.contiguous() if isinstance(source, Tensor) else source
+    return unused if source is None else source.contiguous() if isinstance(source, Tensor) else float(source)
 
 
 def device_of(t: Tensor) -> AbstractContextManager[object]:
@@ -168,6 +233,11 @@ def empty_rows(t: Tensor, width: int | None = None, dtype: torch.dtype | None = 
 def float32_precision() -> str:
     """Return the precision of float32 products; exact ones would take minutes to compile."""
     return "tf32x3" if torch.backends.cuda.matmul.fp32_precision != "tf32" else "tf32"
+
+
+def product_precision(dtype: torch.dtype) -> str:
+    """The same for products of this dtype: one answer for half precision, without the time to read a setting."""
+    return float32_precision() if dtype == torch.float32 else "tf32"
 
 
 def padded(t: Tensor) -> int:

@@ -42,16 +42,17 @@ from attnorm.kernels.blocks import (
     store_tile,
 )
 from attnorm.kernels.launch import (
+    KernelConstants,
     Launch,
-    PreparedKernel,
+    PreparedKernels,
     device_of,
     empty_rows,
-    float32_precision,
     in_rows,
     number_argument,
     number_kind,
     padded,
     padded_to,
+    product_precision,
 )
 from attnorm.kernels.maps import LOG2E, MAPS, RULES, Reference
 
@@ -59,8 +60,7 @@ TOGETHER = tl.constexpr(16)  # parts that are read at a time
 MIN_SPLIT = 256  # keys of a program; with fewer, joining the parts would cost more than reading keys
 
 
-@dataclass(frozen=True, kw_only=True)
-class Form:
+class Form(NamedTuple):
     """Everything that a launch needs besides tensors: map and rule by name, and their constants."""
 
     map: str
@@ -129,26 +129,39 @@ def decode(
     """
     q, k, v = in_rows(q), in_rows(k), in_rows(v)
     batch, heads, queries, width = q.shape
-    key_heads, keys, v_width = k.shape[1], k.shape[2], v.shape[-1]
+    _, key_heads, keys, v_width = v.shape
     groups = heads // key_heads
-    columns, parts, join = _decode_kernels(
+    columns, kernels = _decode_kernels(
         form.map, form.power, form.rule, form.softcap is not None, form.causal, form.window is not None,
         mask is not None, number_kind(factor), number_kind(shift), number_kind(parameters), number_kind(sink),
-        q.dtype, width, v_width, groups * queries, float32_precision(), q.is_cuda,
+        q.dtype, width, v_width, groups * queries, product_precision(q.dtype), q.is_cuda,
     )  # fmt: skip
-    begin, span, splits = parts_of_keys(q, k, form, columns, 2)
+    begin, span, splits = parts_of_keys(q, keys, key_heads, form.window, columns, 2)
     out = torch.empty((batch, heads, queries, v_width), dtype=q.dtype, device=q.device)
     work = torch.empty(batch * heads * queries * splits * (v_width + 2), dtype=torch.float32, device=q.device)
+    mask, mask_strides = (q, (0, 0, 0, 0)) if mask is None else (mask.view(torch.uint8), mask.stride())
     with device_of(q):
-        parts.launch(
-            splits * batch * key_heads, q, k, v, q if mask is None else mask.view(torch.uint8),
-            number_argument(factor, q), number_argument(shift, q), number_argument(parameters, q), work,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-            *((0, 0, 0, 0) if mask is None else mask.stride()), heads, groups, queries, keys, form.window or 0,
-            form.scale * LOG2E.value, (form.softcap or 1.0) * LOG2E.value, begin, span, splits,
+        kernels.launch(
+            (splits * batch * key_heads, batch * heads * queries),
+            (
+                q, k, v, mask, number_argument(factor, q), number_argument(shift, q), number_argument(parameters, q),
+                number_argument(sink, q), work, out,
+            ),
+            (
+                *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides, heads, groups, queries, keys,
+                form.window or 0, form.scale * LOG2E.value, (form.softcap or 1.0) * LOG2E.value, begin, span, splits,
+                0, form.floor,
+            ),
         )  # fmt: skip
-        join.launch(batch * heads * queries, work, number_argument(sink, q), out, heads, queries, splits, 0, form.floor)
     return out
+
+
+DECODE_ARGUMENTS = (
+    "q", "k", "v", "mask", "factor", "shift", "parameters", "sink", "work", "out",
+    "q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row",
+    "mask_batch", "mask_head", "mask_row", "mask_column",
+    "heads", "groups", "queries", "keys", "window", "scale", "cap", "begin", "span", "splits", "stored", "floor",
+)  # fmt: skip
 
 
 @lru_cache(maxsize=256)
@@ -156,7 +169,7 @@ def _decode_kernels(
     map_name: str, power: int, rule: str, capped: bool, causal: bool, windowed: bool, masked: bool, factor: int,
     shift: int, parameters: int, sink: int, dtype: torch.dtype, width: int, v_width: int, rows: int, precision: str,
     on_gpu: bool,
-) -> tuple[int, PreparedKernel, PreparedKernel]:  # fmt: skip
+) -> tuple[int, PreparedKernels]:  # fmt: skip
     """Return the columns of a tile, `decode_parts` and `join_parts`. factor to sink: kinds of numbers."""
     map_, padded_width, padded_v_width = MAPS[map_name], padded_to(width), padded_to(v_width)
     tile_rows, columns, warps, stages = _decode_tile(padded_width, padded_v_width, dtype.itemsize, rows)
@@ -170,10 +183,10 @@ def _decode_kernels(
         "SHIFTED": shift, "CAUSAL": causal, "WINDOWED": windowed, "MASKED": masked, "PRECISION": precision,
         "ROWS": tile_rows, "COLUMNS": columns, "WIDTH": padded_width, "SIZE": width,
     }  # fmt: skip
-    return (
-        columns,
-        PreparedKernel(decode_parts, constants, warps=warps, stages=stages),
-        PreparedKernel(join_parts, shared | {"SINK": sink}, warps=1 if v_width <= 64 else 4),
+    return columns, PreparedKernels(
+        DECODE_ARGUMENTS,
+        KernelConstants(decode_parts, constants, warps, stages),
+        KernelConstants(join_parts, shared | {"SINK": sink}, 1 if v_width <= 64 else 4),
     )
 
 
@@ -183,20 +196,22 @@ def _decode_tile(width: int, v_width: int, item_size: int, queries: int) -> tupl
     return max(16, int(triton.next_power_of_2(queries))), 32 if wide else 64, 4, 2 if item_size > 2 else 3
 
 
-def parts_of_keys(q: Tensor, k: Tensor, form: Form, columns: int, programs: int) -> tuple[int, int, int]:
+def parts_of_keys(
+    q: Tensor, keys: int, key_heads: int, window: int | None, columns: int, programs: int
+) -> tuple[int, int, int]:
     """Return the first key that a query sees, the keys of a part and the number of parts.
 
     programs: per processor, for the parts of all key heads together.
     """
-    keys = k.shape[2]
-    begin = 0 if form.window is None else max(keys - q.shape[2] - form.window + 1, 0) // columns * columns
-    splits = programs * _processors(q) // (k.shape[0] * k.shape[1])
+    begin = 0 if window is None else max(keys - q.shape[2] - window + 1, 0) // columns * columns
+    splits = programs * _processors(q.device) // (q.shape[0] * key_heads)
     span = round_up(max(MIN_SPLIT, ceil_div(keys - begin, max(splits, 1))), columns)
     return begin, span, ceil_div(keys - begin, span)
 
 
-def _processors(q: Tensor) -> int:
-    return torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 4
+@lru_cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 @dataclass(frozen=True)
