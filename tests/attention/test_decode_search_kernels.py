@@ -175,6 +175,39 @@ def test_tensors_in_the_layouts_of_models() -> None:
         assert torch.equal(attnorm.attention(q, k, columns_first, normalizer, engine="triton"), expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "masked"),
+    [
+        ("asentmax", {"heads": 6}, "none"),  # the kernels read a number per head
+        ("topk", {"k": "sqrt"}, "heads"),
+        ("entmax", {"alpha": 1.3, "learned": True}, "heads"),
+    ],
+)
+def test_logits_of_more_rows_than_fit_take_the_memory_of_a_few(
+    name: str, options: dict[str, Any], masked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three sequences, three key heads, of which one is processed at a time: the same as all at once."""
+    from attnorm.kernels import decoding as kernels
+
+    shape = (3, 6, 3, 1, 40, 16, 16)
+    tensors, mask, sizes = drawn(shape), mask_of(masked, shape), []
+    normalizer, run = attnorm.get(name, **options).to(DEVICE), kernels.decode
+
+    def decode(q: Tensor, k: Tensor, *others: Any) -> Tensor:
+        sizes.append((*q.shape[:2], *k.shape[:2]))
+        return run(q, k, *others)
+
+    monkeypatch.setattr(kernels, "decode", decode)
+    with torch.no_grad():
+        for number, parameter in enumerate(normalizer.parameters()):
+            parameter += torch.linspace(0.1, 0.4 + number, max(1, parameter.numel())).to(DEVICE).view(parameter.shape)
+        expected = attnorm.attention(*tensors, normalizer, mask=mask, causal=True, engine="triton")
+        monkeypatch.setattr(decoding, "MAX_LOGIT_BYTES", decoding.LOGIT_BYTES * 2 * 40)
+        found = attnorm.attention(*tensors, normalizer, mask=mask, causal=True, engine="triton")
+    assert sizes == [(3, 6, 3, 3), *[(1, 2, 1, 1)] * 9]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.nightly
 def test_a_compiled_call_is_one_graph() -> None:
     tensors, normalizer = drawn((1, 2, 2, 1, 70, 16, 16)), attnorm.get("entmax15")

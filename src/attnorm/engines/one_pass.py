@@ -277,8 +277,8 @@ def _row_factor_and_shift(
 
 
 def per_row(numbers: Tensor | None, shape: torch.Size) -> Tensor | None:
-    """Expand numbers (..., Q, 1) to all rows, (B, H, Q) in float32."""
-    return None if numbers is None else numbers.float()[..., 0].expand(shape)
+    """Expand numbers that broadcast to (B, H, Q, 1) to all rows, (B, H, Q) in float32."""
+    return None if numbers is None else numbers.float().expand(*shape, 1)[..., 0]
 
 
 def _launch(
