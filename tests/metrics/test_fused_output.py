@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import attnorm
-from attnorm.engines import fused
+from attnorm.engines import one_pass_operators
 from attnorm.engines.execution import HAS_TRITON, runs_kernels
 from attnorm.metrics import fused_maps, fused_rows
 from attnorm.metrics.call import AttentionCall
@@ -210,7 +210,7 @@ def test_gradients_of_softmax_in_half_precision(
         )
         return tuple(t.to(DEVICE, torch.float16) for t in found) if by_sdpa else None
 
-    monkeypatch.setattr(fused, "sdpa_gradients", on_cpu)
+    monkeypatch.setattr(one_pass_operators, "sdpa_gradients", on_cpu)
     inputs = [t.requires_grad_() for t in tensors]
     output, _ = both(*inputs, causal=causal)
     grad = torch.randn(output.shape, generator=generator).to(DEVICE, torch.float16)

@@ -292,31 +292,6 @@ def attention_and_logsumexp(
     return out, log_sum[..., : q.shape[-2]]
 
 
-def sdpa_gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, log_sum: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return the gradients of softmax attention from its output and the logsumexp of each row, (B, H, Q).
-
-    None if no kernel of torch's is enabled for these tensors. Only its internal operators take an output and a
-    logsumexp; without dropout they do not read the random state.
-    """
-    params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1])
-    unread = torch.empty((), dtype=torch.int64, device=q.device)
-    lengths = q.shape[2], k.shape[2]
-    if torch.backends.cuda.can_use_cudnn_attention(params):
-        found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            grad, q, k, v, output, log_sum[..., None], unread, unread, None, None, None, *lengths, 0.0, causal,
-            scale=scale,
-        )  # fmt: skip
-        return found
-    if torch.backends.cuda.can_use_flash_attention(params):
-        found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, output, log_sum, None, None, *lengths, 0.0, causal, unread, unread, scale=scale
-        )
-        return found
-    return None
-
-
 def _align_rows(mask: Tensor) -> Tensor:
     """Return the mask with a row stride that is a multiple of 16, as the kernel requires."""
     width = mask.shape[-1]

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Never
 import torch
 from torch import Tensor
 
-from attnorm.engines import fused
 from attnorm.engines.execution import kernel_operator
 from attnorm.kernels.launch import empty_rows, in_rows
 
@@ -311,7 +310,7 @@ def softmax_gradients(
     """
     q, k, v = (in_rows(t) for t in (q, k, v))
     log_sum = reference * math.log(2)
-    found = fused.sdpa_gradients(_in_layout_of(output, grad), q, k, v, output, log_sum, causal, scale)
+    found = sdpa_gradients(_in_layout_of(output, grad), q, k, v, output, log_sum, causal, scale)
     if found is None:
         from attnorm.kernels import one_pass, one_pass_backward
 
@@ -331,6 +330,31 @@ def _(
 
 
 softmax_gradients.register_autograd(raise_second_gradient)
+
+
+def sdpa_gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, log_sum: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return the gradients of softmax attention from its output and the logsumexp of each row, (B, H, Q).
+
+    None if no kernel of torch's is enabled for these tensors. Only its internal operators take an output and a
+    logsumexp; without dropout they do not read the random state.
+    """
+    params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1])
+    unread = torch.empty((), dtype=torch.int64, device=q.device)
+    lengths = q.shape[2], k.shape[2]
+    if torch.backends.cuda.can_use_cudnn_attention(params):
+        found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            grad, q, k, v, output, log_sum[..., None], unread, unread, None, None, None, *lengths, 0.0, causal,
+            scale=scale,
+        )  # fmt: skip
+        return found
+    if torch.backends.cuda.can_use_flash_attention(params):
+        found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, output, log_sum, None, None, *lengths, 0.0, causal, unread, unread, scale=scale
+        )
+        return found
+    return None
 
 
 def _in_layout_of(t: Tensor, gradient: Tensor) -> Tensor:
