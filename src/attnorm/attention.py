@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from attnorm.engines import fused
-from attnorm.engines.blocked import attend_with_weights, blocked
+from attnorm.engines.blocked import attend_with_weights, blocked, in_one_block
 from attnorm.engines.inputs import Inputs, in_dtype, under_transform, validate_inputs, without_autocast
 from attnorm.normalizers.block import Positions, is_exporting
 from attnorm.normalizers.contract import Mechanism, Normalizer
@@ -137,8 +137,8 @@ def attention(
     dropout_p: probability of dropping each weight; the others are divided by 1 - dropout_p, as in torch (default: 0).
     Applies whenever it is above 0: pass 0 in evaluation. return_weights: also return the weights (B, H, Q, K) after
     dropout, in at least float32; for matrices of at most 1 GiB. return_statistics: also return the statistics of every
-    row, as attnorm.attention_statistics does, without gradient. On CUDA softmax takes one pass for both, unless its
-    output has a gradient and there is a mask or a rescaling of logits.
+    row, as attnorm.attention_statistics does, without gradient. On CUDA one kernel computes both for sigmoid, relu,
+    softpick, entmax, and for softmax unless its output has a gradient and there is a mask or a rescaling of logits.
 
     >>> attention(q, k, v, "entmax15", causal=True)
     >>> output, statistics = attention(q, k, v, causal=True, return_statistics=True)
@@ -185,8 +185,9 @@ def _attend_with_statistics(
 ) -> "tuple[Tensor, AttentionStatistics]":
     """Return the output and the statistics of its rows.
 
-    Both come from one pass without dropout: softmax and its rescalings on a GPU, and without gradients other maps if
-    their attention runs in blocks, without torch.compile and torch.func. Otherwise the rows are computed twice.
+    Without dropout both come from one kernel on a GPU, if the normalizer has one, or from the same blocks of weights,
+    if attention and statistics of a map other than softmax run in blocks. Otherwise the rows are computed twice: also
+    with a gradient in one block, whose weights torch keeps for the backward pass, which then costs less.
     """
     from attnorm.metrics import fused_rows
     from attnorm.metrics.attention_statistics import (  # takes time to import
@@ -194,26 +195,23 @@ def _attend_with_statistics(
         output_and_statistics_by_kernel,
         statistics_of,
     )
+    from attnorm.metrics.fused_maps import kernel_form
     from attnorm.metrics.normalized import MeasuredNormalizer
 
     softmax = MeasuredNormalizer(normalizer.name, normalizer).scaled_softmax
+    has_kernel = (softmax or kernel_form(normalizer) is not None) and fused_rows.measures(inputs)
     trains = needs_gradient(inputs, normalizer)
-    if softmax and engine == "auto" and fused_rows.output_applies(inputs):
-        by_sdpa = fused.gradients_apply(inputs, normalizer)
-        # Where attention runs on SDPA but needs another q or a mask, its backward pass is faster than ours by more than
+    if has_kernel and engine == "auto" and fused_rows.output_applies(inputs):
+        by_sdpa = softmax and fused.gradients_apply(inputs, normalizer)
+        # Where softmax runs on SDPA but needs another q or a mask, its backward pass is faster than ours by more than
         # the pass that would be saved.
-        if not trains or by_sdpa or choose_engine(inputs, normalizer) == "triton":
+        if (softmax and (by_sdpa or not trains)) or choose_engine(inputs, normalizer) in ("triton", "sparse"):
             return output_and_statistics_by_kernel(inputs, normalizer, by_sdpa=by_sdpa)
-    if (
-        not softmax
-        and not inputs.dropout
-        and not trains
-        and not torch.compiler.is_compiling()
-        and not under_transform()
-    ):
+    in_blocks = not (has_kernel or softmax)
+    if in_blocks and not inputs.dropout and not torch.compiler.is_compiling() and not under_transform():
         chosen = choose_engine(inputs, normalizer) if engine == "auto" else engine
-        if chosen == "blocked":
-            return output_and_statistics(inputs, normalizer)
+        if chosen == "blocked" and not (trains and in_one_block(inputs)):
+            return output_and_statistics(inputs, normalizer, trains=trains)
     return attend(inputs, normalizer, engine), statistics_of(inputs, normalizer)
 
 

@@ -46,7 +46,7 @@ def test_at_most_twice_the_error_of_the_plain_formula(kind: str, length: int, wi
 
 
 @pytest.mark.parametrize("width", [64, 128, 256])
-@pytest.mark.parametrize("name", ["softmax", "ssmax", "sink"])
+@pytest.mark.parametrize("name", ["softmax", "ssmax", "sink", "sigmoid", "softpick", "entmax15", "kneemax"])
 def test_the_numbers_of_two_passes(name: str, width: int) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, heads, 1500, width, generator=generator) for heads in (6, 3, 3))
@@ -61,7 +61,7 @@ def test_the_numbers_of_two_passes(name: str, width: int) -> None:
 @pytest.mark.parametrize("dtype", NORM_ERROR, ids=str)
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("name", ["softmax", "ssmax", "sink"])
+@pytest.mark.parametrize("name", ["softmax", "ssmax", "sink", "sigmoid", "relu", "softpick", "entmax15", "asentmax"])
 def test_output_gradients_and_statistics(name: str, masked: bool, width: int, dtype: torch.dtype) -> None:
     """Errors of output and gradients relative to float64: at most twice those of plain attention, or a rounding."""
     generator = torch.Generator().manual_seed(0)

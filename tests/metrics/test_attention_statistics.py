@@ -9,6 +9,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 import attnorm
+from attnorm.engines import blocked
 from attnorm.metrics import attention_statistics
 from attnorm.metrics.call import AttentionCall
 from tests.metrics.reference import dense_logits, dense_visible, dense_weights
@@ -234,6 +235,21 @@ def test_the_output_beside_them_has_a_gradient() -> None:
         assert not found.entropy.requires_grad
     two = attnorm.attention(q[0, 0].detach(), k[0, 0], v[0, 0], "entmax15", return_statistics=True)
     assert two[1].entropy.shape == (Q,)
+
+
+def test_several_blocks_compute_weights_once_before_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocked, "BLOCK_ELEMENTS", 8 * B * H * K)
+    inputs = [t.half().requires_grad_() for t in (*draw(), torch.randn(B, G, K, 5))]
+    normalizer = attnorm.get("entmax", alpha=1.4, learned=True, heads=H)
+    wanted = [*inputs, *normalizer.parameters()]
+    expected = attnorm.attention(*inputs, normalizer, causal=True)
+    gradients = torch.autograd.grad(expected.float().square().sum(), wanted)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.delattr(blocked._BlockedCall, "block_weights")
+        output, found = attnorm.attention(*inputs, normalizer, causal=True, return_statistics=True)
+    torch.testing.assert_close(output, expected)
+    assert not found.entropy.requires_grad
+    torch.testing.assert_close(torch.autograd.grad(output.float().square().sum(), wanted), gradients)
 
 
 def test_weights_and_statistics_are_not_returned_together() -> None:

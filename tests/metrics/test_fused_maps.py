@@ -302,10 +302,12 @@ from attnorm.kernels import map_sums, maps, statistics_from_sums, threshold_maps
 types = dict(q="*bf16", k="*bf16", mask="*u8", row_queries="*i32", listed="*i32", broken="*u8")
 types |= dict.fromkeys(("scale", "cap", "floor", "natural", "slope", "enough", "tolerance", "doubt", "unit"), "fp32")
 rows = ("factor", "row_shift", "parameter", "out", "gaps", "sums", "more", "count", "logits", "shift", "threshold")
-types |= dict.fromkeys(rows, "*fp32")
+types |= dict.fromkeys((*rows, "reference_out"), "*fp32") | dict(live="*u8")
+types |= dict.fromkeys(("v", "output", "mean_u"), "*bf16")
 shared = dict(
     FAST=True, CAUSAL=True, MASKED=True, CAPPED=True, FACTORED=True, PRECISION="tf32", ROWS=32, KEYS=16, WIDTH=16,
-    FULL=False, P=1, SHIFTED=True, LEVELS=1, PASSES=1, MAX_STEPS=9, EARLY=3, BLOCK=128, MORE=True,
+    FULL=False, P=1, SHIFTED=True, LEVELS=1, PASSES=1, MAX_STEPS=9, EARLY=3, BLOCK=128, MORE=True, OUTPUT=True,
+    TRAINS=True, LIFT=2.0,
 )
 compiles(statistics_from_sums.weight_statistics, shared, types)
 for kernel, name in (

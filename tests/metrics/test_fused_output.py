@@ -33,16 +33,28 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Let the kernel take these small calls, on a CPU too; returns the launches."""
     made: list[Any] = []
-    kernel = fused_rows.output_and_sums
 
-    def recorded(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        made.append(arguments)
-        return kernel(*arguments)
+    def record(module: Any, name: str) -> None:
+        kernel = getattr(module, name)
 
-    monkeypatch.setattr(fused_rows, "output_and_sums", recorded)
+        def recorded(*arguments: Any, **options: Any) -> Any:
+            made.append((name, *options))
+            return kernel(*arguments, **options)
+
+        monkeypatch.setattr(module, name, recorded)
+
+    record(fused_rows, "output_and_sums")
+    record(fused_maps, "_map_sums")
+    record(fused_maps, "_threshold_sums")
     monkeypatch.setattr(fused_rows, "_on_gpu", runs_kernels)
     monkeypatch.setattr(fused_rows, "MIN_KERNEL_ROWS", 1)
     return made
+
+
+@pytest.fixture
+def attention_on_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU for what SDPA does not compute."""
+    monkeypatch.setattr(attention_module, "choose_engine", lambda *_: "triton")
 
 
 def both(*tensors: Tensor, normalizer: Any = "softmax", **options: Any) -> tuple[Tensor, attnorm.AttentionStatistics]:
@@ -68,7 +80,7 @@ MASKS = {
     "causal": {"causal": True},
     "every key": {},
     "window": {"mask": (torch.ones(70, 90).tril(20) * torch.ones(70, 90).triu(-5)).bool()},
-    "mask per head": {"mask": torch.rand(2, 4, 70, 90, generator=torch.Generator().manual_seed(1)) < 0.2},
+    "mask per head": {"mask": torch.rand(1, 4, 70, 90, generator=torch.Generator().manual_seed(1)) < 0.2},
     "padding": {"causal": True, "mask": (torch.arange(90) >= torch.tensor([0, 35])[:, None])[:, None, None]},
 }
 NORMALIZERS = {
@@ -80,21 +92,29 @@ NORMALIZERS = {
     "sink": lambda: attnorm.get("sink", heads=4, logit=1.5),
     "a sink above every key": lambda: attnorm.get("sink", heads=4, logit=400.0),
     "ssmax with a sink": lambda: attnorm.compose(scale="ssmax", sink=attnorm.Sink(heads=4)),
+    "sigmoid": lambda: attnorm.get("sigmoid"),
+    "a negative factor of sigmoid": lambda: attnorm.compose("sigmoid", scale=attnorm.get("ssmax", s=-0.7)),
+    "threshold relu": lambda: attnorm.get("threshold_relu", beta=0.3),
+    "softpick": lambda: attnorm.get("softpick"),
+    "kneemax": lambda: attnorm.get("kneemax"),
+    "learned alpha": lambda: attnorm.get("entmax", alpha=1.6, learned=True, heads=4),
+    "a negative factor of entmax15": lambda: attnorm.compose("entmax15", scale=attnorm.get("ssmax", s=-0.7)),
 }
 
 
-def other_lengths(queries: int = 70, keys: int = 90, width: int = 10) -> tuple[Tensor, Tensor, Tensor]:
+def other_lengths(queries: int = 70, keys: int = 90, width: int = 10, batch: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     sizes = ((4, queries), (2, keys), (2, keys))
-    q, k, v = (torch.randn(2, heads, length, width, generator=generator).to(DEVICE) for heads, length in sizes)
+    q, k, v = (torch.randn(batch, heads, length, width, generator=generator).to(DEVICE) for heads, length in sizes)
     return 2 * q, k, v
 
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", NORMALIZERS)
 @pytest.mark.every_second("name", first=1)
-def test_every_rescaled_softmax_with_every_mask(name: str, mask: str, launches: list[Any]) -> None:
-    q, k, v = other_lengths()
+@pytest.mark.usefixtures("attention_on_our_kernels")
+def test_every_normalizer_with_every_mask(name: str, mask: str, launches: list[Any]) -> None:
+    q, k, v = other_lengths(batch=2 if mask == "padding" else 1)
     options = {key: one.to(DEVICE) if isinstance(one, Tensor) else one for key, one in MASKS[mask].items()}
     normalizer = NORMALIZERS[name]().to(DEVICE)
     output, found = both(q, k, v, normalizer=normalizer.requires_grad_(False), **options)
@@ -168,18 +188,12 @@ def exact_gradients(tensors: Any, normalizer: Any, grad: Tensor, **options: Any)
     return list(torch.autograd.grad(output, wanted, grad.cpu().double()))
 
 
-@pytest.mark.parametrize(
-    ("name", "mask"),
-    [
-        ("softmax", "padding"),
-        ("sink", "mask per head"),
-        ("ssmax with a sink", "causal"),
-        pytest.param("a negative factor", "window", marks=pytest.mark.nightly),
-    ],
-)
-def test_gradients_by_our_kernels(name: str, mask: str, launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_module, "choose_engine", lambda *_: "triton")  # as on a GPU
-    tensors = [t.requires_grad_() for t in other_lengths()]
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", NORMALIZERS)
+@pytest.mark.every_second("name")
+@pytest.mark.usefixtures("attention_on_our_kernels")
+def test_gradients_by_our_kernels(name: str, mask: str, launches: list[Any]) -> None:
+    tensors = [t.requires_grad_() for t in other_lengths(batch=2 if mask == "padding" else 1)]
     options = {key: one.to(DEVICE) if isinstance(one, Tensor) else one for key, one in MASKS[mask].items()}
     normalizer = NORMALIZERS[name]().to(DEVICE)
     output, found = both(*tensors, normalizer=normalizer, **options)
@@ -190,6 +204,34 @@ def test_gradients_by_our_kernels(name: str, mask: str, launches: list[Any], mon
     exact = exact_gradients(tensors, NORMALIZERS[name]().double(), grad, **options)
     for got, expected in zip(gradients, exact, strict=True):
         torch.testing.assert_close(got.cpu().double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("attention_on_our_kernels")
+def test_a_tile_whose_only_weight_is_the_first_key_has_gradients() -> None:
+    q, k, v = other_lengths()
+    q[..., 0], k[..., 0] = 4.0, 0.0
+    k[:, :, 0, 0], k[:, :, 70:75, 0] = 8.0, 7.9
+    tensors = [t.requires_grad_() for t in (q, k, v)]
+    output, _ = both(*tensors, normalizer="entmax15")
+    grad = torch.ones_like(output)
+    exact = exact_gradients(tensors, attnorm.get("entmax15"), grad)
+    assert exact[2][:, :, 0].abs().min() > 1
+    for got, expected in zip(torch.autograd.grad(output, tensors, grad), exact, strict=True):
+        torch.testing.assert_close(got.cpu().double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "softpick", "learned alpha"])
+@pytest.mark.usefixtures("attention_on_our_kernels")
+def test_output_and_gradients_of_maps_in_half_precision(name: str) -> None:
+    tensors = [t.half().requires_grad_() for t in other_lengths()]
+    normalizer = NORMALIZERS[name]().to(DEVICE)
+    output, _ = both(*tensors, normalizer=normalizer, causal=True)
+    assert output.dtype == torch.float16
+    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(2)).to(output)
+    gradients = torch.autograd.grad(output, [*tensors, *normalizer.parameters()], grad)
+    exact = exact_gradients(tensors, NORMALIZERS[name]().double(), grad, causal=True)
+    for got, expected in zip(gradients, exact, strict=True):
+        assert (got.cpu().double() - expected).norm() <= 2e-3 * expected.norm()
 
 
 @pytest.mark.parametrize("by_sdpa", [True, False])
@@ -222,20 +264,24 @@ def test_gradients_of_softmax_in_half_precision(
 
 
 @pytest.mark.nightly
-def test_a_compiled_step_has_one_pass_for_both(launches: list[Any]) -> None:
+@pytest.mark.parametrize("name", ["softmax", "sigmoid", "softpick", "learned alpha"])
+@pytest.mark.usefixtures("attention_on_our_kernels")
+def test_a_compiled_step_has_one_pass_for_both(name: str, launches: list[Any]) -> None:
+    normalizer = NORMALIZERS[name]().to(DEVICE)
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(1, 2, 70, 16, generator=generator).to(DEVICE, torch.float16) for _ in range(3)]
+    tensors = [torch.randn(1, 4, 70, 16, generator=generator).to(DEVICE, torch.float16) for _ in range(3)]
 
     def step(*inputs: Tensor) -> tuple[Tensor, ...]:
-        output, found = both(*inputs, causal=True)
+        output, found = both(*inputs, normalizer=normalizer, causal=True)
         return output, found.entropy
 
     results = []
     for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
         inputs = [t.clone().requires_grad_() for t in tensors]
         output, entropy = run(*inputs)
-        results.append([output, entropy, *torch.autograd.grad(output.float().square().sum(), inputs)])
-    torch.testing.assert_close(results[1], results[0])
+        trained = [*inputs, *normalizer.parameters()]
+        results.append([output, entropy, *torch.autograd.grad(output.float().square().sum(), trained)])
+    torch.testing.assert_close(results[1], results[0], equal_nan=True)
     assert len(launches) == 2
 
 
@@ -264,8 +310,17 @@ def test_calls_that_take_two_passes(why: str, launches: list[Any], monkeypatch: 
     assert output.requires_grad == (why in ("gradient", "learned"))
 
 
-@pytest.mark.parametrize("name", [pytest.param("softmax", marks=pytest.mark.nightly), "ssmax with a sink"])
-def test_a_graph_has_one_operator_for_both(name: str, launches: list[Any]) -> None:
+@pytest.mark.parametrize(
+    ("name", "operator"),
+    [
+        pytest.param("softmax", "output_and_statistics", marks=pytest.mark.nightly),
+        pytest.param("ssmax with a sink", "output_and_statistics", marks=pytest.mark.nightly),
+        pytest.param("softpick", "output_and_statistics", marks=pytest.mark.nightly),
+        ("kneemax", "threshold_output_and_statistics"),
+    ],
+)
+@pytest.mark.usefixtures("attention_on_our_kernels")
+def test_a_graph_has_one_operator_for_both(name: str, operator: str, launches: list[Any]) -> None:
     q, k, v = other_lengths()
     normalizer = NORMALIZERS[name]().to(DEVICE).requires_grad_(False)
     operators: set[str] = set()
@@ -278,17 +333,22 @@ def test_a_graph_has_one_operator_for_both(name: str, launches: list[Any]) -> No
         return both(q, k, v, normalizer=normalizer, causal=True)
 
     found = torch.compile(measure, fullgraph=True, backend=read)(q, k, v)
-    assert {one for one in operators if one.startswith("attnorm.")} == {"attnorm.output_and_statistics.default"}
+    assert {one for one in operators if one.startswith("attnorm.")} == {f"attnorm.{operator}.default"}
     torch.testing.assert_close(found, measure(q, k, v), equal_nan=True)
     assert len(launches) == 2
 
 
-def test_the_operator_is_sound() -> None:
+def test_the_operators_are_sound() -> None:
     q, k, v = other_lengths()
-    rows, sink = torch.rand(2, 4, 70).to(q), torch.zeros(4).to(q)
+    rows, sink = torch.rand(1, 4, 70).to(q), torch.zeros(4).to(q)
     inputs = (q, k, v, None, rows, None, sink, 0.3, True, None, "softmax", 1, 0.0, False, "entropy_nats")
-    operator = fused_maps.output_and_statistics.operator
-    torch.library.opcheck(operator, inputs, test_utils=("test_schema", "test_faketensor"))
+    calls = [
+        (fused_maps.output_and_statistics, inputs),
+        (fused_maps.output_and_statistics, (*inputs[:5], rows, None, *inputs[7:10], "relu", *inputs[11:])),
+        (fused_maps.threshold_output_and_statistics, (*inputs[:5], rows, True, 0.3, "kneemax", True, "entropy_nats")),
+    ]
+    for operator, given in calls:
+        torch.library.opcheck(operator.operator, given, test_utils=("test_schema", "test_faketensor"))
 
 
 @each_depth
@@ -318,4 +378,4 @@ for flag in (True, False):
     ],
 )
 def test_tiles_by_dtype_and_width(dtype: torch.dtype, width: int, key: tuple[int, int]) -> None:
-    assert fused_rows._output_tile(torch.zeros(1, 1, 1, width, dtype=dtype)) == fused_rows.OUTPUT_TILES[key]
+    assert fused_rows.output_tile(torch.zeros(1, 1, 1, width, dtype=dtype)) == fused_rows.OUTPUT_TILES[key]

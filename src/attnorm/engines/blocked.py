@@ -26,15 +26,23 @@ Scores = Callable[[Tensor, Tensor], Tensor]
 
 
 def blocked(
-    inputs: Inputs, normalizer: Normalizer, *, scores: Scores | None = None, block_elements: int | None = None
+    inputs: Inputs,
+    normalizer: Normalizer,
+    *,
+    scores: Scores | None = None,
+    block_elements: int | None = None,
+    measure: Callable[[], Tensor] | None = None,
 ) -> Tensor:
     """Return the output (B, H, Q, E).
 
     scores: function for the logits (default: scaled dot product).
     block_elements: logits per block (default: BLOCK_ELEMENTS on a CPU, CUDA_BLOCK_ELEMENTS on a GPU).
+    measure: function that computes the output of the forward pass, if there are several blocks; the backward pass is
+    the same.
     """
-    elements = block_elements or (CUDA_BLOCK_ELEMENTS if inputs.q_BHQD.is_cuda else BLOCK_ELEMENTS)
-    run = _BlockedCall(inputs, normalizer, scores or _scaled_dot_product(inputs.scale), elements)
+    run = _BlockedCall(
+        inputs, normalizer, scores or _scaled_dot_product(inputs.scale), block_elements or _block_elements(inputs)
+    )
     dtype = inputs.q_BHQD.dtype
     q, k, v = _in_working_precision(inputs)
     # _BlockedAttention has no rules for torch.func, and an exported graph has no loop over blocks. Both compute all
@@ -46,9 +54,23 @@ def blocked(
         run.seed = int(torch.randint(2**62, ()))
     learned = {name: p for name, p in run.named_parameters() if p.requires_grad}
     output: Tensor = _BlockedAttention.apply(  # type: ignore[no-untyped-call]
-        run, tuple(learned), q, k, v, inputs.hidden_states, inputs.bias, *learned.values()
+        run, tuple(learned), measure, q, k, v, inputs.hidden_states, inputs.bias, *learned.values()
     )
     return output.to(dtype)
+
+
+def in_one_block(inputs: Inputs) -> bool:
+    """Whether `blocked` computes all queries at once; torch keeps their weights for the backward pass."""
+    return _rows_per_block(inputs, _block_elements(inputs)) >= inputs.queries
+
+
+def _block_elements(inputs: Inputs) -> int:
+    return CUDA_BLOCK_ELEMENTS if inputs.q_BHQD.is_cuda else BLOCK_ELEMENTS
+
+
+def _rows_per_block(inputs: Inputs, block_elements: int) -> int:
+    batch, heads = inputs.q_BHQD.shape[:2]
+    return max(1, block_elements // max(1, batch * heads * inputs.keys))
 
 
 def attend_with_weights(inputs: Inputs, normalizer: Normalizer) -> tuple[Tensor, Tensor]:
@@ -84,8 +106,7 @@ class _BlockedCall(nn.Module):
     def __init__(self, inputs: Inputs, normalizer: Normalizer, scores: Scores, block_elements: int) -> None:
         super().__init__()
         self.inputs, self.normalizer, self.scores = inputs, normalizer, scores
-        batch, heads = inputs.q_BHQD.shape[:2]
-        self.rows_per_block = max(1, block_elements // max(1, batch * heads * inputs.keys))
+        self.rows_per_block = _rows_per_block(inputs, block_elements)
         self.seed: int | None = None  # random seed of dropout, if the backward pass has to draw the same mask again
 
     def query_spans(self) -> Iterator[tuple[int, int]]:
@@ -179,6 +200,7 @@ class _BlockedAttention(torch.autograd.Function):
         ctx: Any,
         run: _BlockedCall,
         names: tuple[str, ...],
+        measure: Callable[[], Tensor] | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -186,9 +208,12 @@ class _BlockedAttention(torch.autograd.Function):
         bias: Tensor | None,
         *parameters: Tensor,
     ) -> Tensor:
-        output = q.new_empty(*q.shape[:-1], v.shape[-1])
-        for start, stop in run.query_spans():
-            output[..., start:stop, :] = run(start, stop, *run.slices(start, stop, (q, k, v, hidden_states, bias)))
+        if measure is None:
+            output = q.new_empty(*q.shape[:-1], v.shape[-1])
+            for start, stop in run.query_spans():
+                output[..., start:stop, :] = run(start, stop, *run.slices(start, stop, (q, k, v, hidden_states, bias)))
+        else:
+            output = measure()
         ctx.run, ctx.names = run, names
         ctx.save_for_backward(q, k, v, hidden_states, bias, *parameters)
         return output
@@ -223,7 +248,7 @@ class _BlockedAttention(torch.autograd.Function):
             )
             for i, t in zip(present, marked, strict=True):
                 gradients[i] = t
-        return None, None, *gradients
+        return None, None, None, *gradients
 
 
 class _DifferentiatedOnce(torch.autograd.Function):

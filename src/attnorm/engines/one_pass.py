@@ -135,7 +135,7 @@ def one_pass(inputs: Inputs, normalizer: Normalizer, form: LoweredNormalizer | N
     assert form is not None
     if inputs.queries < MIN_QUERIES:
         return _decode(inputs, normalizer, form)
-    factor, shift = _row_factor_and_shift(inputs, normalizer, form.map)
+    factor, shift = row_factor_and_shift(inputs, normalizer, form.map)
     if normalizer.rules and isinstance(normalizer.rules[-1], EntropyRule):
         return _attend_with_entropy_rule(inputs, normalizer.rules[-1], factor, form)
     if normalizer.rules and isinstance(normalizer.rules[-1], UnitVariance):
@@ -263,7 +263,7 @@ def _top_k_cutoff(inputs: Inputs, factor: Tensor | None, form: LoweredNormalizer
     )  # fmt: skip
 
 
-def _row_factor_and_shift(
+def row_factor_and_shift(
     inputs: Inputs, normalizer: Normalizer, form: KernelForm
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the factor and the shift of each row, (B, H, Q) in float32; None for a factor of 1 and a shift of 0."""
@@ -300,7 +300,7 @@ def _decode(inputs: Inputs, normalizer: Normalizer, form: LoweredNormalizer) -> 
     known = None if n is None else common_factor(inputs, normalizer, form, n)
     shift = common_shift = None
     if n is None or known is None or not (map_.takes_numbers or map_.row_factor is map_.row_shift is None):
-        factor, shift = _row_factor_and_shift(inputs, normalizer, map_)
+        factor, shift = row_factor_and_shift(inputs, normalizer, map_)
         scale = inputs.scale
     else:
         number, factor = known

@@ -13,7 +13,7 @@ from attnorm.engines.execution import MIN_QUERIES, kernel_operator, runs_kernels
 from attnorm.engines.inputs import Inputs, head_numbers, row_factors, under_transform
 from attnorm.kernels.launch import empty_rows
 from attnorm.normalizers.alibi import LinearBias
-from attnorm.normalizers.contract import Normalizer, ScaleRule
+from attnorm.normalizers.contract import Normalizer, ScaleRule, ThresholdForm
 
 
 def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
@@ -44,24 +44,35 @@ def sparse(inputs: Inputs, normalizer: Normalizer) -> Tensor:
     form = normalizer.map.threshold_form()
     assert form is not None
     q, k, v = inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE
-    factor = penalties = None
+    penalties = None
     if (rule := _distance_rule(inputs, normalizer)) is not None:
         penalties = head_numbers(rule.slopes, inputs) / inputs.scale
-    else:
-        factor = row_factors(inputs, normalizer)  # stays in float32, so q is not rounded a second time
+    factor, parameter, trains = row_numbers(inputs, normalizer, form)
+    mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
+    output: Tensor = _forward(
+        q, k, v, mask, factor, parameter, penalties, inputs.causal, inputs.scale, form.map, trains
+    )[0]
+    return output
+
+
+def row_numbers(
+    inputs: Inputs, normalizer: Normalizer, form: ThresholdForm
+) -> tuple[Tensor | None, Tensor | None, bool]:
+    """Return the factor of the scale rules and the parameter of each row, (B, H, Q), and whether anything is trained.
+
+    The factor stays in float32, so q is not rounded a second time.
+    """
+    q, k, v = inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE
+    factor = row_factors(inputs, normalizer)
     if factor is not None:
         factor = factor[..., 0].contiguous()
     parameter = None
     if form.parameter is not None:
         rows = (*q.shape[:3], 1)
         parameter = form.parameter(inputs.n().float().expand(rows)).expand(rows)[..., 0]
-    mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
     trained = (q, k, v, factor, parameter)
     trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trained)
-    output: Tensor = _forward(
-        q, k, v, mask, factor, parameter, penalties, inputs.causal, inputs.scale, form.map, trains
-    )[0]
-    return output
+    return factor, parameter, trains
 
 
 @kernel_operator("attnorm::sparse_attention")
@@ -113,7 +124,7 @@ def _(
     return empty_rows(q), empty_rows(k), empty_rows(v), *rows  # type: ignore[return-value]
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, causal, scale, map, ctx.trains = inputs
     ctx.save_for_backward(*tensors, *output[1:])
     factor, parameter, _tilts = tensors[4:]
@@ -122,7 +133,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.factored = factor is not None
 
 
-def _gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+def gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     if not ctx.trains:
         raise RuntimeError("this sparse attention was traced without gradients; trace it where they are enabled")
     grad_q, grad_k, grad_v, grad_factor, grad_parameter = _backward(grad, *ctx.saved_tensors, *ctx.options)
@@ -134,5 +145,5 @@ def _raise_second_gradient(*_: Any) -> Never:
     raise RuntimeError("the kernels of sparse attention are differentiated once only; use engine='blocked'")
 
 
-_forward.register_autograd(_gradients, setup_context=_save_for_backward)
+_forward.register_autograd(gradients, setup_context=save_for_backward)
 _backward.register_autograd(_raise_second_gradient)

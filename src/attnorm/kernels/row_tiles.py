@@ -206,6 +206,12 @@ def visible_keys(n, given, C: tl.constexpr):
 
 
 @triton.jit
+def sink_values(v, first, C: tl.constexpr):
+    """The values of the first visible key of each row; 0 for rows that see nothing."""
+    return load_tile(v, first, C.WIDTH, True, C.FULL).to(tl.float32)
+
+
+@triton.jit
 def extreme_logits(peak, smallest, logit):
     """The largest and the smallest natural logit of the keys but the sink, of products with the peak the largest."""
     extremes = peak * logit, tl.min(smallest, 1) * logit

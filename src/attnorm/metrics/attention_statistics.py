@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from attnorm.engines.blocked import blocked
 from attnorm.engines.execution import in_new_thread, runs_kernels
 from attnorm.engines.inputs import (
     Inputs,
@@ -26,7 +27,8 @@ from attnorm.engines.inputs import (
     validate_queries_and_keys,
     without_autocast,
 )
-from attnorm.engines.one_pass import per_row, sink_logits
+from attnorm.engines.one_pass import row_factor_and_shift, sink_logits
+from attnorm.engines.sparse import row_numbers
 from attnorm.metrics import fused_maps
 from attnorm.metrics.call import AttentionCall, LogitBlock, call_of, mask_of, positions_of, states_of
 from attnorm.metrics.normalized import MeasuredNormalizer
@@ -144,26 +146,37 @@ def statistics_of(
 
 
 def output_and_statistics_by_kernel(
-    inputs: Inputs, normalizer: Normalizer, *, by_sdpa: bool
+    inputs: Inputs, normalizer: Normalizer, *, by_sdpa: bool = False
 ) -> tuple[Tensor, AttentionStatistics]:
-    """Output (B, H, Q, E), with its gradient, and statistics from one pass.
+    """Output (B, H, Q, E), with its gradient, and statistics from one kernel.
 
-    For inputs to which `fused_rows.output_applies` and a rescaled softmax. by_sdpa: gradients by SDPA.
+    For inputs to which `fused_rows.output_applies`, and a rescaled softmax or a map with a `fused_maps.kernel_form`.
+    by_sdpa: gradients by SDPA.
     """
-    row_names = [_NAMES.get(name, name) for name in _ROW_NUMBERS]
-    shape = inputs.q_BHQD.shape[:3]
+    names = " ".join(_NAMES.get(name, name) for name in _ROW_NUMBERS)
+    form = fused_maps.kernel_form(normalizer) or KernelForm("softmax")
+    tensors = inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, mask_of(inputs)
     with without_autocast(inputs.q_BHQD.device):
-        factor = per_row(row_factors(inputs, normalizer), shape)
-        output, n, numbers, _ = fused_maps.output_and_statistics(
-            inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, mask_of(inputs), factor, None,
-            sink_logits(inputs, normalizer), inputs.scale, inputs.causal, inputs.softcap, "softmax", 1, 0.0, by_sdpa,
-            " ".join(row_names),
-        )  # fmt: skip
-    return output, AttentionStatistics._make([n, *numbers.unbind(), numbers.new_empty((*shape, 0))])
+        if isinstance(form, ThresholdForm):
+            factor, parameter, trains = row_numbers(inputs, normalizer, form)
+            output, n, numbers, *_ = fused_maps.threshold_output_and_statistics(
+                *tensors, factor, parameter, inputs.causal, inputs.scale, form.map, trains, names
+            )
+        else:
+            output, n, numbers, _ = fused_maps.output_and_statistics(
+                *tensors, *row_factor_and_shift(inputs, normalizer, form), sink_logits(inputs, normalizer),
+                inputs.scale, inputs.causal, inputs.softcap, form.map, form.power, form.floor, by_sdpa, names,
+            )  # fmt: skip
+    return output, AttentionStatistics._make([n, *numbers.unbind(), numbers.new_empty((*n.shape, 0))])
 
 
-def output_and_statistics(inputs: Inputs, normalizer: Normalizer) -> tuple[Tensor, AttentionStatistics]:
-    """Output (B, H, Q, E) and statistics of a map that is not softmax, from the same weights, without gradient."""
+def output_and_statistics(
+    inputs: Inputs, normalizer: Normalizer, *, trains: bool
+) -> tuple[Tensor, AttentionStatistics]:
+    """Output (B, H, Q, E) and statistics of a map that is not softmax, from the same weights.
+
+    trains: with a gradient, for a call of several blocks.
+    """
     groups = inputs.groups
     value = at_least_float32(inputs.v_BGKE)
     output = value.new_zeros((*inputs.q_BHQD.shape[:3], value.shape[-1]))
@@ -174,7 +187,8 @@ def output_and_statistics(inputs: Inputs, normalizer: Normalizer) -> tuple[Tenso
         visible_values = value[block.item, heads, block.first_key : stop]
         output[block.item, block.heads, block.queries] = weights[..., : stop - block.first_key] @ visible_values
 
-    return output, statistics_of(inputs, normalizer, on_weights=add)
+    statistics = statistics_of(inputs, normalizer, on_weights=add)
+    return blocked(inputs, normalizer, measure=lambda: output) if trains else output, statistics
 
 
 def compiled_statistics(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attnorm.arithmetic import ceil_div
+from attnorm.engines import sparse
 from attnorm.engines.execution import kernel_operator, sent_to
 from attnorm.engines.one_pass import POWERS
 from attnorm.engines.one_pass_operators import backward, softmax_gradients
@@ -107,9 +108,15 @@ class FusedMap:
 
 def fused_map(call: AttentionCall, rows: Tensor, names: Sequence[str], map_: RowMap) -> FusedMap:
     """The statistics of these names (of catalogue.PER_ROW) of queries (sorted indices)."""
+    sums = (_threshold_sums if map_.has_threshold else _map_sums)(call, rows, map_)[0]
+    return _statistics_of_sums(call, rows, names, map_, sums)
+
+
+def _statistics_of_sums(
+    call: AttentionCall, rows: Tensor, names: Sequence[str], map_: RowMap, sums: Tensor
+) -> FusedMap:
     from attnorm.kernels.statistics_from_sums import MORE_WEIGHT_NUMBERS, WEIGHT_NUMBERS, weight_statistics
 
-    sums = _threshold_sums(call, rows, map_) if map_.has_threshold else _map_sums(call, rows, map_)
     shape, total = sums.shape[1:], sums[0].numel()
     more = not {*names} <= {*WEIGHT_NUMBERS, *_UNDEFINED}
     numbers = sums.new_empty((len(WEIGHT_NUMBERS), *shape))
@@ -130,55 +137,77 @@ def fused_map(call: AttentionCall, rows: Tensor, names: Sequence[str], map_: Row
     if map_.map == "softpick" and "jacobian_norm" in names:
         values["jacobian_norm"] = _sampled_norms(call, rows, map_).masked_fill(broken | (n < 1), torch.nan)
     share = values["max_weight"] / values["row_sum"]
-    threshold = sums[-1].contiguous() if map_.has_threshold else None
+    threshold = sums[-2] if map_.has_threshold else None
     return FusedMap(n, {name: values[name] for name in names}, broken, share, threshold)
 
 
-def _map_sums(call: AttentionCall, rows: Tensor, map_: RowMap) -> Tensor:
-    """Return the sums of one-pass maps, (COLUMNS of kernels/map_sums.py, B, H, R)."""
+def _map_sums(
+    call: AttentionCall, rows: Tensor, map_: RowMap, *, with_output: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sums of one-pass maps, (COLUMNS of kernels/map_sums.py, B, H, R).
+
+    Then the output and log2 of what each row is divided by, for all rows of a call with values as wide as keys; empty
+    if they are not asked for, or if a map does not divide.
+    """
     from attnorm.kernels.map_sums import COLUMNS, map_sums
     from attnorm.kernels.maps import MAPS
 
     launch, tile_map = _launch(call, rows, map_), MAPS[map_.map]
-    out = launch.empty(len(COLUMNS))
-    tile = _one_pass_tile(launch.q)
-    if out.numel():
-        with device_of(launch.q):
+    q, v = launch.q, in_rows(call.value_BGKE)
+    sums = launch.empty(len(COLUMNS))
+    output = empty_rows(q) if with_output else q.new_empty((0, 0, 0, 0))
+    reference = sums.new_empty(q.shape[:3] if with_output and tile_map.normalised else (0,))
+    tile = fused_rows.output_tile(q) if with_output else _one_pass_tile(q)
+    if sums.numel():
+        with device_of(q):
             map_sums[(launch.programs(tile),)](
-                *launch.tensors, launch.q if map_.shift is None else map_.shift, launch.rows, out, *launch.sizes,
-                map_.floor, **launch.constants(tile), WEIGHTS=_one_pass_weights(map_),
-                SLOPES=tile_map.slopes, P=map_.power, FAST=_fast(launch.q), REFERENCE=int(tile_map.reference),
-                NORMALISED=tile_map.normalised, SHIFTED=map_.shift is not None, LEVELS=levels_of(tile),
+                *launch.tensors, q if map_.shift is None else map_.shift, launch.rows, v, output, reference, sums,
+                *launch.sizes, map_.floor, *v.stride()[:3], *output.stride()[:3], **launch.constants(tile),
+                WEIGHTS=_one_pass_weights(map_), SLOPES=tile_map.slopes, P=map_.power, FAST=_fast(q),
+                REFERENCE=int(tile_map.reference), NORMALISED=tile_map.normalised, LIFT=tile_map.lift,
+                SHIFTED=map_.shift is not None, OUTPUT=with_output, LEVELS=levels_of(tile),
             )  # fmt: skip
-    return out
+    return sums, output, reference
 
 
-def _threshold_sums(call: AttentionCall, rows: Tensor, map_: RowMap) -> Tensor:
-    """Return the sums of threshold maps, (COLUMNS of kernels/map_sums.py and the threshold, B, H, R)."""
+def _threshold_sums(
+    call: AttentionCall, rows: Tensor, map_: RowMap, *, with_output: bool = False, trains: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the sums of threshold maps, (COLUMNS of kernels/map_sums.py, threshold and peak, B, H, R).
+
+    Then the output, for all rows of a call with values as wide as keys, and mean_u and live of `threshold.Saved`; empty
+    if they are not asked for.
+    """
     from attnorm.kernels.map_sums import COLUMNS
-    from attnorm.kernels.threshold import EARLY_STEPS, MAX_STEPS
+    from attnorm.kernels.threshold import EARLY_STEPS, MAX_STEPS, saved_shapes, tiles
     from attnorm.kernels.threshold_maps import MAPS
     from attnorm.kernels.threshold_sums import threshold_sums
 
     launch, threshold_map = _launch(call, rows, map_), MAPS[map_.map]
-    q = launch.q
-    out = launch.empty(len(COLUMNS) + 1)
-    tile = _threshold_tile(q)
-    across, programs = ceil_div(launch.key.shape[-2], tile[1]), launch.programs(tile) if out.numel() else 0
+    q, v = launch.q, in_rows(call.value_BGKE)
+    sums = launch.empty(len(COLUMNS) + 2)
+    nothing = q.new_empty((0, 0, 0, 0))
+    output = empty_rows(q) if with_output else nothing
+    mean_u = torch.empty_like(output) if trains else nothing
+    live = torch.zeros(saved_shapes(q, launch.key, v, trains)[1], dtype=torch.uint8, device=q.device)
+    tile = tiles(q, v).forward if with_output else _threshold_tile(q)  # live has the tiles of attention
+    across, programs = ceil_div(launch.key.shape[-2], tile[1]), launch.programs(tile) if sums.numel() else 0
     at_once = max(1, MAX_SCRATCH // across)
     gaps = torch.empty(min(programs, at_once) * across, dtype=torch.float32, device=q.device)
     listed = torch.empty(len(gaps) + 1, dtype=torch.int32, device=q.device)  # a place beyond the end is read
     for start in range(0, programs, at_once):
         with device_of(q):
             threshold_sums[(min(at_once, programs - start),)](
-                *launch.tensors, q if map_.parameter is None else map_.parameter, launch.rows, out, gaps, listed,
-                *launch.sizes, start, out[0].numel(), threshold_map.unit * _LN2, threshold_map.slope,
-                *_tolerances(q.dtype), **launch.constants(tile), WEIGHTS=threshold_map.weights,
+                *launch.tensors, q if map_.parameter is None else map_.parameter, launch.rows, v, output, mean_u, live,
+                sums, gaps, listed, *launch.sizes, start, sums[0].numel(), threshold_map.unit * _LN2,
+                threshold_map.slope, *_tolerances(q.dtype), *v.stride()[:3], *output.stride()[:3],
+                **launch.constants(tile), WEIGHTS=threshold_map.weights,
                 NEWTON=threshold_map.newton, START=threshold_map.start, COUNTED=threshold_map.counted,
                 DEFORMED=threshold_map.deformed, PARAMETER=threshold_map.parameter, FAST=_fast(q),
-                PASSES=EXTRA_PASSES[q.dtype], MAX_STEPS=MAX_STEPS, EARLY=EARLY_STEPS,
+                PASSES=EXTRA_PASSES[q.dtype], MAX_STEPS=MAX_STEPS, EARLY=EARLY_STEPS, OUTPUT=with_output,
+                TRAINS=trains, LIFT=1024.0 if q.dtype == torch.float16 else 1.0,
             )  # fmt: skip
-    return out
+    return sums, output, mean_u, live
 
 
 def _launch(call: AttentionCall, rows: Tensor, map_: RowMap) -> RowsLaunch:
@@ -320,14 +349,25 @@ def output_and_statistics(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The output (B, H, Q, D), n, the numbers of these names (names, B, H, Q), and log2 of each row's denominator.
 
-    From one pass over the keys, for softmax and the maps of ONE_PASS. mask: as in an AttentionCall; factor, shift:
-    (B, H, Q); sink: (H,). by_sdpa: gradients by SDPA (`fused.gradients_apply`) instead of the one-pass kernels.
+    From one pass over the keys, for softmax and the maps of ONE_PASS; those without a denominator return it empty.
+    mask: as in an AttentionCall; factor, shift: (B, H, Q); sink: (H,), of softmax. by_sdpa: gradients by SDPA
+    (`fused.gradients_apply`) instead of the one-pass kernels.
     """
     call = AttentionCall(0, "decoder" if causal else "encoder", q, k, v, scale, causal, mask, softcap)
-    launch = RowsLaunch.of(call, torch.arange(q.shape[2]), None if factor is None else factor.unsqueeze(-1))
-    output, sums, reference = fused_rows.output_and_sums(launch, v, sink)
-    found = fused_rows.rows_of_sums(launch, sums, names.split(), sink)
-    return output, found.n, torch.stack([found.values[name] for name in names.split()]), reference
+    rows = torch.arange(q.shape[2])
+    if map == "softmax":
+        launch = RowsLaunch.of(call, rows, None if factor is None else factor.unsqueeze(-1))
+        output, sums, reference = fused_rows.output_and_sums(launch, v, sink)
+        softmax = fused_rows.rows_of_sums(launch, sums, names.split(), sink)
+        return output, softmax.n, _stacked(softmax.values), reference
+    map_ = RowMap(map, power, floor, factor, None if shift is None else shift.contiguous())
+    sums, output, reference = _map_sums(call, rows, map_, with_output=True)
+    found = _statistics_of_sums(call, rows, names.split(), map_, sums)
+    return output, found.n, _stacked(found.values), reference
+
+
+def _stacked(values: dict[str, Tensor]) -> Tensor:
+    return torch.stack([*values.values()])
 
 
 @output_and_statistics.register_fake
@@ -336,9 +376,15 @@ def _(
     sink: Tensor | None, scale: float, causal: bool, softcap: float | None, map: str, power: int, floor: float,
     by_sdpa: bool, names: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    rows = q.new_empty(q.shape[:3], dtype=torch.float32)
-    numbers = rows.new_empty((len(names.split()), *rows.shape))
-    return empty_rows(in_rows(q)), rows.to(torch.int64), numbers, rows
+    from attnorm.kernels.maps import MAPS
+
+    reference = q.new_empty(q.shape[:3] if MAPS[map].normalised else (0,), dtype=torch.float32)
+    return *_empty_output_and_numbers(q, names), reference
+
+
+def _empty_output_and_numbers(q: Tensor, names: str) -> tuple[Tensor, Tensor, Tensor]:
+    numbers = q.new_empty((len(names.split()), *q.shape[:3]), dtype=torch.float32)
+    return empty_rows(in_rows(q)), q.new_empty(q.shape[:3], dtype=torch.int64), numbers
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -367,3 +413,46 @@ def _gradients(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
 
 
 output_and_statistics.register_autograd(_gradients, setup_context=_save_for_backward)
+
+
+@kernel_operator("attnorm::threshold_output_and_statistics")
+def threshold_output_and_statistics(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, parameter: Tensor | None,
+    causal: bool, scale: float, map: str, trains: bool, names: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The same for threshold maps, and what their backward pass needs if trains: the tensors of threshold.Saved.
+
+    Peaks and thresholds are found once, for the output and the statistics. factor, parameter: (B, H, Q).
+    """
+    call = AttentionCall(0, "decoder" if causal else "encoder", q, k, v, scale, causal, mask)
+    rows = torch.arange(q.shape[2])
+    map_ = RowMap(map, factor=factor, parameter=None if parameter is None else parameter.contiguous())
+    sums, output, mean_u, live = _threshold_sums(call, rows, map_, with_output=True, trains=trains)
+    found = _statistics_of_sums(call, rows, names.split(), map_, sums)
+    threshold = torch.stack([sums[-1], sums[-2]], -1) if trains else sums.new_empty(0)
+    return output, found.n, _stacked(found.values), mean_u, threshold, live
+
+
+@threshold_output_and_statistics.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, parameter: Tensor | None,
+    causal: bool, scale: float, map: str, trains: bool, names: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    from attnorm.kernels.threshold import saved_shapes
+
+    threshold, live = saved_shapes(q, k, v, trains)
+    mean_u = empty_rows(in_rows(q)) if trains else q.new_empty((0, 0, 0, 0))
+    saved = mean_u, q.new_empty(threshold, dtype=torch.float32), q.new_empty(live, dtype=torch.uint8)
+    return *_empty_output_and_numbers(q, names), *saved
+
+
+def _save_thresholds(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    q, k, v, mask, factor, parameter, *options, _names = inputs
+    mask = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
+    sparse.save_for_backward(ctx, (q, k, v, mask, factor, parameter, None, *options), (output[0], *output[3:]))
+
+
+# Sparse attention has as many inputs: penalties behind the parameter, and no names.
+threshold_output_and_statistics.register_autograd(sparse.gradients, setup_context=_save_thresholds)

@@ -288,11 +288,16 @@ def _tile(dtype: torch.dtype, width: int) -> Tile:
     return (64, 128, 4, 3) if width <= 128 else (64, 64, 4, 2)
 
 
+def measures(inputs: Inputs) -> bool:
+    """Whether the kernels measure these inputs, for a normalizer that has one, and have enough rows for it."""
+    q = inputs.q_BHQD
+    plain = inputs.bias is None and q.numel() > 0 and inputs.queries >= MIN_KERNEL_ROWS
+    return plain and _on_gpu(q) and not is_exporting() and not under_transform()
+
+
 def output_applies(inputs: Inputs) -> bool:
-    """Whether the kernel supports these inputs, and whether they have enough rows for it."""
-    q, v = inputs.q_BHQD, inputs.v_BGKE
-    plain = q.shape[-1] == v.shape[-1] and inputs.bias is None and inputs.dropout == 0 and q.numel() > 0
-    return plain and inputs.queries >= MIN_KERNEL_ROWS and _on_gpu(q) and not is_exporting() and not under_transform()
+    """Whether the kernels can also compute the output of inputs that they measure."""
+    return inputs.q_BHQD.shape[-1] == inputs.v_BGKE.shape[-1] and inputs.dropout == 0
 
 
 def _on_gpu(q: Tensor) -> bool:
@@ -306,7 +311,7 @@ def output_and_sums(launch: RowsLaunch, value: Tensor, learned_sink: Tensor | No
     q, v = launch.q, in_rows(value)
     output, sums, reference = empty_rows(q), launch.empty(len(COLUMNS)), launch.empty(1)[0]
     sink = q if learned_sink is None else learned_sink.to(sums).contiguous()
-    tile = _output_tile(q)
+    tile = output_tile(q)
     with device_of(q):
         softmax_output[(launch.programs(tile),)](
             *launch.tensors, launch.rows, v, sink, output, reference, sums, *launch.sizes, *v.stride()[:3],
@@ -315,5 +320,5 @@ def output_and_sums(launch: RowsLaunch, value: Tensor, learned_sink: Tensor | No
     return output, sums, reference
 
 
-def _output_tile(q: Tensor) -> Tile:
+def output_tile(q: Tensor) -> Tile:
     return next(tile for (size, width), tile in OUTPUT_TILES.items() if size == q.element_size() and padded(q) <= width)
