@@ -8,6 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnorm
+from attnorm.kernels.launch import FARTHEST_ROWS, in_rows
 from tests.attention.kernel_calls import DEVICE, draw, run
 
 pytestmark = [pytest.mark.as_installed, pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")]
@@ -52,3 +53,10 @@ def test_traced_strides_are_those_that_the_kernels_write(name: str) -> None:
             fakes = tuple(mode.from_tensor(t) for t in inputs(as_in_models=layout))
             traced = run(fakes, normalizer, ENGINES[name], causal=True)
         assert [(t.shape, t.stride()) for t in traced] == [(t.shape, t.stride()) for t in real]
+
+
+def test_rows_too_far_apart_for_places_in_32_bits_are_copied() -> None:
+    memory = torch.empty(FARTHEST_ROWS + 8, dtype=torch.int8)
+    near, far = (memory.as_strided((1, 1, 2, 8), (0, 0, stride, 1)) for stride in (FARTHEST_ROWS - 1, FARTHEST_ROWS))
+    assert in_rows(near) is near
+    assert in_rows(far).stride(-2) == 8

@@ -126,6 +126,8 @@ def _(
 
 def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, causal, scale, map, ctx.trains = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output[1:])
     factor, parameter, _tilts = tensors[4:]
     ctx.learned = map == "entmax" and parameter.requires_grad
@@ -133,7 +135,7 @@ def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
     ctx.factored = factor is not None
 
 
-def gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+def gradients(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     if not ctx.trains:
         raise RuntimeError("this sparse attention was traced without gradients; trace it where they are enabled")
     grad_q, grad_k, grad_v, grad_factor, grad_parameter = _backward(grad, *ctx.saved_tensors, *ctx.options)

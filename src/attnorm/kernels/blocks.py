@@ -177,13 +177,27 @@ def load_tile(matrix, rows, WIDTH: tl.constexpr, EDGE: tl.constexpr, FULL: tl.co
     """Load (rows, WIDTH) of a matrix, zeros outside it. EDGE: rows may lie outside; not FULL: columns may."""
     columns = tl.arange(0, WIDTH)
     at = matrix.pointer + rows[:, None].to(tl.int64) * matrix.stride + columns[None, :]
+    return _load_inside(at, rows < matrix.length, columns < matrix.width, EDGE, FULL)
+
+
+@triton.jit
+def _load_inside(at, row_inside, column_inside, EDGE: tl.constexpr, FULL: tl.constexpr):
     if EDGE and FULL:
-        return tl.load(at, mask=(rows < matrix.length)[:, None], other=0.0)
+        return tl.load(at, mask=row_inside[:, None], other=0.0)
     if EDGE:
-        return tl.load(at, mask=(rows < matrix.length)[:, None] & (columns < matrix.width)[None, :], other=0.0)
+        return tl.load(at, mask=row_inside[:, None] & column_inside[None, :], other=0.0)
     if FULL:
         return tl.load(at)
-    return tl.load(at, mask=(columns < matrix.width)[None, :], other=0.0)
+    return tl.load(at, mask=column_inside[None, :], other=0.0)
+
+
+@triton.jit
+def load_tile_at(matrix, first, ROWS: tl.constexpr, WIDTH: tl.constexpr, EDGE: tl.constexpr, FULL: tl.constexpr):
+    """Load ROWS rows of a matrix from `first` on. In a loop only one address changes, so it costs less arithmetic."""
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    from_first = rows[:, None] * matrix.stride + columns[None, :]
+    at = matrix.pointer + tl.cast(first, tl.int64) * matrix.stride + from_first
+    return _load_inside(at, rows < matrix.length - first, columns < matrix.width, EDGE, FULL)
 
 
 @triton.jit

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from attnorm.arithmetic import ceil_div
 
+FARTHEST_ROWS = 2**24  # elements: 128 rows of a tile stay below 2^31
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -213,8 +215,11 @@ def device_of(t: Tensor) -> AbstractContextManager[object]:
 
 
 def in_rows(t: Tensor) -> Tensor:
-    """Return the tensor with contiguous rows, as the kernels expect; saved tensors may have other strides."""
-    return t if t.stride(-1) == 1 else t.contiguous()
+    """Return the tensor with contiguous rows, as the kernels expect; saved tensors may have other strides.
+
+    Kernels compute places within a tile in 32 bits, so rows may not be too far apart.
+    """
+    return t if t.stride(-1) == 1 and t.stride(-2) < FARTHEST_ROWS else t.contiguous()
 
 
 def empty_rows(t: Tensor, width: int | None = None, dtype: torch.dtype | None = None) -> Tensor:

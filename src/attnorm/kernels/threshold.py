@@ -6,8 +6,8 @@ The kernel computes the logits in two or more passes over the keys:
    come to the peaks of its rows (`gaps`). The threshold of the leaders is that of all keys or slightly below it.
 2. If the leaders may have left out much weight, passes of Newton's method over all keys follow.
 3. The last pass computes the output and the sums of each row. A small excess of the sum over 1 is removed to first
-   order (CORRECTED: in training, and for entmax in half precision), or the output is divided by the sum. If the excess
-   is large, steps 2 and 3 are repeated.
+   order (CORRECTED: in training and in half precision), or the output is divided by the sum. If the excess is large,
+   steps 2 and 3 are repeated.
 
 All passes but the first skip tiles without a weight: they read a list of the other tiles. So does the backward pass
 (kernels/threshold_backward.py). Thresholds are relative to the largest logit of their row, the peak.
@@ -27,7 +27,7 @@ from attnorm.kernels.blocks import (
     Constants,
     key_range,
     load_row,
-    load_tile,
+    load_tile_at,
     matrix_of_head,
     queries_keys_values,
     seen_keys,
@@ -56,13 +56,21 @@ class Tiles(NamedTuple):
     forward: Tile
     queries: Tile  # gradients of q
     keys: Tile  # gradients of k and v
+    query_registers: int | None = None  # most registers of a thread of the queries' kernel
+
+    def limit(self, q: Tensor) -> dict[str, int]:
+        """Return the option for the compiler, where it has one."""
+        nvidia = q.is_cuda and torch.version.hip is None
+        return {"maxnreg": self.query_registers} if self.query_registers and nvidia else {}
 
 
-# By the padded width of a head. In half precision the fastest of 8 forward tiles and of 8 or 9 pairs of backward tiles:
-# entmax15 in bfloat16 on an H200, 8,192 x 128 and 32,768 x 64. 128 forward rows cost 4 to 7 %, 128 columns 15 % or
-# more: the leaders, one set per pair of columns, stay in registers. Width 256 and float32: what fits in shared memory.
+# By the padded width of a head. In half precision the fastest of 8 forward tiles, 5 tiles of queries and 8 of keys:
+# entmax15 in bfloat16 on an H200, 4,096 x 64 and 8,192 x 128. 128 forward rows cost 4 to 7 %, 128 columns 15 % or
+# more: the leaders, one set per pair of columns, stay in registers. Width 128: 128 keys gain 2 %, but do not fit in
+# registers with a factor. With 168 registers three blocks run at once on a multiprocessor. Width 256 and float32: what
+# fits in shared memory.
 HALF_TILES = {
-    64: Tiles((64, 64, 4, 4), (64, 64, 4, 3), (32, 128, 4, 3)),
+    64: Tiles((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), query_registers=168),
     128: Tiles((64, 64, 4, 3), (128, 64, 8, 3), (32, 64, 4, 3)),
     256: Tiles((64, 32, 8, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
 }
@@ -71,6 +79,9 @@ FLOAT32_TILES = {
     128: Tiles((32, 32, 4, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
 }
 
+# Keys from which on tiles far below the peaks are not compared with the leaders. Where 70 % of the tiles are empty this
+# saves 15 % of the forward pass; where none is, the question costs 1 to 8 %.
+LONG_ROWS = 16384
 MAX_STEPS = 100  # rows built against Newton need 24, ordinary ones one or two
 EARLY_STEPS = 6
 ENTMAX_TOLERANCES = {torch.bfloat16: (0.2, 0.15, 0.22), torch.float16: (0.1, 0.04, 0.1)}  # see `_tolerances`
@@ -80,7 +91,7 @@ class Saved(NamedTuple):
     """Tensors that the backward pass needs; empty if nothing is trained."""
 
     mean_u: Tensor  # (B, H, Q, E), with the strides of the output: the mean of the values under u
-    threshold: Tensor  # (B, H, Q, 2): peak and threshold
+    threshold: Tensor  # (B, H, 2, Q): peak, and threshold relative to it (in bfloat16 their sum)
     live: Tensor  # (B, H, row blocks, key tiles): which tiles of the forward pass hold a weight
 
 
@@ -90,7 +101,12 @@ def saved_shapes(q: Tensor, k: Tensor, v: Tensor, trains: bool) -> tuple[tuple[i
         return (0,), (0,)
     rows, columns, *_ = tiles(q, v).forward
     blocks = ceil_div(q.shape[2], rows), ceil_div(k.shape[2], columns)
-    return (*q.shape[:3], 2), (*q.shape[:2], *blocks)
+    return (*q.shape[:2], 2, q.shape[2]), (*q.shape[:2], *blocks)
+
+
+def peaks_and_thresholds(peak: Tensor, t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `threshold` of Saved from peaks and thresholds relative to them, (B, H, Q)."""
+    return torch.stack([peak, peak + t if dtype == torch.bfloat16 else t], 2)
 
 
 def forward(
@@ -116,15 +132,15 @@ def forward(
     gaps = torch.empty((batch, heads, blocks, across), dtype=torch.float32, device=q.device)
     listed = list_of_tiles(gaps.numel(), q)
     one = MAPS[map]
-    corrected = trains or (one.deformed and q.dtype != torch.float32)
+    corrected = trains or q.dtype != torch.float32
     enough, tolerance, doubt = _tolerances(q.dtype, corrected, one.deformed)
     with call.device:
         forward_kernel[(blocks * batch * heads,)](
             *call.tensors, output, saved.mean_u, saved.threshold, gaps, listed, saved.live, *call.strides,
             *output.stride()[:3], *call.sizes, enough, tolerance, doubt, **call.constants, NEWTON=one.newton,
             START=one.start, DECLINE=one.decline, COUNTED=one.counted, SIGNED=factor is not None or scale < 0,
-            TRAINS=trains, CORRECTED=corrected, ROWS=rows, COLUMNS=columns, MAX_STEPS=MAX_STEPS, EARLY=EARLY_STEPS,
-            num_warps=warps, num_stages=stages,
+            SKIPS=k.shape[2] >= LONG_ROWS, TRAINS=trains, CORRECTED=corrected, ROWS=rows, COLUMNS=columns,
+            MAX_STEPS=MAX_STEPS, EARLY=EARLY_STEPS, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return output, saved
 
@@ -204,7 +220,8 @@ def forward_kernel(
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, FACTORED: tl.constexpr, PENALISED: tl.constexpr, TRAINS: tl.constexpr,
     CORRECTED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
-    FULL: tl.constexpr, V_FULL: tl.constexpr, SIGNED: tl.constexpr, MAX_STEPS: tl.constexpr, EARLY: tl.constexpr,
+    FULL: tl.constexpr, V_FULL: tl.constexpr, SIGNED: tl.constexpr, SKIPS: tl.constexpr,
+    MAX_STEPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = Constants(CAUSAL, False, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL, V_WIDTH, V_FULL)
     T: tl.constexpr = ThresholdConstants(WEIGHTS, DEFORMED, FAST, EXACT, NEWTON, COUNTED, MAX_STEPS, EARLY)
@@ -226,15 +243,50 @@ def forward_kernel(
     _first, _low, high, last = key_range(own.index, sight, C)
     whole, some = high // COLUMNS, tl.cdiv(last, COLUMNS)
 
+    level = lowest_weight(START(a), tl.zeros_like(a), inside == 0, a, DEFORMED)
     leaders = no_leaders(ROWS, COLUMNS // 2)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     leaders, peak = _collect_leaders(
-        leaders, peak, high, last, q_tile, k, rows, sign, size, gaps, sight, penalty, SIGNED, PENALISED, C, True
+        leaders,
+        peak,
+        high,
+        last,
+        q_tile,
+        k,
+        rows,
+        sign,
+        size,
+        level,
+        gaps,
+        sight,
+        penalty,
+        SIGNED,
+        PENALISED,
+        SKIPS,
+        C,
+        True,
     )
     leaders, peak = _collect_leaders(
-        leaders, peak, 0, high, q_tile, k, rows, sign, size, gaps, sight, penalty, SIGNED, PENALISED, C, False
+        leaders,
+        peak,
+        0,
+        high,
+        q_tile,
+        k,
+        rows,
+        sign,
+        size,
+        level,
+        gaps,
+        sight,
+        penalty,
+        SIGNED,
+        PENALISED,
+        SKIPS,
+        C,
+        False,
     )
-    empty = peak == float("-inf")
+    empty = (peak == float("-inf")) | (inside == 0)
     broken = tl.max(tl.where(leaders.one == leaders.one, 0, 1), 1) != 0
     settled = empty | broken
     peak = tl.where(empty, 0.0, peak * size)
@@ -304,14 +356,15 @@ def forward_kernel(
         output_u = output_u / tl.where(sum_u == 0, 1.0, sum_u)[:, None]
         out_u = matrix_of_head(out_u, own.batch, own.head, o_batch, o_head, o_row, queries, v_width)
         store_tile(out_u, output_u, rows, V_WIDTH)
-        tl.store(threshold + 2 * row_at, peak, mask=inside)
-        tl.store(threshold + 2 * row_at + 1, t + step, mask=inside)
+        at_peak = 2 * own.batch_head * queries + rows
+        tl.store(threshold + at_peak, peak, mask=inside)
+        tl.store(threshold + at_peak + queries, t + step if EXACT else peak + (t + step), mask=inside)
 
 
 @triton.jit
 def _collect_leaders(
-    leaders, peak, start, stop, q_tile, k, rows, sign, size, gaps, sight, penalty,
-    SIGNED: tl.constexpr, PENALISED: tl.constexpr, C: tl.constexpr, EDGE: tl.constexpr,
+    leaders, peak, start, stop, q_tile, k, rows, sign, size, level, gaps, sight, penalty,
+    SIGNED: tl.constexpr, PENALISED: tl.constexpr, SKIPS: tl.constexpr, C: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Update leaders and peaks with the products of the tiles from start to stop.
 
@@ -319,7 +372,7 @@ def _collect_leaders(
     """
     for at in range(start, stop, C.COLUMNS):
         columns = at + tl.arange(0, C.COLUMNS)
-        k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
+        k_tile = load_tile_at(k, at, C.COLUMNS, C.WIDTH, EDGE, C.FULL)
         dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
         dot = minus_penalty(dot, penalty, rows[:, None], columns[None, :], sight.offset, PENALISED)
         if SIGNED:
@@ -327,7 +380,7 @@ def _collect_leaders(
         if EDGE:
             dot = tl.where(seen_keys(rows[:, None], columns[None, :], sight, C), dot, float("-inf"))
         left, right = tl.split(tl.permute(tl.reshape(dot, [dot.shape[0], 2, C.COLUMNS // 2]), (0, 2, 1)))
-        leaders, peak = add_tile(leaders, peak, left, right, size, gaps, at, C.COLUMNS)
+        leaders, peak = add_tile(leaders, peak, left, right, size, level, gaps, at, C.COLUMNS, SKIPS)
     return leaders, peak
 
 
@@ -354,9 +407,9 @@ def _sum_weights(
     tile = tl.load(listed)
     for index in range(number):
         following = tl.load(listed + index + 1)
-        columns = tile * C.COLUMNS + tl.arange(0, C.COLUMNS)
-        i, j = rows[:, None], columns[None, :]
-        k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
+        first = tile * C.COLUMNS
+        i, j = rows[:, None], first + tl.arange(0, C.COLUMNS)[None, :]
+        k_tile = load_tile_at(k, first, C.COLUMNS, C.WIDTH, EDGE, C.FULL)
         dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
         dot = minus_penalty(dot, penalty, i, j, sight.offset, PENALISED)
         x = seen_above_threshold(dot, i, j, factor, peak, t, a, sight, C, T, EDGE)
@@ -379,10 +432,10 @@ def _attend(
     tile = tl.load(listed)
     for index in range(number):
         following = tl.load(listed + index + 1)
-        columns = tile * C.COLUMNS + tl.arange(0, C.COLUMNS)
-        i, j = rows[:, None], columns[None, :]
-        k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
-        v_tile = load_tile(v, columns, C.V_WIDTH, EDGE, C.V_FULL)
+        first = tile * C.COLUMNS
+        i, j = rows[:, None], first + tl.arange(0, C.COLUMNS)[None, :]
+        k_tile = load_tile_at(k, first, C.COLUMNS, C.WIDTH, EDGE, C.FULL)
+        v_tile = load_tile_at(v, first, C.COLUMNS, C.V_WIDTH, EDGE, C.V_FULL)
         dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
         dot = minus_penalty(dot, penalty, i, j, sight.offset, PENALISED)
         x = seen_above_threshold(dot, i, j, factor, peak, t, a, sight, C, T, EDGE)

@@ -6,6 +6,7 @@ second output of the forward pass. Both kernels read only tiles that hold a weig
 number, so results are deterministic.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import triton
@@ -19,7 +20,7 @@ from attnorm.kernels.blocks import (
     block_of_keys,
     key_range,
     load_row,
-    load_tile,
+    load_tile_at,
     matrix_of_head,
     queries_keys_values,
     query_range,
@@ -44,37 +45,44 @@ def backward(
     grad_q, grad_k, grad_v = (empty_rows(t) for t in (q, k, v))
     grad_factor, grad_parameter = call.rows(factor is not None), call.rows(learned)
     delta = row_dots(grad, saved.mean_u)
+    one = MAPS[map]
+    slope, scaled_delta = scale * one.slope, delta
+    if call.factor is not None:  # multiplied here, not once per row and tile
+        scaled = call.factor * (scale * one.unit)
+        call, slope, scaled_delta = replace(call, factor=scaled), one.slope / one.unit, delta * scaled
     batch, heads, queries, keys = *q.shape[:3], k.shape[2]
-    given = (*call.tensors, saved.threshold, delta, grad, saved.live)
     strides = (*call.strides, *grad.stride()[:3])
     live_rows, live_columns, *_ = tiles(q, v).forward
-    slope = scale * MAPS[map].slope
     shared = {**call.constants, "LIVE_ROWS": live_rows, "LIVE_COLUMNS": live_columns}
     with call.device:
         rows, columns, warps, stages = tiles(q, v).queries
         blocks, across = ceil_div(queries, rows), ceil_div(keys, columns)
         listed = list_of_tiles(batch * heads * blocks * across, q)
         backward_queries[(blocks * batch * heads,)](
-            *given, listed, grad_q, grad_factor, grad_parameter, *strides, *grad_q.stride()[:3], *call.sizes, slope,
+            *call.tensors, saved.threshold, delta, grad, saved.live, listed, grad_q, grad_factor, grad_parameter,
+            *strides, *grad_q.stride()[:3], *call.sizes, slope,
             **shared, LEARNED=learned, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
+            **tiles(q, v).limit(q),
         )  # fmt: skip
         rows, columns, warps, stages = tiles(q, v).keys
         blocks, across = ceil_div(queries, rows), ceil_div(keys, columns)
         listed = list_of_tiles(batch * k.shape[1] * blocks * across, q)
         backward_keys[(across * batch * k.shape[1],)](
-            *given, listed, grad_k, grad_v, *strides, *grad_k.stride()[:3], *grad_v.stride()[:3], *call.sizes, slope,
+            *call.tensors, saved.threshold, scaled_delta, grad, saved.live, listed, grad_k, grad_v,
+            *strides, *grad_k.stride()[:3], *grad_v.stride()[:3], *call.sizes, slope,
             **shared, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return grad_q, grad_k, grad_v, grad_factor, grad_parameter
 
 
 class RowPointers(NamedTuple):
-    """Pointers to the numbers of all rows."""
+    """Pointers to the numbers of the rows of a head."""
 
     factor: Any
     parameter: Any
-    threshold: Any  # peak and threshold
-    delta: Any
+    peak: Any
+    threshold: Any
+    delta: Any  # times the factor, if there is one
 
 
 @triton.jit
@@ -99,8 +107,9 @@ def backward_queries(
     factor = load_row(row_factor, row_at, inside, FACTORED, 1.0)
     a = load_row(parameter, row_at, inside, PARAMETER, 0.5)
     penalty = tl.load(penalties + own.head) if PENALISED else 0.0
-    peak = tl.load(threshold + 2 * row_at, mask=inside, other=0.0)
-    t = tl.load(threshold + 2 * row_at + 1, mask=inside, other=0.0)
+    at_peak = 2 * own.batch_head * queries + rows
+    peak = load_row(threshold, at_peak, inside, FACTORED or EXACT, 0.0)
+    t = tl.load(threshold + at_peak + queries, mask=inside, other=0.0)
     mean = tl.load(delta + row_at, mask=inside, other=0.0)
 
     _first, _low, high, last = key_range(own.index, sight, C)
@@ -121,17 +130,21 @@ def backward_queries(
     found = tl.zeros([ROWS, WIDTH], tl.float32)
     found_factor = tl.zeros([ROWS], tl.float32)
     found_parameter = tl.zeros([ROWS], tl.float32)
-    factor_of = (factor * unit)[:, None]
-    # The gradients ds of a row sum to 0 except for the rounding of delta, which products far from 0 would amplify.
-    middle = tl.where(factor == 0, 0.0, peak / tl.where(factor == 0, 1.0, factor * unit))[:, None]
+    factor_of = factor[:, None] if FACTORED else unit
+    # The gradient of a row's factor is the sum of ds (product - middle). The gradients ds of a row sum to 0 except for
+    # the rounding of delta, which products far from 0 would amplify. SHARED: the sum of ds product is <q, found>.
+    SHARED: tl.constexpr = q.dtype.element_ty != tl.float32 and not PENALISED
+    middle = tl.where(factor == 0, 0.0, peak / tl.where(factor == 0, 1.0, factor))[:, None]
     for edge in tl.static_range(2):
         found, found_factor, found_parameter = _fold_queries(
             found, found_factor, found_parameter, listed + whole if edge else listed, edges if edge else number,
-            q_tile, grad_tile, k, v, rows, factor_of, peak[:, None], t[:, None], a[:, None], mean[:, None], middle,
-            sight, penalty, FACTORED, LEARNED, PENALISED, C, T, edge,
+            q_tile, grad_tile, k, v, rows, factor_of, peak[:, None] if EXACT else None, t[:, None], a[:, None],
+            mean[:, None], middle, sight, penalty, FACTORED, SHARED, LEARNED, PENALISED, C, T, edge,
         )  # fmt: skip
     if FACTORED:
-        tl.store(grad_factor + row_at, found_factor * slope, mask=inside)
+        if SHARED:
+            found_factor = tl.sum(q_tile.to(tl.float32) * found, 1) - tl.sum(middle, 1) * found_factor
+        tl.store(grad_factor + row_at, found_factor * (slope * unit), mask=inside)
     if LEARNED:
         tl.store(grad_parameter + row_at, -found_parameter / (a * a), mask=inside)
     found = (found * (factor * slope)[:, None]).to(grad_q.dtype.element_ty)
@@ -142,16 +155,16 @@ def backward_queries(
 @triton.jit
 def _fold_queries(
     grad_q, grad_factor, grad_parameter, listed, number, q_tile, grad_tile, k, v, rows, factor, peak, t, a, delta,
-    middle, sight, penalty, FACTORED: tl.constexpr, LEARNED: tl.constexpr, PENALISED: tl.constexpr,
-    C: tl.constexpr, T: tl.constexpr, EDGE: tl.constexpr,
+    middle, sight, penalty, FACTORED: tl.constexpr, SHARED: tl.constexpr, LEARNED: tl.constexpr,
+    PENALISED: tl.constexpr, C: tl.constexpr, T: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     tile = tl.load(listed)
     for index in range(number):
         following = tl.load(listed + index + 1)
-        columns = tile * C.COLUMNS + tl.arange(0, C.COLUMNS)
-        i, j = rows[:, None], columns[None, :]
-        k_tile = load_tile(k, columns, C.WIDTH, EDGE, C.FULL)
-        v_tile = load_tile(v, columns, C.V_WIDTH, EDGE, C.V_FULL)
+        first = tile * C.COLUMNS
+        i, j = rows[:, None], first + tl.arange(0, C.COLUMNS)[None, :]
+        k_tile = load_tile_at(k, first, C.COLUMNS, C.WIDTH, EDGE, C.FULL)
+        v_tile = load_tile_at(v, first, C.COLUMNS, C.V_WIDTH, EDGE, C.V_FULL)
         dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
         dot = minus_penalty(dot, penalty, i, j, sight.offset, PENALISED)
         dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision=C.PRECISION)
@@ -159,7 +172,7 @@ def _fold_queries(
         _p, u = T.WEIGHTS(x, a, T.FAST)
         ds = u * (dp - delta)
         if FACTORED:
-            grad_factor += tl.sum(ds * (dot - middle), 1)
+            grad_factor += tl.sum(ds if SHARED else ds * (dot - middle), 1)
         if LEARNED:
             grad_parameter += tl.sum(_by_alpha(x, u, a) * (dp - delta), 1)
         grad_q = tl.dot(ds.to(k_tile.dtype), k_tile, grad_q, input_precision=C.PRECISION)
@@ -196,8 +209,6 @@ def backward_keys(
     flags, row_blocks = tl.cdiv(keys, LIVE_COLUMNS), tl.cdiv(queries, LIVE_ROWS)
     across = own.index * COLUMNS // LIVE_COLUMNS
     listed += (own.batch_head * tl.cdiv(keys, COLUMNS) + own.index) * tl.cdiv(queries, ROWS)
-    row = RowPointers(row_factor, parameter, threshold, delta)
-
     found_k = tl.zeros([COLUMNS, WIDTH], tl.float32)
     found_v = tl.zeros([COLUMNS, V_WIDTH], tl.float32)
     for member in range(groups):
@@ -223,10 +234,15 @@ def backward_keys(
             mask, own.batch, head, mask_batch, mask_head, mask_row, mask_column, queries, keys, offset, 0
         )
         penalty = tl.load(penalties + head) if PENALISED else 0.0
+        at_row = at_head * queries
+        row = RowPointers(
+            row_factor + at_row, parameter + at_row, threshold + 2 * at_row, threshold + 2 * at_row + queries,
+            delta + at_row,
+        )  # fmt: skip
         for edge in tl.static_range(2):
             found_k, found_v = _fold_keys(
                 found_k, found_v, listed + number if edge else listed, edges if edge else number, k_tile, v_tile,
-                q_here, grad_here, columns, at_head * queries, row, sight, penalty, unit, PARAMETER, LIFT, FACTORED,
+                q_here, grad_here, columns, row, sight, penalty, unit, PARAMETER, LIFT, FACTORED,
                 PENALISED, C, T, edge,
             )  # fmt: skip
     found_k = (found_k * slope).to(grad_k.dtype.element_ty)
@@ -239,7 +255,7 @@ def backward_keys(
 
 @triton.jit
 def _fold_keys(
-    grad_k, grad_v, listed, number, k_tile, v_tile, q, grad, columns, at_row, row, sight, penalty, unit,
+    grad_k, grad_v, listed, number, k_tile, v_tile, q, grad, columns, row, sight, penalty, unit,
     PARAMETER: tl.constexpr, LIFT: tl.constexpr, FACTORED: tl.constexpr, PENALISED: tl.constexpr,
     C: tl.constexpr, T: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
@@ -247,33 +263,40 @@ def _fold_keys(
     tile = tl.load(listed)
     for index in range(number):
         following = tl.load(listed + index + 1)
-        rows = tile * C.ROWS + tl.arange(0, C.ROWS)
-        i, j = rows[None, :], columns[:, None]
-        inside = rows < sight.queries
-        q_tile = load_tile(q, rows, C.WIDTH, EDGE, C.FULL)
-        grad_tile = load_tile(grad, rows, C.V_WIDTH, EDGE, C.V_FULL)
-        row_at = at_row + rows
-        factor = load_row(row.factor, row_at, inside, FACTORED, 1.0)
-        a = load_row(row.parameter, row_at, inside, PARAMETER, 0.5)
-        peak = tl.load(row.threshold + 2 * row_at, mask=inside, other=0.0)
-        t = tl.load(row.threshold + 2 * row_at + 1, mask=inside, other=0.0)
-        mean = tl.load(row.delta + row_at, mask=inside, other=0.0)
+        first = tile * C.ROWS
+        i, j = first + tl.arange(0, C.ROWS)[None, :], columns[:, None]
+        left = sight.queries - first
+        q_tile = load_tile_at(q, first, C.ROWS, C.WIDTH, EDGE, C.FULL)
+        grad_tile = load_tile_at(grad, first, C.ROWS, C.V_WIDTH, EDGE, C.V_FULL)
+        factor = _numbers(row.factor, first, left, True, 1.0, C.ROWS, EDGE) if FACTORED else unit
+        a = _numbers(row.parameter, first, left, PARAMETER, 0.5, C.ROWS, EDGE)
+        peak = _numbers(row.peak, first, left, True, 0.0, C.ROWS, EDGE) if T.EXACT else None
+        t = _numbers(row.threshold, first, left, True, 0.0, C.ROWS, EDGE)
+        mean = _numbers(row.delta, first, left, True, 0.0, C.ROWS, EDGE)
         dot = tl.dot(k_tile, tl.trans(q_tile), input_precision=C.PRECISION)
         dot = minus_penalty(dot, penalty, i, j, sight.offset, PENALISED)
         dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision=C.PRECISION)
-        x = seen_above_threshold(
-            dot, i, j, (factor * unit)[None, :], peak[None, :], t[None, :], a[None, :], sight, C, T, EDGE
-        )  # fmt: skip
-        p, u = T.WEIGHTS(x, a[None, :], T.FAST)
+        x = seen_above_threshold(dot, i, j, factor, peak, t, a, sight, C, T, EDGE)
+        p, u = T.WEIGHTS(x, a, T.FAST)
         if LIFT != 1.0:
             p = p * LIFT
         grad_v = tl.dot(p.to(grad_tile.dtype), grad_tile, grad_v, input_precision=C.PRECISION)
-        ds = u * (dp - mean[None, :])
-        if FACTORED:
-            ds = ds * factor[None, :]
+        ds = u * (dp * factor - mean if FACTORED else dp - mean)
         grad_k = tl.dot(ds.to(q_tile.dtype), q_tile, grad_k, input_precision=C.PRECISION)
         tile = following
     return grad_k, grad_v
+
+
+@triton.jit
+def _numbers(pointer, first, left, HAS: tl.constexpr, other: tl.constexpr, ROWS: tl.constexpr, EDGE: tl.constexpr):
+    """Load numbers of rows from `first` on, as a row of a tile; `left` of them exist."""
+    rows = tl.arange(0, ROWS)[None, :]
+    if HAS and EDGE:
+        return tl.load(pointer + first + rows, mask=rows < left, other=other)
+    elif HAS:
+        return tl.load(pointer + first + rows)
+    else:
+        return tl.full([1, ROWS], other, tl.float32)
 
 
 @triton.jit

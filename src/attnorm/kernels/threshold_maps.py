@@ -144,11 +144,12 @@ ThresholdConstants = namedtuple(
 
 @triton.jit
 def line(factor, peak, t, a, DEFORMED: tl.constexpr):
-    """Return slope and intercept of x as a linear function of a product <q, k>."""
+    """Return slope and shift: x of a product is slope * product - shift. peak: None if t includes it."""
+    t = t if peak is None else peak + t
     if DEFORMED:
-        return factor * a, 1.0 - (peak + t) * a
+        return factor * a, t * a - 1.0
     else:
-        return factor, -(peak + t)
+        return factor, t
 
 
 @triton.jit
@@ -164,8 +165,8 @@ def above_threshold(dot, factor, peak, t, a, DEFORMED: tl.constexpr, EXACT: tl.c
             y = 1.0 + y * a
         return positive(y)
     else:
-        slope, intercept = line(factor, peak, t, a, DEFORMED)
-        return positive(tl.fma(dot, slope, intercept))
+        slope, shift = line(factor, peak, t, a, DEFORMED)
+        return positive(dot * slope - shift)
 
 
 @triton.jit
@@ -254,20 +255,34 @@ def insert(leader, candidate):
 
 
 @triton.jit
-def add_tile(leaders, peak, left, right, size, gaps, at, COLUMNS: tl.constexpr):
-    """Update leaders and peaks with a tile of pairs; store in `gaps` how close the tile comes to the peaks."""
+def add_tile(leaders, peak, left, right, size, level, gaps, at, COLUMNS: tl.constexpr, SKIPS: tl.constexpr):
+    """Update leaders and peaks with a tile of pairs; store in `gaps` how close the tile comes to the peaks.
+
+    SKIPS: a tile whose logits stay below `level` in all rows holds no weight, so it is not compared with the leaders.
+    """
     better = tl.maximum(left, right, propagate_nan=tl.PropagateNan.ALL)
-    other = tl.maximum(leaders.other, tl.minimum(left, right))
     largest = tl.max(better, 1)
     peak = tl.maximum(peak, largest)
     gap = tl.where(largest == float("-inf"), float("-inf"), (largest - peak) * size)
-    tl.store(gaps + at // COLUMNS, tl.max(gap, 0))
+    closest = tl.max(gap, 0)
+    tl.store(gaps + at // COLUMNS, closest)
+    if SKIPS:
+        if (closest <= level) == 0:  # NaN is compared
+            leaders = _add_pairs(leaders, better, tl.minimum(left, right))
+    else:
+        leaders = _add_pairs(leaders, better, tl.minimum(left, right))
+    return leaders, peak
+
+
+@triton.jit
+def _add_pairs(leaders, better, worse):
     loser = tl.minimum(leaders.one, better)
     one = tl.maximum(leaders.one, better, propagate_nan=tl.PropagateNan.ALL)
     two, loser = insert(leaders.two, loser)
     three, loser = insert(leaders.three, loser)
     four, loser = insert(leaders.four, loser)
-    return Leaders(one, two, three, four, tl.maximum(leaders.five, loser), other), peak
+    five = tl.maximum(leaders.five, loser)
+    return Leaders(one, two, three, four, five, tl.maximum(leaders.other, worse))
 
 
 @triton.jit

@@ -241,7 +241,7 @@ def _collect_leaders(state, leaders, peak, span, gaps, size, given, C: tl.conste
     for tile in range(span.tiles):
         at = tile_of_span(span, tile, C)
         even, odd, state = pairs_of_tile(at, given, state, C, EDGE)
-        leaders, peak = add_tile(leaders, peak, even, odd, size, gaps, at, C.COLUMNS)
+        leaders, peak = add_tile(leaders, peak, even, odd, size, 0.0, gaps, at, C.COLUMNS, False)
     return state, leaders, peak
 
 

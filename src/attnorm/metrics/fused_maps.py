@@ -424,12 +424,15 @@ def threshold_output_and_statistics(
 
     Peaks and thresholds are found once, for the output and the statistics. factor, parameter: (B, H, Q).
     """
+    from attnorm.kernels.threshold import peaks_and_thresholds
+
     call = AttentionCall(0, "decoder" if causal else "encoder", q, k, v, scale, causal, mask)
     rows = torch.arange(q.shape[2])
     map_ = RowMap(map, factor=factor, parameter=None if parameter is None else parameter.contiguous())
     sums, output, mean_u, live = _threshold_sums(call, rows, map_, with_output=True, trains=trains)
     found = _statistics_of_sums(call, rows, names.split(), map_, sums)
-    threshold = torch.stack([sums[-1], sums[-2]], -1) if trains else sums.new_empty(0)
+    peak, t = sums[-1], sums[-2]
+    threshold = peaks_and_thresholds(peak, t, q.dtype) if trains else sums.new_empty(0)
     return output, found.n, _stacked(found.values), mean_u, threshold, live
 
 
@@ -447,11 +450,10 @@ def _(
 
 
 def _save_thresholds(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
     q, k, v, mask, factor, parameter, *options, _names = inputs
     mask = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
     sparse.save_for_backward(ctx, (q, k, v, mask, factor, parameter, None, *options), (output[0], *output[3:]))
+    ctx.mark_non_differentiable(*output[1:])
 
 
 # Sparse attention has as many inputs: penalties behind the parameter, and no names.

@@ -51,7 +51,8 @@ class AdaptiveLengthScale(ScaleRule):
 
     def factor(self, n: Tensor, positions: Tensor | None, hidden_states: Tensor | None) -> Tensor:
         raw_beta, raw_gamma = self._raw_parameters(hidden_states, n.dtype)
-        return self.delta + softplus(raw_beta) * torch.log(n.clamp(min=1) + 1) ** (2 * torch.tanh(raw_gamma))
+        logarithm = torch.log1p(n.clamp(min=1)).log()  # a power would have a derivative of ten operations
+        return self.delta + softplus(raw_beta) * torch.exp(2 * torch.tanh(raw_gamma) * logarithm)
 
     def common_factor(self, n: int) -> tuple[float, Tensor | None] | None:
         if self.from_hidden is not None:
