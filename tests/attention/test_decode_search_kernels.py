@@ -193,9 +193,9 @@ def test_logits_of_more_rows_than_fit_take_the_memory_of_a_few(
     tensors, mask, sizes = drawn(shape), mask_of(masked, shape), []
     normalizer, run = attnorm.get(name, **options).to(DEVICE), kernels.decode
 
-    def decode(q: Tensor, k: Tensor, *others: Any) -> Tensor:
+    def decode(q: Tensor, k: Tensor, *others: Any, **named: Any) -> Tensor:
         sizes.append((*q.shape[:2], *k.shape[:2]))
-        return run(q, k, *others)
+        return run(q, k, *others, **named)
 
     monkeypatch.setattr(kernels, "decode", decode)
     with torch.no_grad():

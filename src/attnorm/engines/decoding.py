@@ -7,7 +7,8 @@ without such a number are in engines/one_pass.py.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,10 +29,6 @@ from attnorm.normalizers.adaptive_temperature import EntropyRule
 from attnorm.normalizers.contract import KernelForm, Normalizer
 from attnorm.normalizers.norm_softmax import MIN_DEVIATION, UnitVariance
 from attnorm.normalizers.stick_breaking import StickBreaking
-
-if TYPE_CHECKING:
-    from attnorm.kernels.decoding import RowSearch
-    from attnorm.kernels.one_pass import Form
 
 # Of stored logits at a time; only those of a single key head may exceed it, by at most 1 KB per key.
 MAX_LOGIT_BYTES = 2**28
@@ -121,29 +118,26 @@ def _decode(
     common_parameter: float | None, count: Tensor | None, rule: str, softcap: float | None, causal: bool,
     window: int | None, scale: float, kind: str, numbers: list[float], steps: list[float], top: int | None,
 ) -> Tensor:  # fmt: skip
-    from attnorm.kernels.decoding import RowSearch  # loads Triton
+    from attnorm.kernels import decoding as kernels  # loads Triton
     from attnorm.kernels.one_pass import Form
 
     form = Form(map="softmax", rule=rule, softcap=softcap, causal=causal, window=window, scale=scale)
-    search = RowSearch(kind=kind, numbers=tuple(numbers), steps=tuple(steps), top=top)
+    search = kernels.RowSearch(kind=kind, numbers=tuple(numbers), steps=tuple(steps), top=top)
     sources = (
         q, k, v, mask, factor, sink, rule_parameter if rule_parameters is None else rule_parameters,
         common_parameter if parameter is None else parameter, count,
     )  # fmt: skip
-    return _decode_in_pieces(sources, form, search)
+    return _decode_in_pieces(partial(kernels.decode, form=form, search=search), sources)
 
 
-def _decode_in_pieces(sources: tuple[Any, ...], form: "Form", search: "RowSearch") -> Tensor:
+def _decode_in_pieces(run: Callable[..., Tensor], sources: tuple[Any, ...]) -> Tensor:
     """Run the kernels, for one half of the sequences or key heads after the other if all logits need too much memory.
 
     sources: the first arguments of kernels.decoding.decode, q, k and v first.
     """
-    from attnorm.kernels import decoding as kernels
-
-    run: Callable[..., Tensor] = kernels.decode
     (batch, heads, queries, _), (_, key_heads, keys, _) = sources[0].shape, sources[1].shape
     if LOGIT_BYTES * batch * heads * queries * keys <= MAX_LOGIT_BYTES or batch * key_heads == 1:
-        return run(*sources, form, search)
+        return run(*sources)
     dim, units = (0, batch) if batch > 1 else (1, key_heads)
 
     def half_of(source: Any, upper: bool) -> Any:
@@ -155,7 +149,7 @@ def _decode_in_pieces(sources: tuple[Any, ...], form: "Form", search: "RowSearch
         return source.narrow(own_dim, middle, size - middle) if upper else source.narrow(own_dim, 0, middle)
 
     halves = [tuple(half_of(source, upper) for source in sources) for upper in (False, True)]
-    return torch.cat([_decode_in_pieces(half, form, search) for half in halves], dim)
+    return torch.cat([_decode_in_pieces(run, half) for half in halves], dim)
 
 
 @_decode.register_fake

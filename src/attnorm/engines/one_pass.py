@@ -56,13 +56,11 @@ def lower_for_call(inputs: Inputs, normalizer: Normalizer) -> LoweredNormalizer 
     """Return the normalizer in the terms of the kernels if they compute this call exactly, else None."""
     if inputs.bias is not None or inputs.dropout > 0 or inputs.queries == 0:
         return None
-    decodes = inputs.queries < MIN_QUERIES
-    if decodes and not _can_decode(inputs, normalizer):
+    map_ = normalizer.map.kernel_form()
+    if map_ is None or (inputs.queries < MIN_QUERIES and (map_.ranged or not _can_decode(inputs, normalizer))):
         return None
-    form = lower(normalizer, inputs)
-    if form is None or (decodes and form.map.ranged):
-        return None
-    return form if runs_kernels(inputs.q_BHQD, inputs.v_BGKE) and not under_transform() else None
+    form = lower(normalizer, inputs, map_)
+    return form if form and runs_kernels(inputs.q_BHQD, inputs.v_BGKE) and not under_transform() else None
 
 
 def _can_decode(inputs: Inputs, normalizer: Normalizer) -> bool:
