@@ -1,5 +1,6 @@
 """Kernels that are launched many times: which launches share a compiled kernel, and where numbers of rows come from."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,8 @@ from torch import Tensor
 
 import attnorm
 from attnorm.kernels.launch import KernelConstants, PreparedKernels, kinds_of
+from attnorm.kernels.linear_algebra import length_power
+from attnorm.normalizers.asentmax import AdaptiveLengthScale
 from tests.attention.kernel_calls import DEVICE, draw
 
 BYTES = torch.zeros(128, dtype=torch.uint8)
@@ -203,3 +206,22 @@ def test_parameters_of_half_precision_and_of_other_strides() -> None:
         torch.testing.assert_close(*both(), rtol=2e-4, atol=2e-6)
         with pytest.raises(ValueError, match="4"):
             attnorm.attention(q[:, :2], k, v, normalizer, causal=True, engine="triton")
+
+
+@pytest.mark.as_installed
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+@pytest.mark.parametrize("delta", [0.0, 1.0])
+def test_factors_of_asentmax_have_the_digits_of_float32(delta: float) -> None:
+    """Of parameters so small or so large that softplus and tanh could lose digits too."""
+    rule = AdaptiveLengthScale(delta, heads=7)
+    rule.raw_beta.data = torch.tensor([-30.0, -9.0, -1.0, 0.0, 1.0, 9.0, 90.0])
+    rule.raw_gamma.data = torch.tensor([0.0, 1e-3, -50.0, 0.5, 50.0, -0.5, 2.0])
+    exact = rule.double().factor(torch.full((1, 1), 1000.0, dtype=torch.float64), None, None)[:, 0, 0]
+    given = [p.detach().to(DEVICE, torch.float32) for p in (rule.raw_beta, rule.raw_gamma)]
+    found = length_power(*given, math.log(1001), delta)
+    assert found.dtype == torch.float32
+    tolerance = 1e-6 if DEVICE == "cpu" else 1e-5  # a GPU's exponential of -30 has fewer digits
+    torch.testing.assert_close(found.double().cpu(), exact.detach(), rtol=tolerance, atol=0.0)
+    first = length_power(given[0][0], given[1][0], math.log(1001), delta)
+    assert first.shape == ()
+    torch.testing.assert_close(first, found[0])

@@ -15,6 +15,7 @@ Some normalizers need a number of each row first, from another kernel:
                           then softmax over the keys above it
 """
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -22,9 +23,10 @@ import torch
 from torch import Tensor
 
 from attnorm.engines import one_pass_operators
-from attnorm.engines.execution import MIN_QUERIES, runs_kernels
+from attnorm.engines.execution import MIN_QUERIES, kernel_operator, runs_kernels
 from attnorm.engines.inputs import Inputs, head_numbers, row_factors, under_transform
 from attnorm.normalizers.adaptive_temperature import EntropyRule
+from attnorm.normalizers.asentmax import AdaptiveLengthScale
 from attnorm.normalizers.contract import KernelForm, LogitRule, Normalizer, ScaleRule
 from attnorm.normalizers.norm_softmax import UnitVariance
 from attnorm.normalizers.softcap import Softcap
@@ -334,7 +336,7 @@ def common_factor(
     for rule in normalizer.rules:
         if not isinstance(rule, ScaleRule):
             continue
-        known = None if form.softcap is not None or inputs.positions is not None else rule.common_factor(n)
+        known = None if form.softcap is not None or inputs.positions is not None else _known_factor(inputs, rule, n)
         if known is None or (
             known[1] is not None and (tensor is not None or not _has_number_of_heads(inputs, known[1]))
         ):
@@ -342,6 +344,30 @@ def common_factor(
         number *= known[0]
         tensor = tensor if known[1] is None else known[1]
     return number, tensor
+
+
+def _known_factor(inputs: Inputs, rule: ScaleRule, n: int) -> tuple[float, Tensor | None] | None:
+    """Return rule.common_factor(n), or the same from a kernel where it would take several operations of torch."""
+    if not isinstance(rule, AdaptiveLengthScale):
+        return rule.common_factor(n)
+    if rule.from_hidden is not None or rule.raw_beta.shape != rule.raw_gamma.shape:
+        return None
+    if not (_has_number_of_heads(inputs, rule.raw_beta) and _has_number_of_heads(inputs, rule.raw_gamma)):
+        return None
+    return 1.0, _length_power(rule.raw_beta, rule.raw_gamma, math.log(n + 1), rule.delta)
+
+
+@kernel_operator("attnorm::length_power")
+def _length_power(b: Tensor, c: Tensor, base: float, delta: float) -> Tensor:
+    """Return delta + softplus(b) base^(2 tanh(c)) in float32."""
+    from attnorm.kernels import linear_algebra  # loads Triton
+
+    return linear_algebra.length_power(b, c, base, delta)
+
+
+@_length_power.register_fake
+def _(b: Tensor, c: Tensor, base: float, delta: float) -> Tensor:
+    return torch.empty(b.shape, dtype=torch.float32, device=b.device)
 
 
 def _has_number_of_heads(inputs: Inputs, numbers: Tensor) -> bool:

@@ -1,4 +1,7 @@
-"""Linear algebra beside attention, each in one launch: products of rows, and the inverses of many small matrices."""
+"""Small computations beside attention, each in one launch: products of rows, factors, inverses of small matrices."""
+
+import math
+from functools import lru_cache
 
 import torch
 import triton
@@ -7,7 +10,7 @@ from torch import Tensor
 
 from attnorm.arithmetic import ceil_div
 from attnorm.kernels.blocks import load_tile, matrix_of_head, store_tile
-from attnorm.kernels.launch import device_of, empty_rows, in_rows, padded
+from attnorm.kernels.launch import KernelConstants, PreparedKernels, device_of, empty_rows, in_rows, padded, padded_to
 
 ROWS = 64  # of one program
 
@@ -85,6 +88,39 @@ def _scaled_rows(
         y = load_tile(matrix_of_head(b, batch, head, b_batch, b_head, b_row, queries, width), rows, WIDTH, True, False)
         sums = tl.sum(x * y.to(tl.float32), 1) * known
         tl.store(dots + (batch * heads + head) * queries + rows, sums, mask=rows < queries)
+
+
+def length_power(b: Tensor, c: Tensor, base: float, delta: float) -> Tensor:
+    """Return delta + softplus(b) base^(2 tanh(c)) in float32; b and c: one number each, or one per head.
+
+    As operations of torch these are five launches, which take longer than the attention of one query.
+    """
+    b, c = b.contiguous(), c.contiguous()
+    factor = torch.empty(b.shape, dtype=torch.float32, device=b.device)
+    with device_of(b):
+        _length_power_kernel(padded_to(b.numel())).launch((1,), (b, c, factor), (b.numel(), math.log2(base), delta))
+    return factor
+
+
+@lru_cache
+def _length_power_kernel(size: int) -> PreparedKernels:
+    names = ("b", "c", "factor", "count", "log2_base", "delta")
+    return PreparedKernels(names, KernelConstants(_length_power, {"SIZE": size}, 1))
+
+
+@triton.jit
+def _length_power(b, c, factor, count, log2_base, delta, SIZE: tl.constexpr):
+    index = tl.arange(0, SIZE)
+    inside = index < count
+    x = tl.load(b + index, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(c + index, mask=inside, other=0.0).to(tl.float32)
+    small = tl.exp(-tl.abs(x))
+    one_more = 1.0 + small
+    # log(1 + small) with the digits that 1 + small has lost
+    rest = tl.where(one_more == 1.0, small, tl.log(one_more) * small / tl.where(one_more == 1.0, 1.0, one_more - 1.0))
+    tanh = 1.0 - 2.0 / (tl.exp(2.0 * y) + 1.0)
+    value = delta + (tl.maximum(x, 0.0) + rest) * tl.exp2(2.0 * tanh * log2_base)
+    tl.store(factor + index, value, mask=inside)
 
 
 @triton.jit

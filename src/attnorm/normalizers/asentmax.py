@@ -54,13 +54,6 @@ class AdaptiveLengthScale(ScaleRule):
         logarithm = torch.log1p(n.clamp(min=1)).log()  # a power would have a derivative of ten operations
         return self.delta + softplus(raw_beta) * torch.exp(2 * torch.tanh(raw_gamma) * logarithm)
 
-    def common_factor(self, n: int) -> tuple[float, Tensor | None] | None:
-        if self.from_hidden is not None:
-            return None
-        beta, gamma = self.raw_beta.float(), self.raw_gamma.float()
-        power = math.log(n + 1) ** 2  # to tanh(c): one operation less
-        return 1.0, torch.add(softplus(beta) * torch.pow(power, torch.tanh(gamma)), self.delta)
-
     def _raw_parameters(self, hidden_states: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if self.from_hidden is None:
             parameters = (self.raw_beta.to(dtype), self.raw_gamma.to(dtype))
