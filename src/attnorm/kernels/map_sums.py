@@ -69,9 +69,9 @@ class Sums(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Of each row: the largest logit in bits, and the sum of weights times values."""
+    """Of each row: log2 of the unit of its weights, and the sum of weights times values if OUTPUT."""
 
-    peak: Any
+    reference: Any
     acc: Any
 
 
@@ -106,6 +106,12 @@ def _class_largest(x):
 
 
 @triton.jit
+def _reference_of_products(largest, unit, shift, M: tl.constexpr):
+    """The reference of rows with these largest products, -inf where there is none."""
+    return reference_of(tl.where(largest == float("-inf"), largest, largest * unit + shift), M.REFERENCE, True)
+
+
+@triton.jit
 def _fold(
     state, sums, output, span, given, v, unit, shift,
     C: tl.constexpr, M: tl.constexpr, EDGE: tl.constexpr, LEVELS: tl.constexpr,
@@ -115,7 +121,7 @@ def _fold(
         at = tile_of_span(span, tile, C)
         s, seen, first, sink, count = key_tile(at, given, state.first, C, EDGE)
         leader, others, e_log_e, squares, total, steepest, largest = sums
-        peak, acc = output
+        reference, acc = output
         low, high = s, s
         if EDGE:
             low, high = tl.where(seen, s, float("inf")), tl.where(seen, s, float("-inf"))
@@ -126,11 +132,9 @@ def _fold(
 
         # Weights relative to 2^reference, which may rise with the largest logit of the row.
         z = s * unit[:, None] + shift[:, None]
-        reference = tl.zeros_like(peak)
         if M.REFERENCE != 0:
-            before = reference_of(peak, M.REFERENCE, True)
-            peak = tl.maximum(peak, tl.max(tl.where(seen, z, float("-inf")) if EDGE else z, 1))
-            reference = reference_of(peak, M.REFERENCE, True)
+            before = reference
+            reference = _reference_of_products(tl.max(largest, 1), unit, shift, M)
             shrink = tl.exp2(before - reference)
             leader, total = leader * shrink[:, None], total * shrink[:, None]
             if M.OUTPUT:
@@ -164,7 +168,7 @@ def _fold(
         e_log_e = ratio * (e_log_e + bits * others)
         others = others * ratio
         squares = squares * ratio * ratio
-        inverse = tl.where(top > 0, 1.0 / tl.where(top > 0, top, 1.0), 0.0)
+        inverse = 1.0 / tl.where(top > 0, top, float("inf"))
         others, e_log_e, squares = _add(demoted, inverse, others, e_log_e, squares, M.FAST)
         others, e_log_e, squares = _add(smaller(even, odd), inverse, others, e_log_e, squares, M.FAST)
         winners = larger(even, odd)
@@ -173,7 +177,7 @@ def _fold(
             others, e_log_e, squares = _add(smaller(left, right), inverse, others, e_log_e, squares, M.FAST)
             winners = larger(left, right)
         sums = Sums(top, others, e_log_e, squares, total, steepest, largest)
-        output = Output(peak, acc)
+        output = Output(reference, acc)
     return state, sums, output
 
 
@@ -207,12 +211,12 @@ def map_sums(
     shift = load_row(row_shift, row_at, inside, SHIFTED, 0.0) / LN2
     state = no_keys(keys, ROWS)
     zeros = tl.zeros([ROWS, CLASSES], tl.float32)
-    none = tl.full([ROWS], float("-inf"), tl.float32)
     sums = Sums(zeros, zeros, zeros, zeros, zeros, zeros, zeros + float("-inf"))
-    result = Output(none, none)
+    no_unit = tl.zeros([ROWS], tl.float32)
+    result = Output(no_unit, no_unit)
     if OUTPUT:
         v = keys_of_head(v, own, groups, v_batch, v_head, v_row, keys, width)
-        result = Output(none, tl.zeros([ROWS, WIDTH], tl.float32))
+        result = Output(no_unit, tl.zeros([ROWS, WIDTH], tl.float32))
     for whole in tl.static_range(2):
         state, sums, result = _fold(
             state, sums, result, inner if whole else outer, given, v, unit, shift, C, M, not whole, LEVELS
@@ -232,17 +236,15 @@ def map_sums(
     # The sink, and what all are divided by.
     has_sink, sink = state.first < keys, state.sink
     sink_z = sink * unit + shift
-    sink_reference = tl.zeros([ROWS], tl.float32)
-    acc_unit, sink_unit = sink_reference + 1.0 / LIFT, sink_reference + 1.0
+    sink_reference, acc_unit, sink_unit = no_unit, no_unit + 1.0 / LIFT, no_unit + 1.0
     norm = tl.full([ROWS], float("nan"), tl.float32)
     if REFERENCE != 0:
-        sink_reference = reference_of(tl.where(has_sink, sink_z, float("-inf")), REFERENCE, True)
+        sink_reference = _reference_of_products(tl.where(has_sink, sink, float("-inf")), unit, shift, M)
     sink_a, sink_b = WEIGHTS(sink_z, sink_reference, P, FAST)
     sink_a, sink_b = tl.where(has_sink, sink_a, 0.0), tl.where(has_sink, sink_b, 0.0)
     if NORMALISED:
-        reference = reference_of(result.peak, REFERENCE, True)
-        common = tl.maximum(sink_reference, reference)
-        shrink, sink_shrink = tl.exp2(reference - common), tl.exp2(sink_reference - common)
+        common = tl.maximum(sink_reference, result.reference)
+        shrink, sink_shrink = tl.exp2(result.reference - common), tl.exp2(sink_reference - common)
         total = tl.sum(sums.total, 1) * shrink + sink_b * sink_shrink + floor * tl.exp2(-common)
         inverse = inverse_of(total)
         acc_unit, sink_unit = shrink * inverse, sink_shrink * inverse
