@@ -1,5 +1,6 @@
 """Kernels that are launched many times: which launches share a compiled kernel, and where numbers of rows come from."""
 
+import inspect
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 import attnorm
-from attnorm.kernels.launch import KernelConstants, PreparedKernels, kinds_of
+from attnorm.kernels.launch import LAUNCHERS, KernelConstants, PreparedKernels, kinds_of
 from attnorm.kernels.linear_algebra import length_power
 from attnorm.normalizers.asentmax import AdaptiveLengthScale
 from tests.attention.kernel_calls import DEVICE, draw
@@ -50,12 +51,12 @@ class Compiled:
     def __init__(self, name: str, launches: list[Any]) -> None:
         self.function, self.launches = name, launches
 
-    def run(self, gridX: int, gridY: int, gridZ: int, stream: int, function: str, *arguments: Any) -> None:
-        self.launches.append((function, (gridX, gridY, gridZ), stream, arguments))
+    def run(self, gridX: int, gridY: int, gridZ: int, stream: int, function: str, *args: Any) -> None:
+        self.launches.append((function, (gridX, gridY, gridZ), stream, args))
 
 
 class OtherLauncher(Compiled):
-    def run(self, stream: int, *arguments: Any) -> None:  # type: ignore[override]
+    def run(self, gridX: int, gridY: int, gridZ: int, stream: int, function: str, cluster: int, *args: Any) -> None:
         raise AssertionError("called with the arguments of another launcher")
 
 
@@ -120,6 +121,12 @@ def test_another_kind_of_an_argument_is_another_kernel(streams: dict[int, int], 
         kernels.launch((5, 6), (values["x"], values["y"]), (16, values["n"]))
         exec(change, {}, values)
     assert [name for name, *_ in launches] == ["triton"] * 4
+
+
+def test_the_launcher_of_the_installed_triton_is_known() -> None:
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    assert " ".join(list(inspect.signature(CudaLauncher.__call__).parameters)[1:]) in LAUNCHERS
 
 
 def test_triton_launches_where_its_launcher_is_another(streams: dict[int, int]) -> None:

@@ -149,6 +149,13 @@ class PreparedKernels:
         )
 
 
+# Parameters of Triton's launcher, in 3.6 and in 3.9. Both take the same arguments.
+LAUNCHERS = (
+    "gridX gridY gridZ stream function args",
+    "gridX gridY gridZ stream function kernel_metadata launch_metadata launch_enter_hook launch_exit_hook args",
+)
+
+
 class CompiledKernel(NamedTuple):
     """What is needed to launch a kernel that Triton has compiled and loaded on a device."""
 
@@ -162,8 +169,7 @@ class CompiledKernel(NamedTuple):
         """Return it from the result of Triton's launch: None in the interpreter, and if we do not know the launcher."""
         if not all(hasattr(made, name) for name in ("run", "function", "packed_metadata")):
             return None
-        parameters = list(inspect.signature(made.run).parameters)
-        known = parameters[:5] == ["gridX", "gridY", "gridZ", "stream", "function"]
+        known = " ".join(inspect.signature(made.run).parameters) in LAUNCHERS
         return cls(made.run, made.function, made.packed_metadata, made) if known else None
 
 
