@@ -307,7 +307,7 @@ types |= dict.fromkeys(("v", "output", "mean_u"), "*bf16")
 shared = dict(
     FAST=True, CAUSAL=True, MASKED=True, CAPPED=True, FACTORED=True, PRECISION="tf32", ROWS=32, KEYS=16, WIDTH=16,
     FULL=False, P=1, SHIFTED=True, LEVELS=1, PASSES=1, MAX_STEPS=9, EARLY=3, BLOCK=128, MORE=True, OUTPUT=True,
-    TRAINS=True, LIFT=2.0,
+    TRAINS=True, CORRECTED=True, DECLINE=2.0, LIFT=2.0,
 )
 compiles(statistics_from_sums.weight_statistics, shared, types)
 for kernel, name in (

@@ -72,7 +72,7 @@ class SolvedRows(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Of each row: p v LIFT, u v and u of its keys but the sink, summed; the last two if TRAINS."""
+    """Of each row: p v LIFT, u v and u of its keys but the sink, summed; the last two if CORRECTED."""
 
     p: Any
     u: Any
@@ -80,7 +80,7 @@ class Output(NamedTuple):
 
 
 # What the last pass computes besides the sums; constants of kernels/threshold.py.
-OutputConstants = namedtuple("OutputConstants", "OUTPUT TRAINS LIFT")
+OutputConstants = namedtuple("OutputConstants", "OUTPUT TRAINS CORRECTED LIFT")
 
 
 class WeightSums(NamedTuple):
@@ -109,7 +109,8 @@ def threshold_sums(
     PARAMETER: tl.constexpr, FAST: tl.constexpr, PASSES: tl.constexpr,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr, FACTORED: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
-    MAX_STEPS: tl.constexpr, EARLY: tl.constexpr, OUTPUT: tl.constexpr, TRAINS: tl.constexpr, LIFT: tl.constexpr,
+    MAX_STEPS: tl.constexpr, EARLY: tl.constexpr, OUTPUT: tl.constexpr, TRAINS: tl.constexpr,
+    CORRECTED: tl.constexpr, DECLINE: tl.constexpr, LIFT: tl.constexpr,
 ):  # fmt: skip
     """q: (B, H, R, D), the rows of the queries `row_queries` in ascending order; out: (columns, B, H, R).
 
@@ -119,10 +120,11 @@ def threshold_sums(
     start_program: those before it have run. natural: the map's unit in bits. PASSES: that refine the Jacobian norm.
 
     OUTPUT: multiply with the values v (B, G, K, D) too; output: (B, H, R, D). TRAINS: also store mean_u and live, which
-    the backward pass needs: see threshold.Saved.
+    the backward pass needs: see threshold.Saved. CORRECTED: remove what the sum of a row exceeds 1 by from its output
+    and its threshold to first order, as in threshold.py.
     """
     T: tl.constexpr = ThresholdConstants(WEIGHTS, DEFORMED, FAST, True, NEWTON, COUNTED, MAX_STEPS, EARLY)
-    V: tl.constexpr = OutputConstants(OUTPUT, TRAINS, LIFT)
+    V: tl.constexpr = OutputConstants(OUTPUT, TRAINS, CORRECTED, LIFT)
     C: tl.constexpr = Constants(CAUSAL, False, MASKED, PRECISION, ROWS, KEYS, WIDTH, FULL, CAPPED=CAPPED)
     own, at, inside, given, unit, logit = rows_of_program(
         start_program + tl.program_id(0), q, k, mask, factor, row_queries, q_batch, q_head, q_row, k_batch, k_head,
@@ -159,7 +161,7 @@ def threshold_sums(
     ahead = tl.where(empty, 0.0, peak - around)
     sink_y = tl.where(has_sink, sink * size - peak, float("-inf"))
     leaders = below_peak(leaders, size, peak)
-    t, _count, _u = threshold_of_leaders(leaders, sink_y, START(a), a, settled, tolerance, T, True)
+    t, count, _u = threshold_of_leaders(leaders, sink_y, START(a), a, settled, tolerance, T, True)
     doubtful = (weight_left_out(leaders, t, a, settled, T) > doubt) & (some > 1)
     t = tl.where(broken, float("nan"), t)
     top_y, one_y, two_y, three_y = _largest(leaders, sink_y)
@@ -169,6 +171,7 @@ def threshold_sums(
     sums = WeightSums(unused, unused, unused, unused, unused, unused, unused, unused)
     sink_p = tl.zeros([ROWS], tl.float32)
     top_p, third, spare, row_others, total_p = sink_p, sink_p, sink_p, sink_p, sink_p
+    sink_u, row_u, step = sink_p, sink_p, sink_p
     number, edges = 0, 0
     result = _no_output(unused, ROWS, WIDTH, V)
     bound = enough
@@ -180,11 +183,11 @@ def threshold_sums(
             tiles, row = ListedTiles(listed, whole, number, edges), SolvedRows(size, peak, t, a)
             sum_p, sum_u, sum_n = _measure(unused, tiles, first, given, row, C, T)
             one_p, one_u, ones = weight_of(sink_y, t, a, T)
+            count = tl.sum(sum_n, 1) + ones
             # A step after a small excess nearly squares it: it is taken and checked by the sums of the last pass.
             t, left = newton_step(
-                tl.sum(sum_p, 1) + one_p, tl.sum(sum_u, 1) + one_u, tl.sum(sum_n, 1) + ones, t, a, settled,
-                steps < EARLY, T,
-            )  # fmt: skip
+                tl.sum(sum_p, 1) + one_p, tl.sum(sum_u, 1) + one_u, count, t, a, settled, steps < EARLY, T
+            )
             steps += 1
         number, edges = _list_row_tiles(gaps, listed, whole, some, t + ahead, empty, DEFORMED, a, around)
         sink_p, _u, _n = weight_of(sink_y, t, a, T)
@@ -201,7 +204,15 @@ def threshold_sums(
         row_others = tl.maximum(tl.sum(sums.others, 1) + spare, 0.0)
         total_p = sink_p + top_p * (1.0 + row_others)
         attempts += 1
-        if tl.max(tl.where(settled, 0.0, tl.abs(total_p - 1.0)), 0) <= tolerance:
+        bad = tl.abs(total_p - 1.0)
+        if CORRECTED:
+            _p, sink_u, _n = weight_of(sink_y, t, a, T)
+            row_u = tl.sum(result.sum_u, 1) + sink_u
+            _excess, step = NEWTON(total_p, row_u, count, a, 1)
+            step = tl.where(settled, 0.0, step)
+            if COUNTED:  # u of every weight changes by the step: much for many small ones beside a large one
+                bad = tl.maximum(bad, 0.1 * tl.abs(step) * count / tl.where(row_u > 0, row_u, 1.0))
+        if tl.max(tl.where(settled, 0.0, bad), 0) <= tolerance:
             attempts += 2
         bound = 0.1 * tolerance
         left = bound + 1
@@ -214,16 +225,18 @@ def threshold_sums(
     scaled = tl.where(total_p > 0, 1.0 / tl.where(total_p > 0, total_p, 1.0), 0.0)
     if OUTPUT:
         sink_value = sink_values(v, first, C)
-        sum_p = tl.where(total_p == 0, 1.0, total_p)[:, None]  # NaN stays
+        sum_p, weighted = total_p, result.p * (1.0 / LIFT) + sink_p[:, None] * sink_value
+        if CORRECTED:
+            weighted_u = result.u + sink_u[:, None] * sink_value
+            weighted -= (DECLINE * step)[:, None] * weighted_u
+            sum_p -= DECLINE * step * row_u
+            t += step
+            if TRAINS:
+                rows_out = matrix_of_head(mean_u, own.batch, own.head, o_batch, o_head, o_row, rows_total, width)
+                store_tile(rows_out, weighted_u / tl.where(row_u == 0, 1.0, row_u)[:, None], at, WIDTH)
+                tl.store(live + first // KEYS, (first * 0 + 1).to(tl.uint8), mask=has_sink & inside & (sink_p != 0))
         rows_out = matrix_of_head(output, own.batch, own.head, o_batch, o_head, o_row, rows_total, width)
-        store_tile(rows_out, (result.p * (1.0 / LIFT) + sink_p[:, None] * sink_value) / sum_p, at, WIDTH)
-        if TRAINS:
-            _p, sink_u, _n = weight_of(sink_y, t, a, T)
-            sum_u = tl.sum(result.sum_u, 1) + sink_u
-            mean = (result.u + sink_u[:, None] * sink_value) / tl.where(sum_u == 0, 1.0, sum_u)[:, None]
-            rows_out = matrix_of_head(mean_u, own.batch, own.head, o_batch, o_head, o_row, rows_total, width)
-            store_tile(rows_out, mean, at, WIDTH)
-            tl.store(live + first // KEYS, (first * 0 + 1).to(tl.uint8), mask=has_sink & inside & (sink_p != 0))
+        store_tile(rows_out, weighted / tl.where(sum_p == 0, 1.0, sum_p)[:, None], at, WIDTH)
     store_columns(
         out + row_at, tl.cast(total, tl.int64), inside,
         (
@@ -305,7 +318,7 @@ def _measure(zeros, tiles, first, given, row, C: tl.constexpr, T: tl.constexpr):
 @triton.jit
 def _no_output(unused, ROWS: tl.constexpr, WIDTH: tl.constexpr, V: tl.constexpr):
     p = tl.zeros([ROWS, WIDTH], tl.float32) if V.OUTPUT else unused
-    return Output(p, p if V.TRAINS else unused, unused)
+    return Output(p, p if V.CORRECTED else unused, unused)
 
 
 @triton.jit
@@ -326,9 +339,10 @@ def _fold_units(
             lifted = p * V.LIFT if V.LIFT != 1.0 else p
             p_v = tl.dot(lifted.to(v_tile.dtype), v_tile, result.p, input_precision=C.PRECISION)
             u_v, sum_u = result.u, result.sum_u
-            if V.TRAINS:
+            if V.CORRECTED:
                 u_v = tl.dot(u.to(v_tile.dtype), v_tile, u_v, input_precision=C.PRECISION)
                 sum_u += _class_sums(u)
+            if V.TRAINS:
                 tl.store(live + tile, (tile * 0 + 1).to(tl.uint8), mask=tl.max(tl.where(p == 0, 0, 1)) != 0)
             result = Output(p_v, u_v, sum_u)
         e = tl.where(is_top, 0.0, p * inverse[:, None])

@@ -205,7 +205,8 @@ def _threshold_sums(
                 NEWTON=threshold_map.newton, START=threshold_map.start, COUNTED=threshold_map.counted,
                 DEFORMED=threshold_map.deformed, PARAMETER=threshold_map.parameter, FAST=_fast(q),
                 PASSES=EXTRA_PASSES[q.dtype], MAX_STEPS=MAX_STEPS, EARLY=EARLY_STEPS, OUTPUT=with_output,
-                TRAINS=trains, LIFT=1024.0 if q.dtype == torch.float16 else 1.0,
+                TRAINS=trains, CORRECTED=with_output and (trains or q.dtype != torch.float32),
+                DECLINE=threshold_map.decline, LIFT=1024.0 if q.dtype == torch.float16 else 1.0,
             )  # fmt: skip
     return sums, output, mean_u, live
 
