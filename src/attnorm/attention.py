@@ -251,9 +251,10 @@ def _run_engine(inputs: Inputs, normalizer: Normalizer, engine: Engine) -> Tenso
         return blocked(inputs, normalizer)  # some fused kernels divide by the number of rows
     compute = _choose(inputs, normalizer)[1] if engine == "auto" else _computation(engine, inputs, normalizer)
     if compute is None:
-        raise ValueError(
-            f"{normalizer.name!r} {_WHY_ENGINE_DOES_NOT_APPLY[engine]} here; use engine='auto' or 'blocked'"
-        )
+        with torch.no_grad():
+            runs_without = _computation(engine, inputs, normalizer) is not None
+        reason = f"{_WHY_ENGINE_DOES_NOT_APPLY[engine]}{' with gradients' if runs_without else ''}"
+        raise ValueError(f"{normalizer.name!r} {reason} here; use engine='auto' or 'blocked'")
     return compute(inputs, normalizer)
 
 

@@ -208,6 +208,12 @@ def test_logits_of_more_rows_than_fit_take_the_memory_of_a_few(
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_an_error_says_that_only_the_gradient_is_missing() -> None:
+    q, k, v = drawn((1, 1, 1, 1, 40, 16, 16))
+    with pytest.raises(ValueError, match="with gradients"):
+        attnorm.attention(q.requires_grad_(), k, v, make("entmax15"), engine="triton")
+
+
 @pytest.mark.nightly
 def test_a_compiled_call_is_one_graph() -> None:
     tensors, normalizer = drawn((1, 2, 2, 1, 70, 16, 16)), attnorm.get("entmax15")

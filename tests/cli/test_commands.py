@@ -100,6 +100,7 @@ def test_dispersion_prints_a_table(few: None) -> None:
         (["dispersion", "--noise", "-0.5"], "noise"),
         (["dispersion", "--draws", "0"], "draws"),
         (["bench", "speed"], "speed"),
+        (["bench", "cuda-decodin"], "Did you mean 'cuda-decoding'?"),
         (["bench", "normalizers", "--threads", "0"], "threads"),
         (["bench", "--json", "--markdown"], "--markdown"),
         (["normaliser"], "normaliser"),

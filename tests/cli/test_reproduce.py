@@ -211,6 +211,7 @@ def test_a_time_limit_that_leaves_models_untrained_is_exit_code_3(
     [
         (["fig1", "--minutes", "5"], "--minutes"),
         (["language-models", "--quick", "--whole"], "--whole needs --stage"),
+        (["language-models", "--size", "124M"], "--stage prepare"),
         (["language-models", "--quick", "--stage", "everything", "--whole"], "--minutes"),
         (["language-models", "--quick", "--stage", "main", "--whole", "--minutes", "5"], "second-seed"),
         (["clrs-text", "--quick", "--stage", "train", "--whole"], "--whole"),

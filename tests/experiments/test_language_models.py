@@ -463,7 +463,9 @@ def test_the_stages_run_by_name(finished: LMWorkspace, texts: tuple[Path, Path, 
     def run(stage: str, folder: Path, **options: Any) -> bool:
         return run_stage(stage, folder, TINY, device="cpu", **options)
 
-    assert run("prepare", tmp_path, texts=texts[:1], held_out=texts[1:])
+    said: list[str] = []
+    assert run("prepare", tmp_path, texts=texts[:1], held_out=texts[1:], log=said.append)
+    assert "--tokenizer DIR" in said[0]
     assert list(read_texts(LMWorkspace.open(tmp_path, TINY)).held_out) == ["valid", "other"]
     assert not run("main", tmp_path, only=["softmax"], max_minutes=0.0)
     for stage in ("rates", "main", "measure", "needle", "everything"):

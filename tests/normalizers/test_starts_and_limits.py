@@ -255,6 +255,8 @@ def test_vmap_over_any_dimension_of_logits_and_masks_equals_a_loop(name: str) ->
     [
         ("kneemax", {}, "knee=0.25"),
         ("kneemax", {"share": 1.0}, "share=1.0"),
+        ("sigmoid", {}, "bias=-log n)"),
+        ("sigmoid", {"bias": -2.0, "learned": True}, "bias=-2.0 + learned)"),
         ("softcap", {"cap": 3.0}, "cap=3.0"),
         ("topk", {"k": 5}, "k=5"),
         ("norm_softmax", {"temperature": 0.5}, "temperature=0.5"),

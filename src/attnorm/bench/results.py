@@ -14,6 +14,8 @@ from rich.text import Text
 
 from attnorm.bench.timing import Machine
 
+SHORTEST_FITTED = 1024  # tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
@@ -142,9 +144,12 @@ class CostCurve:
 
     @property
     def exponent(self) -> float | None:
-        """The slope of log time against log length, by least squares over the longer half of the lengths."""
+        """The slope of log time against log length, by least squares over the longer half of the lengths.
+
+        None for short lengths, where what a call costs at any length takes most of the time.
+        """
         upper = self.points[len(self.points) // 2 - (len(self.points) < 4) :]
-        if len(upper) < 2:
+        if len(upper) < 2 or upper[0].length < SHORTEST_FITTED:
             return None
         x, y = (
             [math.log(value) for value in values] for values in zip(*((p.length, p.ms) for p in upper), strict=True)

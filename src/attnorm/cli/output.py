@@ -5,10 +5,12 @@ obey; here they become visible characters. Progress is a live bar in a terminal.
 when it ends, when the caller asks for one, and every LOG_SECONDS; both show the time left.
 """
 
+import difflib
 import errno
 import inspect
 import json
 import os
+import re
 import sys
 import time
 import warnings
@@ -79,10 +81,18 @@ def _safe_messages() -> Iterator[None]:
         yield
     except Exception as error:
         if hasattr(error, "format_message"):  # a usage error of click, or of the copy of click in typer
-            error.message = visible_lines(str(getattr(error, "message", "")))  # type: ignore[attr-defined]
+            message = _with_closest_choice(str(getattr(error, "message", "")))
+            error.message = visible_lines(message)  # type: ignore[attr-defined]
         raise
     finally:
         warnings.showwarning = shown
+
+
+def _with_closest_choice(message: str) -> str:
+    """Add the closest of the choices to click's message "'x' is not one of 'a', 'b'."."""
+    given, *choices = re.findall("'([^']*)'", message) if " is not one of " in message else [""]
+    close = difflib.get_close_matches(given, choices, n=1)
+    return f"{message} Did you mean {close[0]!r}?" if close else message
 
 
 def _safe_warnings(shown: Callable[..., None]) -> Callable[..., None]:

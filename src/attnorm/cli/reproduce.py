@@ -189,7 +189,9 @@ def reproduce(
         raise typer.Exit(0 if finished else 3)
     unused = [option for option, value in stage_options.items() if value is not None]
     if unused:
-        raise typer.BadParameter(f"{unused[0]} needs --stage; add --stage NAME, or remove {unused[0]}")
+        stages = "--stage prepare --text FILE --valid FILE, then --stage everything"
+        stages = "--stage train" if names == ["clrs-text"] else stages
+        raise typer.BadParameter(f"{unused[0]} needs --stage. Run {stages}, or remove {unused[0]}")
     from attnorm.experiments.catalogue import MODEL, check_options, named
     from attnorm.experiments.experiment import ExperimentSubject, UnfinishedError
     from attnorm.experiments.run import INDEX

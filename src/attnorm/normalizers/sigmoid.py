@@ -51,6 +51,9 @@ class Sigmoid(Map):
     def lipschitz(self, n: int) -> float | None:
         return 0.25
 
+    def extra_repr(self) -> str:
+        return f"bias={'-log n' if self.bias is None else self.bias}{'' if self.offset is None else ' + learned'}"
+
     def kernel_form(self) -> KernelForm:
         return KernelForm("sigmoid", row_shift=self.bias_of, counts_keys=True, takes_numbers=self.offset is None)
 

@@ -238,6 +238,8 @@ def run_stage(
         names_of_texts(held_out)
         if tokenizer is not None:
             read_tokenizer(tokenizer)
+        else:
+            log(f"training a tokenizer of {plan.vocab:,} tokens on the text; --tokenizer DIR reads one instead")
     elif stage != "try":
         require_texts(folder)
     if stage in TRAINING and device.type == "cpu":
