@@ -31,6 +31,7 @@ def speed_up_interpreter() -> None:
         interpreter.ReduceOps.generic_reduce = _reduce_slices
         interpreter._patch_attr = _patch_attribute
         interpreter._patch_reduce_scan = _patching_reductions(interpreter)
+        interpreter._patch_lang_tensor = _patching_tensors(interpreter)
     if triton.__version__.startswith("3.9."):
         _remember_types(interpreter)
         DIRECT.update(direct_operators(interpreter))
@@ -86,6 +87,17 @@ def _patching_reductions(interpreter: Any) -> Any:
                 scope.set_attr(where, "reduce", direct(where.reduce))
 
     return patch_reductions
+
+
+def _patching_tensors(interpreter: Any) -> Any:
+    patch = interpreter._patch_lang_tensor
+
+    def patch_tensors(tensor: Any, scope: Any) -> None:
+        """Triton 3.6 converts arrays of one element to int, which numpy 2.5 rejects."""
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    return patch_tensors
 
 
 def _remember_types(interpreter: Any) -> None:

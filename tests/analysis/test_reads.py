@@ -125,8 +125,9 @@ def test_several_normalizers_read_from_the_same_rows() -> None:
     for name in ("model", "sparsemax"):
         head = found.head(0, 0, normalizer=name).reads
         assert set(head["row"].to_pylist()) == {7, 15, 23, 31}
-    sparse = found.to_pandas("reads").query("normalizer == 'sparsemax'")
-    assert (sparse["weight"] > 0).all()
+    sparse = [read["weight"] for read in found.reads.to_pylist() if read["normalizer"] == "sparsemax"]
+    assert sparse
+    assert min(sparse) > 0
 
 
 def test_a_folder_of_an_earlier_version_loads_without_the_tables(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_rows_that_are_not_finite_are_not_compared() -> None:
     expected = expected_numbers(replace(rest, **{n: getattr(rest, n)[:1] for n in PARTS}), torch.zeros_like(output[:1]))
     found = observe._compare_outputs(call, output).tolist()
     assert found[0] == 1.0
-    assert 0 < found[1] <= expected[1]
+    assert 0 < found[1] <= expected[1] * (1 + 1e-12)
     assert observe._compare_outputs(call, torch.full_like(output, math.nan)).tolist()[0] == 0.0
 
 

@@ -172,11 +172,11 @@ def test_gated_sink_mass_is_the_mean_of_mass_times_gate_by_definition() -> None:
 def test_analyze_reports_gates_and_leaves_them_out_of_what_ifs() -> None:
     ids = tokens(1, 24)
     analysis = attnorm.analyze(gated(-3.0), ids, metrics="core", normalizers=["model", "ssmax"])
-    heads = analysis.heads.to_pandas() if hasattr(analysis.heads, "to_pandas") else analysis.heads
-    own, other = (heads[heads["normalizer"] == name] for name in ("model", "ssmax"))
-    assert own["output_gate"].between(0.02, 0.1).all()
-    assert (own["gated_sink_mass"] < 0.1).all()
-    assert other["output_gate"].isna().all()
+    heads = analysis.heads.to_pylist()
+    own, other = ([head for head in heads if head["normalizer"] == name] for name in ("model", "ssmax"))
+    assert own
+    assert all(0.02 <= head["output_gate"] <= 0.1 and head["gated_sink_mass"] < 0.1 for head in own)
+    assert all(head["output_gate"] is None or math.isnan(head["output_gate"]) for head in other)
 
 
 def test_a_sink_behind_a_closed_gate_is_none() -> None:

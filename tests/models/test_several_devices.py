@@ -51,7 +51,8 @@ def test_layers_on_another_device_give_the_same_numbers(tmp_path: Path) -> None:
         offload_folder=tmp_path / "offload",
     )  # fmt: skip
     assert next(apart.model.layers[1].parameters()).device.type == "meta"  # its weights come when it runs
-    assert attnorm.analyze(apart, ids, lengths=32, windows=1).heads.to_pandas().equals(plain.heads.to_pandas())
+    found = attnorm.analyze(apart, ids, lengths=32, windows=1)
+    assert repr(found.heads.to_pylist()) == repr(plain.heads.to_pylist())  # NaN is no other NaN
 
 
 def test_device_auto_gives_the_same_numbers(tmp_path: Path) -> None:
@@ -60,7 +61,7 @@ def test_device_auto_gives_the_same_numbers(tmp_path: Path) -> None:
         pytest.skip("compares with the CPU")
     options: dict[str, Any] = {"lengths": 32, "windows": 1, "rows": 4, "dtype": "float32"}
     heads = [attnorm.analyze("bundled", device=device, **options).heads for device in (None, "auto")]
-    assert heads[0].to_pandas().equals(heads[1].to_pandas())
+    assert repr(heads[0].to_pylist()) == repr(heads[1].to_pylist())
 
 
 @pytest.mark.nightly

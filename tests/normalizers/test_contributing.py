@@ -105,6 +105,7 @@ def test_the_tests_find_it_in_the_registry(copy: Path) -> None:
 
 
 def test_the_code_is_formatted(copy: Path) -> None:
+    pytest.importorskip("ruff")
     (path,) = re.findall(r"\*\*1\. The file\.\*\* `(.*?)`", CONTRIBUTING)
     for command in (["check"], ["format", "--check"]):
         run(copy, "-m", "ruff", *command, "--config", "pyproject.toml", str(copy / path))

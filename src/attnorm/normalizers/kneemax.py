@@ -50,7 +50,8 @@ def _recompute_weights(below: Tensor, p: Tensor, knee: Tensor) -> Tensor:
     buffer = None if torch.compiler.is_compiling() else p
     excess, slope = _excess(t, 2 * knee, buffer)
     weights = _huber(t.sub_(newton_step(excess, slope)), 2 * knee, buffer)
-    return weights.div_(weights.sum(-1, keepdim=True))
+    # Not in place in a compiled graph: torch 2.11 gives an autograd.Function whose output is no gradient then.
+    return torch.div(weights, weights.sum(-1, keepdim=True), out=None if buffer is None else weights)
 
 
 def _huber(t: Tensor, bend: Tensor | None, buffer: Tensor | None) -> Tensor:
