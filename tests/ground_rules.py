@@ -91,6 +91,10 @@ if EVERYWHERE:
 check_shapes_in(*(f"attnorm.{room}" for room in sorted(CHECKED)))
 
 from attnorm.normalizers import registry  # noqa: E402  # after the checks are in place
+from tests.fast_interpreter import speed_up_interpreter  # noqa: E402
+
+if not torch.cuda.is_available():
+    speed_up_interpreter()
 
 # Fixtures of a module or a session, which many tests share, are not checked on every commit.
 DISABLED = jaxtyping.config.jaxtyping_disable

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 import attnorm
-from tests.fast_interpreter import speed_up_interpreter
 from tests.fresh import run_fresh
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -16,7 +15,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu" and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
     pytest.skip("the interpreter of this Triton does not know this numpy", allow_module_level=True)
 
-speed_up_interpreter()
 
 HALF = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]  # the interpreter knows no bfloat16
 

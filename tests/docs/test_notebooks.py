@@ -28,6 +28,8 @@ def test_the_cells_of_a_notebook_run(name: str, tmp_path: Path, monkeypatch: pyt
     """
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "__main__"}
+    if any("to_pandas" in source for source in code_cells(name)):
+        pytest.importorskip("pandas")
     for number, source in enumerate(code_cells(name)):
         exec(compile(source, f"{name}.ipynb, code cell {number}", "exec"), names)
 

@@ -21,7 +21,6 @@ from attnorm.metrics.normalized import resolve_normalizers
 from attnorm.metrics.rows import RowStatistics, measure_map_by_kernel, measure_rows
 from attnorm.normalizers import Normalizer, get
 from tests.attention.kernel_calls import assert_compiles, each_depth
-from tests.fast_interpreter import speed_up_interpreter
 from tests.metrics.calls import CALLS, HEADS, make_call
 from tests.metrics.reference import dense_logits
 from tests.metrics.test_fused_rows import DEVICE, on_device
@@ -32,7 +31,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),
 ]
 
-speed_up_interpreter()
 
 TOP_N = (1, 4)
 NAMES = (*PER_ROW, "min_logit")

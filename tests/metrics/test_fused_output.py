@@ -13,7 +13,6 @@ from attnorm.engines.execution import HAS_TRITON, runs_kernels
 from attnorm.metrics import fused_maps, fused_rows
 from attnorm.metrics.call import AttentionCall
 from tests.attention.kernel_calls import assert_compiles, each_depth
-from tests.fast_interpreter import speed_up_interpreter
 from tests.metrics.naive_softmax import KINDS, LENGTHS, assert_at_most_twice_the_naive_error, drawn
 from tests.metrics.reference import dense_weights
 
@@ -23,7 +22,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning"),
 ]
 
-speed_up_interpreter()
 
 attention_module = importlib.import_module("attnorm.attention")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

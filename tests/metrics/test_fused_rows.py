@@ -19,13 +19,11 @@ from attnorm.metrics.rows import RowStatistics, measure_by_kernel, measure_rows
 from attnorm.metrics.sampling import evenly_spaced
 from attnorm.normalizers import get
 from attnorm.theory.rank_one_eigenvalues import improved_root, rank_one_eigenvalue, rank_one_root_of_moments
-from tests.fast_interpreter import speed_up_interpreter
 from tests.metrics.calls import CALLS, HEADS, make_call
 from tests.metrics.reference import dense_logits
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton, which runs on Linux alone")
 
-speed_up_interpreter()
 
 TOP_N = (1, 4)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -18,13 +18,11 @@ from attnorm.metrics.row_statistics import RowSums
 from attnorm.metrics.rows import _finish_statistics, measure_by_kernel
 from attnorm.normalizers import get
 from attnorm.theory.rank_one_eigenvalues import improved_root, rank_one_root_of_moments
-from tests.fast_interpreter import speed_up_interpreter
 from tests.metrics.calls import CALLS, HEADS, KEY_HEADS, WIDTH, left_padding, make_call
 from tests.metrics.reference import dense_logits, dense_visible
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton, which runs on Linux alone")
 
-speed_up_interpreter()
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TIMES = 2 if DEVICE == "cpu" else 8  # a GPU multiplies queries and keys of float32 with two bits less (tf32x3)

@@ -9,9 +9,6 @@ import torch
 from attnorm.engines.execution import HAS_TRITON, arrival
 from attnorm.metrics import sampling
 from attnorm.metrics.sampling import QUANTILES, _summarise_on_device, summarise, summarise_all
-from tests.fast_interpreter import speed_up_interpreter
-
-speed_up_interpreter()
 
 BINS = [(5, 8), (1, 4), (100, 200)]
 
