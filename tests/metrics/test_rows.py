@@ -164,6 +164,14 @@ def test_compositions(normalizer: Normalizer) -> None:
     check_jacobian(call, result, normalizer, 1e-5)
 
 
+@pytest.mark.parametrize("logit", [0.0, -2.0, 0.7])
+def test_the_norm_of_softpick_with_a_sink(logit: float) -> None:
+    call, normalizer = in_float64(make_call(9, batch=1)), compose("softpick", sink=Sink(logit, heads=HEADS))
+    result = measured(call, normalizer)
+    assert result.values["jacobian_norm"].isfinite().all()
+    check_jacobian(call, result, normalizer, 1e-6)
+
+
 def test_one_walk_measures_several_normalizers_alike() -> None:
     call = CALLS["sinks"]
     rows = torch.arange(33)

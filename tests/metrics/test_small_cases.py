@@ -126,7 +126,7 @@ def test_the_range_that_a_metric_cannot_leave() -> None:
 def test_every_row_has_a_norm_where_there_are_few_of_a_map_without_a_closed_form() -> None:
     for count in (1, 3, POWER_ROWS, POWER_ROWS + 2):
         rows = torch.arange(20 - count, 20)
-        (found,) = measure_sensitivity(make_call(20), ["softpick"], rows, (0.5, 1.0), (0.1,)).values()
+        (found,) = measure_sensitivity(make_call(20), ["sa_softmax"], rows, (0.5, 1.0), (0.1,)).values()
         known = found["jacobian_norm"].isfinite().all(-1)[0, 0]
         assert known.tolist() == [row >= count - POWER_ROWS for row in range(count)]
 

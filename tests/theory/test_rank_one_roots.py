@@ -1,6 +1,7 @@
-"""Eigenvalues of diag(u) - u u^T / sum u and singular values of F / sum F against dense matrices, from one entry up."""
+"""Eigenvalues of diag(u) - u u^T / sum u, singular values of F / sum F and of softpick against dense matrices."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from attnorm.theory.rank_one_eigenvalues import (
     rank_one_eigenvalue,
     rank_one_root_of_moments,
     rank_two_singular_value,
+    softpick_singular_value,
 )
 
 ROWS = {
@@ -145,3 +147,62 @@ def test_singular_values_far_below_the_largest_slope_keep_their_digits(rest: flo
         matrix[key, key] = f[0, key] * other
     expected = float(torch.linalg.matrix_norm(matrix, 2))
     assert float(rank_two_singular_value(a, f)) == pytest.approx(expected, rel=1e-9)
+
+
+def softpick_norm(z: Tensor, floor: float = 1e-8) -> float:
+    """The norm of the Jacobian of softpick from all of its entries, in float64."""
+    m = z.max().clamp(min=0)
+    size = torch.exp(z.relu() - m) * -torch.expm1(-z.abs())
+    total = size.sum() + floor * torch.exp(-m)
+    weights, slopes = torch.where(z > 0, size, 0.0) / total, torch.exp(z - m) / total
+    J = torch.diag(torch.where(z > 0, slopes, 0.0)) - torch.outer(weights, slopes * z.sign())
+    key = int(z.argmax())  # 1 - w without a difference, for rows with nearly all weight on one key
+    if z[key] > 0:
+        J[key, key] = slopes[key] * (size[torch.arange(len(z)) != key].sum() + floor * torch.exp(-m)) / total
+    return float(torch.linalg.matrix_norm(J, 2))
+
+
+def pick_rows() -> dict[str, Tensor]:
+    """Logits (rows, keys) of each kind in float32."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(rows: int = 12, keys: int = 40) -> Tensor:
+        return torch.randn(rows, keys, generator=generator)
+
+    levels = draw(12, 4).gather(1, torch.randint(4, (12, 40), generator=generator))
+    gap, few = draw(), draw() - 4
+    gap[:, 7] += torch.linspace(1, 60, 12)
+    few[:, :3] = torch.rand(12, 3, generator=generator)
+    ties = -draw().abs()
+    ties[:, :3] = 0.8 + torch.logspace(-7, -2, 12)[:, None] * torch.rand(12, 3, generator=generator)
+    alone = -draw().abs()
+    alone[:, 5] = torch.linspace(1e-3, 9, 12)
+    return {
+        "random": 2 * draw(), "small": 1e-2 * draw(), "tiny": 1e-6 * draw(), "positive": draw().abs(),
+        "huge": 1e4 * draw(),
+        "equal levels": levels, "levels far apart": 9 * levels, "clusters": levels + 1e-4 * draw(),
+        "positive clusters": levels.abs() + 1e-3 * draw(), "one key above": gap, "three positive": few,
+        "one positive": alone, "two keys": draw(12, 2), "one key": draw(12, 1), "no positive": -draw().abs(),
+        "nearly equal above": ties, "all nearly equal": torch.tensor([[3.6805744, 3.6805726, 3.6805741, 3.6805732]]),
+        "many equal": torch.full((2, 40), 0.3), "zeros": torch.zeros(2, 40),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-8)])
+def test_the_norm_of_softpick(dtype: torch.dtype, tolerance: float) -> None:
+    wrong = {}
+    for kind, logits in pick_rows().items():
+        found = softpick_singular_value(logits.to(dtype), torch.full((1,), math.log(1e-8), dtype=dtype)).double()
+        expected = torch.tensor([softpick_norm(row) for row in logits.double()], dtype=torch.float64)
+        if not torch.allclose(found, expected, rtol=tolerance, atol=1e-37):
+            wrong[kind] = (found, expected)
+    assert not wrong
+
+
+def test_hidden_keys_of_softpick_have_no_effect() -> None:
+    logits, log_floor = pick_rows()["random"], torch.zeros(12, 1)
+    wider = torch.cat([logits, torch.zeros(12, 3)], -1)
+    torch.testing.assert_close(
+        softpick_singular_value(wider, log_floor), softpick_singular_value(logits, log_floor), rtol=2e-6, atol=0
+    )
+    assert softpick_singular_value(torch.zeros(2, 0, 4), torch.zeros(1)).shape == (2, 0)

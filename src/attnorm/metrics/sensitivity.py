@@ -3,7 +3,7 @@
 The norm is computed exactly for maps whose Jacobian has a simple structure:
 
     threshold maps (softmax, entmax, kneemax)   diagonal minus rank one
-    F(z) / sum F(z)                             diagonal plus rank two
+    F(z) / sum F(z), softpick                   diagonal plus rank two
     maps of each key alone (sigmoid, relu)      diagonal
 
 A scale rule multiplies the norm by its factor; after a selection, it is the norm of the map over the kept keys. Other
@@ -31,10 +31,15 @@ from attnorm.normalizers.kneemax import Kneemax
 from attnorm.normalizers.relu import Relu
 from attnorm.normalizers.sigmoid import Sigmoid
 from attnorm.normalizers.softmax import Softmax
+from attnorm.normalizers.softpick import Softpick
 from attnorm.normalizers.threshold_relu import ThresholdRelu
 from attnorm.normalizers.topk import Hard
 from attnorm.theory.gradient import power_iteration_norm
-from attnorm.theory.rank_one_eigenvalues import rank_one_eigenvalue, rank_two_singular_value
+from attnorm.theory.rank_one_eigenvalues import (
+    rank_one_eigenvalue,
+    rank_two_singular_value,
+    softpick_singular_value,
+)
 from attnorm.theory.selection import at_least_float32
 
 KEY_BY_KEY = (Sigmoid, Relu, ThresholdRelu)
@@ -47,7 +52,7 @@ GPU_ELEMENTS = 2**25  # weights to compute at once on a GPU, over several temper
 def has_closed_form(normalizer: Normalizer) -> bool:
     """Whether the norm has a closed form, so that it is computed for every row."""
     map_ = type(normalizer.map)
-    structured = map_ in THRESHOLD or map_ in KEY_BY_KEY or (map_ is Kernel and normalizer.sink is None)
+    structured = map_ in (*THRESHOLD, *KEY_BY_KEY, Softpick) or (map_ is Kernel and normalizer.sink is None)
     return structured and all(isinstance(rule, ScaleRule) for rule in normalizer.rules)
 
 
@@ -61,6 +66,8 @@ def jacobian_norm(normalizer: Normalizer, block: RowsBlock, weights: Tensor) -> 
         norm = _threshold(normalizer, prepared, weights)
     elif isinstance(map_, Kernel):
         norm = _kernel(map_, prepared, weights)
+    elif isinstance(map_, Softpick):
+        norm = _softpick(normalizer, map_, prepared)
     else:
         norm = _key_by_key(map_, prepared)
     gain = _gain(normalizer, block)
@@ -123,6 +130,15 @@ def _kernel(map_: Kernel, prepared: Block, weights: Tensor) -> Tensor:
     else:  # F'/sum F = (log F)' p, which does not overflow
         slopes = _slope_of_each(function.log, prepared.logits) * weights
     return rank_two_singular_value(weights, prepared.hide(slopes))
+
+
+def _softpick(normalizer: Normalizer, map_: Softpick, prepared: Block) -> Tensor:
+    log_floor = prepared.logits.new_full((1,), math.log(map_.eps))
+    if normalizer.sink is not None:  # one more key in the denominator: e^max(s, 0) (1 - e^-|s|)
+        sink = per_head(normalizer.sink.logit, prepared.logits).to(prepared.logits.dtype)
+        size = torch.log(-torch.expm1(-sink.abs()))  # -inf at 0
+        log_floor = torch.logaddexp(log_floor, sink.clamp(min=0) + size)
+    return softpick_singular_value(prepared.logits, log_floor)
 
 
 def _key_by_key(map_: Map, prepared: Block) -> Tensor:
