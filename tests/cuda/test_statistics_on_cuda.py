@@ -119,3 +119,29 @@ def test_every_candidate_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("name", MAPS)
 def test_every_row_of_2000_keys_of_every_map(name: str, kind: str) -> None:
     assert_close_to_float64(call_of(kind, 2000), make(name), exact_logits=kind == "huge")
+
+
+@pytest.mark.parametrize("dtype", NORM_ERROR, ids=str)
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("kind", ["causal", "window", "padded", "softcap", "rows that see nothing"])
+def test_the_norm_of_softpick_is_that_of_the_cpu_in_every_row(kind: str, width: int, dtype: torch.dtype) -> None:
+    if (dtype, width) == (torch.float32, 256):
+        pytest.skip("measured in blocks of logits")
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, heads, 700, width, generator=generator).to(dtype) for heads in (6, 3))
+    order = torch.arange(700)
+    distance = order[:, None] - order
+    masks = {
+        "window": (distance >= 0) & (distance < 90),
+        "padded": (order >= torch.tensor([0, 250])[:, None])[:, None, None],
+        "rows that see nothing": (distance > 40) | (distance == 3),
+    }
+    mask = masks.get(kind)
+    options: dict[str, Any] = {"causal": kind in ("causal", "padded"), "softcap": 5.0 if kind == "softcap" else None}
+    exact = attnorm.attention_statistics(2 * q.double(), k.double(), "softpick", mask=mask, **options)
+    given = None if mask is None else mask.to(DEVICE)
+    found = attnorm.attention_statistics(2 * q.to(DEVICE), k.to(DEVICE), "softpick", mask=given, **options)
+    assert torch.equal(found.jacobian_norm.isnan().cpu(), exact.n == 0)
+    torch.testing.assert_close(
+        found.jacobian_norm.cpu().double(), exact.jacobian_norm, rtol=NORM_ERROR[dtype], atol=1e-6, equal_nan=True
+    )

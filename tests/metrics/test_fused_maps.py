@@ -176,7 +176,7 @@ def test_a_negative_factor_turns_the_order_of_the_keys_around(map_: str) -> None
     assert_close_to_float64(CALLS["causal"], attnorm.compose(make(map_).map, scale=get("ssmax", s=-1.3)))
 
 
-@pytest.mark.parametrize("name", often(["entmax15", "kneemax", "entmax", "sigmoid"]))
+@pytest.mark.parametrize("name", often(["entmax15", "kneemax", "entmax", "sigmoid", "softpick"]))
 def test_equal_keys_at_the_top(name: str) -> None:
     call = make_call(80, batch=1, size=4.0)
     call.key_BGKD[:, :, 7:11] = call.key_BGKD[:, :, 6:7]
@@ -243,6 +243,7 @@ def test_rows_without_a_weight_have_no_entropy() -> None:
         found = by_kernel(call, make(name))
         assert (found.values["row_sum"] == 0).all()
         assert found.values["entropy_nats"].isnan().all()
+        assert (found.values["jacobian_norm"] == 0).all()
         assert not found.broken.any()
     assert_close_to_float64(call, make("relu"))
 
@@ -308,6 +309,7 @@ shared = dict(
     TRAINS=True, CORRECTED=True, DECLINE=2.0, LIFT=2.0,
 )
 compiles(statistics_from_sums.weight_statistics, shared, types)
+compiles(map_sums.softpick_norms, {**shared, "STEPS": 2}, types)
 for kernel, name in (
     ("threshold_sums", "kneemax"), ("threshold_sums", "entmax"), ("threshold_sums", "entmax15"),
     ("map_sums", "softpick"), ("map_sums", "sigmoid"), ("map_sums", "relu"),

@@ -26,9 +26,14 @@ from attnorm.kernels.row_tiles import (
     halves,
     key_tile,
     larger,
+    matrix_of_poles,
     neighbours,
     no_keys,
+    pick_root,
+    pick_row,
+    pick_secular,
     rows_of_program,
+    share_of,
     sink_values,
     smaller,
     spans_of_rows,
@@ -48,7 +53,7 @@ COLUMNS = (
     "others",  # sum e
     "e_log_e",  # sum e log e
     "squares",  # sum e^2
-    "jacobian_norm",  # NaN for a map with a denominator
+    "jacobian_norm",  # NaN for a map with a denominator: softpick_norms
 )
 
 
@@ -271,3 +276,151 @@ def map_sums(
             row_squares, norm,
         ),
     )  # fmt: skip
+
+
+@triton.jit
+def _fold_two_largest(one, two, span, given, C: tl.constexpr, EDGE: tl.constexpr, LEVELS: tl.constexpr):
+    """The largest product and the second largest one of each class, with some tiles of keys added."""
+    for tile in range(span.tiles):
+        nothing = tl.zeros([C.ROWS], tl.int32) - 1  # no key is set apart
+        s, seen, _first, _sink, _count = key_tile(tile_of_span(span, tile, C), given, nothing, C, EDGE)
+        if EDGE:
+            s = tl.where(seen, s, float("-inf"))
+        even, odd = neighbours(s)
+        two = tl.maximum(two, tl.max(by_class(smaller(even, odd)), 1))
+        winners = larger(even, odd)
+        for _ in tl.static_range(LEVELS):
+            left, right = halves(winners)
+            two = tl.maximum(two, tl.max(by_class(smaller(left, right)), 1))
+            winners = larger(left, right)
+        two = tl.maximum(two, smaller(one, winners))
+        one = larger(one, winners)
+    return one, two
+
+
+@triton.jit
+def _slopes_of_tile(at, given, unit, base, second, shift, C: tl.constexpr, EDGE: tl.constexpr):
+    """Of the keys of a tile: slopes in units of the second key's and their shares, and e and u of the positive keys.
+
+    The first key counts as a second one.
+    """
+    s, seen, _first, _sink, _count = key_tile(at, given, tl.zeros([C.ROWS], tl.int32) - 1, C, EDGE)
+    z = s * unit[:, None]
+    y = tl.exp2(tl.minimum((s - base[:, None]) * unit[:, None], 0.0))
+    share = share_of(z)
+    positive, negative = z > 0, z < 0
+    if EDGE:
+        positive, negative = positive & seen, negative & seen
+    y_positive = tl.where(positive, y, 0.0)
+    e = y_positive * y_positive
+    u = tl.minimum(y_positive * share, second[:, None]) - shift[:, None] * e
+    return y, share, negative, e, u
+
+
+@triton.jit
+def _fold_moments(sums, span, given, unit, base, second, shift, C: tl.constexpr, EDGE: tl.constexpr):
+    for tile in range(span.tiles):
+        at = tile_of_span(span, tile, C)
+        y, share, negative, e, u = _slopes_of_tile(at, given, unit, base, second, shift, C, EDGE)
+        ee, eu, uu = e * e, e * u, u * u
+        sums = (
+            sums[0] + _class_sums(e), sums[1] + _class_sums(u),
+            sums[2] + _class_sums(ee), sums[3] + _class_sums(eu), sums[4] + _class_sums(uu),
+            sums[5] + _class_sums(e * ee), sums[6] + _class_sums(e * eu), sums[7] + _class_sums(e * uu),
+            sums[8] + _class_sums(tl.where(negative, y * y, 0.0)),
+            sums[9] + _class_sums(tl.where(negative, share, 0.0)),
+        )  # fmt: skip
+    return sums
+
+
+@triton.jit
+def _fold_pick_poles(sums, span, given, unit, base, second, shift, d, C: tl.constexpr, EDGE: tl.constexpr):
+    for tile in range(span.tiles):
+        at = tile_of_span(span, tile, C)
+        y, _part, _negative, e, u = _slopes_of_tile(at, given, unit, base, second, shift, C, EDGE)
+        inverse = 1.0 / (d[:, None] + (1.0 - y) * (1.0 + y))
+        ee, eu, uu = e * e * inverse, e * u * inverse, u * u * inverse
+        sums = (
+            sums[0] + _class_sums(ee), sums[1] + _class_sums(eu), sums[2] + _class_sums(uu),
+            sums[3] + _class_sums(ee * inverse), sums[4] + _class_sums(eu * inverse),
+            sums[5] + _class_sums(uu * inverse),
+        )  # fmt: skip
+    return sums
+
+
+@triton.jit
+def softpick_norms(
+    q, k, mask, factor, row_queries, out,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_column,
+    heads, groups, rows_total, queries, keys, offset, width, scale, cap, floor,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr, FACTORED: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
+    LEVELS: tl.constexpr, PASSES: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """The norm of the Jacobian of softpick: theory.rank_one_eigenvalues._softpick.
+
+    out: as map_sums left it; the column of the norm is written. One pass over the keys for the two largest, one for
+    moments, and PASSES for the poles.
+    """
+    C: tl.constexpr = Constants(CAUSAL, False, MASKED, PRECISION, ROWS, KEYS, WIDTH, FULL, CAPPED=CAPPED)
+    own, at, inside, given, unit, _logit = rows_of_program(
+        tl.program_id(0), q, k, mask, factor, row_queries, q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch,
+        mask_head, mask_row, mask_column, heads, groups, rows_total, queries, keys, offset, width, scale, cap, C,
+        FACTORED,
+    )  # fmt: skip
+    outer, inner, _high = spans_of_rows(row_queries, own.index, rows_total, given.sight, C)
+    column = tl.num_programs(0).to(tl.int64) // tl.cdiv(rows_total, ROWS) * rows_total
+    row_at = own.batch_head * rows_total + at
+    one = tl.full([ROWS, CLASSES], float("-inf"), tl.float32)
+    two = one
+    for whole in tl.static_range(2):
+        one, two = _fold_two_largest(one, two, inner if whole else outer, given, C, not whole, LEVELS)
+    first = tl.max(one, 1)
+    is_first = one == first[:, None]
+    base = tl.maximum(tl.max(tl.where(is_first, float("-inf"), one), 1), tl.max(two, 1))
+    base = tl.where(tl.sum(is_first.to(tl.int32), 1) > 1, first, base)
+    base = tl.maximum(base, 0.0)  # 0: there is no second positive key
+    z1, z2 = tl.maximum(first, 0.0) * unit, base * unit
+    second = share_of(z2)
+    shift = tl.where(z1 - z2 < 1.0, second, 0.0)
+
+    zeros = tl.zeros([ROWS, CLASSES], tl.float32)
+    sums = (zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros)
+    for whole in tl.static_range(2):
+        sums = _fold_moments(sums, inner if whole else outer, given, unit, base, second, shift, C, not whole)
+    # The first key and the second one are no others: e = 1, u = u2.
+    tops = tl.where(z2 > 0, 2.0, tl.where(z1 > 0, 1.0, 0.0))
+    u2 = second - shift
+    e, u = tl.maximum(tl.sum(sums[0], 1) - tops, 0.0), tl.sum(sums[1], 1) - tops * u2
+    ee, eu, uu = _without(sums[2], sums[3], sums[4], tops, u2)
+    see, seu, suu = _without(sums[5], sums[6], sums[7], tops, u2)
+    row, low, high = pick_row(z1, z2, second, shift, tl.sum(sums[8], 1), tl.sum(sums[9], 1) + floor, e, u, ee, eu, uu)
+    norm_alone = row.g2 * tl.sqrt(tl.maximum(low, 0.0))
+    unused = row.g1 * 0.0
+    poles = matrix_of_poles(ee, eu, uu, see, seu, suu, unused, unused + 1.0, unused, True)
+    d = pick_root(poles, row, low, high, STEPS)
+    for _ in range(PASSES):
+        at_d = d.to(tl.float32)
+        d = at_d.to(tl.float64)
+        pole_sums = (zeros, zeros, zeros, zeros, zeros, zeros)
+        for whole in tl.static_range(2):
+            pole_sums = _fold_pick_poles(
+                pole_sums, inner if whole else outer, given, unit, base, second, shift, at_d, C, not whole
+            )
+        ee, eu, uu = _without(pole_sums[0], pole_sums[1], pole_sums[2], tops / at_d, u2)
+        see, seu, suu = _without(pole_sums[3], pole_sums[4], pole_sums[5], tops / (at_d * at_d), u2)
+        above = pick_secular(d, row, ee, eu, uu) > 0
+        low, high = tl.where(above, low, d), tl.where(above, d, high)
+        poles = matrix_of_poles(ee, eu, uu, see, seu, suu, 1.0 / (1.0 + d), 1.0 / d, d, False)
+        d = pick_root(poles, row, low, high, STEPS)
+    gain = tl.abs(load_row(factor, row_at, inside, FACTORED, 1.0))
+    norm = tl.where(z2 > 0, row.g2 * tl.sqrt(1.0 + d), tl.where(z1 > 0, norm_alone, 0.0))
+    tl.store(out + 9 * column + row_at, (gain * norm).to(tl.float32), mask=inside)
+
+
+@triton.jit
+def _without(ee, eu, uu, tops, u2):
+    """The sums of the classes without those of keys with e = 1 and u = u2."""
+    ee = tl.maximum(tl.sum(ee, 1) - tops, 0.0).to(tl.float64)
+    uu = tl.maximum(tl.sum(uu, 1) - tops * u2 * u2, 0.0).to(tl.float64)
+    return ee, (tl.sum(eu, 1) - tops * u2).to(tl.float64), uu

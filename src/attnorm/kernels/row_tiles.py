@@ -8,7 +8,7 @@ of the tensor cores: sums and extremes of a class need no other thread. Classes 
 
 The norm of a Jacobian is the largest eigenvalue of diag(u) - u u^T / sum u: theory/rank_one_eigenvalues.py. Its first
 estimate takes three of the u and the moments of the others; each pass over all u squares its error. The formulas need
-the range of float64.
+the range of float64. For softpick's Jacobian, another secular equation is solved in the same way: PickRow.
 """
 
 from typing import Any, NamedTuple
@@ -283,3 +283,138 @@ def root_of_moments(first, second, third, m0, m1, m2, m3, at_zero):
         d = rational_step(first, width, d, own + a + b + c + s, slope)
     root = tl.where(second < first, second + d, first)
     return tl.where(second + at_zero > 0, root, 0.0)
+
+
+class PickRow(NamedTuple):
+    """theory.rank_one_eigenvalues._PickRow."""
+
+    near: Any
+    inverse: Any
+    g1: Any
+    g2: Any
+    u1: Any
+    u2: Any
+    shift: Any
+    own: Any
+    base: Any
+    squares: Any
+
+
+class Poles(NamedTuple):
+    """theory.rank_one_eigenvalues._Poles. far: whether its sums are moments."""
+
+    tilt: Any
+    n1: Any
+    n2: Any
+    k11: Any
+    k12: Any
+    k22: Any
+    at: Any
+    far: Any
+
+
+@triton.jit
+def share_of(z):
+    """1 - 2^-|z|, with a series where the difference has few digits."""
+    x = tl.abs(z) * LN2
+    series = x * (1.0 - x * (0.5 - x * (1 / 6 - x * (1 / 24 - x * (1 / 120 - x * (1 / 720))))))
+    return tl.where(x < 0.25, series, 1.0 - tl.exp2(-tl.abs(z)))
+
+
+@triton.jit
+def pick_row(z1, z2, w2, shift, outside, below, e, u, ee, eu, uu):
+    """theory.rank_one_eigenvalues._pick_row. z1, z2: in bits. below: the sum of shares of negative keys, and floor."""
+    share1, w2, shift = share_of(z1).to(tl.float64), w2.to(tl.float64), shift.to(tl.float64)
+    outside, e, u = outside.to(tl.float64), e.to(tl.float64), u.to(tl.float64)
+    has_second = (z2 > 0).to(tl.float64)
+    y1 = tl.exp(tl.minimum((z1 - z2).to(tl.float64) * LN2, 300.0))
+    rest = below.to(tl.float64) * tl.exp(z2.to(tl.float64) * -LN2)
+    others = rest + w2 + (u + shift * e)
+    total = y1 * share1 + others
+    g1, g2 = y1 / total, 1.0 / total
+    w1, w2_true = g1 * share1, g2 * w2
+    own, near = e + outside, tl.minimum(y1, 2.0)
+    squares = has_second + own
+    row = PickRow(
+        near, 1.0 / (y1 * y1), g1, g2, w1 - shift * g1 * near, w2 - shift, shift, own, rest - shift * outside + u,
+        squares,
+    )  # fmt: skip
+    first = (g1 * others) * (g1 * others) + w1 * w1 * squares
+    second = (1.0 - w2_true) * (1.0 - w2_true) + w2_true * w2_true * own + (g1 * w2) * (g1 * w2)
+    second = has_second * second
+    ww = uu + shift * (2.0 * eu + shift * ee)
+    trace = first + second + e + ww * (g2 * g2 * squares + g1 * g1)
+    low = tl.maximum(first, second) - has_second
+    return row, low, tl.maximum(trace - has_second, low)
+
+
+@triton.jit
+def pick_secular(d, row, ee, eu, uu):
+    """theory.rank_one_eigenvalues._pick_secular."""
+    x = 1.0 + d
+    A = row.own + ee + x / d
+    B = row.base + eu + x * row.u2 / d
+    C = uu + row.u2 * row.u2 / d + row.shift * row.shift * row.squares
+    e1, g1 = row.near * row.near, row.g1 * row.g1
+    constant = row.shift * (row.shift * g1 - 2.0 * row.g2)
+    value = (x * row.g2 * row.g2 - g1) * (B * B - A * C) - x * g1 * C - ((x - e1) * A + x * e1) * constant
+    value += row.u1 * (2.0 * x * row.g2 * B + row.u1 * (x - A))
+    below = A * (1.0 - x * row.inverse) >= x
+    return tl.where(below, -tl.abs(value), value) * d
+
+
+@triton.jit
+def _limited(x, low, high):
+    return tl.minimum(tl.maximum(x, low), high)
+
+
+@triton.jit
+def matrix_of_poles(ee, eu, uu, see, seu, suu, lowest, highest, at, far):
+    """theory.rank_one_eigenvalues._matrix_of_poles."""
+    some = ee > 0
+    safe = tl.where(some, ee, 1.0)
+    tilt = tl.where(some, eu / safe, 0.0)
+    left = uu - tilt * eu
+    two = some & (left > 1e-6 * uu)
+    left = tl.where(two, left, 0.0)
+    safe_left = tl.where(two, left, 1.0)
+    k11 = _limited(tl.where(some, see / safe, lowest), lowest, highest)
+    k22 = _limited(tl.where(two, (suu - tilt * (2.0 * seu - tilt * see)) / safe_left, lowest), lowest, highest)
+    k12 = tl.where(two, (seu - tilt * see) / tl.sqrt(safe * safe_left), 0.0)
+    limit = tl.sqrt(tl.minimum((highest - k11) * (highest - k22), (k11 - lowest) * (k22 - lowest)))
+    return Poles(tilt, tl.where(some, ee, 0.0), left, k11, _limited(k12, -limit, limit), k22, at, far)
+
+
+@triton.jit
+def _model_secular(d, poles, row):
+    """The secular function with the sums of the model: theory.rank_one_eigenvalues._Poles.sums."""
+    move = tl.where(poles.far, -1.0, d - poles.at)
+    start = tl.where(poles.far, 1.0 + d, 1.0)
+    a11, a12, a22 = start + move * poles.k11, move * poles.k12, start + move * poles.k22
+    inverse = 1.0 / tl.maximum(a11 * a22 - a12 * a12, 1e-300)
+    ee, pp = poles.n1 * a22 * inverse, poles.n2 * a11 * inverse
+    ep = -tl.sqrt(poles.n1 * poles.n2) * a12 * inverse
+    eu = ep + poles.tilt * ee
+    return pick_secular(d, row, ee, eu, pp + poles.tilt * (ep + eu))
+
+
+@triton.jit
+def pick_root(poles, row, low, high, STEPS: tl.constexpr):
+    """theory.rank_one_eigenvalues._pick_root."""
+    a, b = tl.maximum(low, 3e-8), tl.maximum(high, 3e-8)
+    lowest, d = a, b
+    at_a, at_b = _model_secular(a, poles, row), _model_secular(b, poles, row)
+    found = at_a >= 0
+    before = at_a * 0.0
+    for step in range(STEPS):
+        weight = at_a / tl.where(at_a == at_b, 1.0, at_a - at_b)
+        weight = tl.where((weight >= 0) & (weight <= 1), weight, 0.5)
+        d = tl.where(step % 4 == 1, tl.sqrt(a * b), a + weight * (b - a))
+        value = _model_secular(d, poles, row)
+        above = value > 0
+        side = tl.where(above, 1.0, -1.0).to(tl.float64)
+        half = tl.where(side == before, 0.5, 1.0)
+        at_a, at_b = tl.where(above, half * at_a, value), tl.where(above, value, half * at_b)
+        a, b = tl.where(above, a, d), tl.where(above, d, b)
+        before = side
+    return tl.where(found, lowest, d)

@@ -52,12 +52,13 @@ class AttentionStatistics(NamedTuple):
     max_weight: max |w|
     sink_mass: p of the first visible key; with a learned sink its w and what the sink took, 1 - sum w
     row_sum: sum w
-    jacobian_norm: largest singular value of dw/dz; for maps without a closed form (softpick, sa_softmax,
-        stick_breaking, a rule that reads the row) in 8 rows of each head only, NaN in the others
+    jacobian_norm: largest singular value of dw/dz; for maps without a closed form (sa_softmax, stick_breaking, a rule
+        that reads the row) in 8 rows of each head only, NaN in the others
     top_mass: (B, H, Lq, len(top_n)), the sum of the N largest p for each N of top_n
 
     NaN where a number is not defined: in rows that see no key, in rows whose weights are all 0 (all but n, logits,
-    row_sum, and the Jacobian norm of relu, which is 0 there), and everywhere for a number that the map does not have.
+    row_sum, and the Jacobian norm of relu and softpick, which is 0 there), and everywhere for a number that the map
+    does not have.
     """
 
     n: Tensor

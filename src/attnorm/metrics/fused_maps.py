@@ -1,9 +1,9 @@
 """Statistics of rows of maps other than softmax from Triton kernels: every row, with memory that grows with the rows.
 
-Maps with one number per row (sigmoid, relu, softpick: kernels/map_sums.py) take one pass over the keys, threshold maps
-(entmax, sparsemax, kneemax: kernels/threshold_sums.py) a few. The numbers of a row are those of `weight_rows` in
-metrics/row_statistics.py. In front of the map there may be scale rules and a soft cap; a normalizer with anything else,
-or a learned sink, is measured in blocks of logits.
+Maps with one number per row (sigmoid, relu, softpick: kernels/map_sums.py) take one pass over the keys, the Jacobian
+norm of softpick three or four more, and threshold maps (entmax, sparsemax, kneemax: kernels/threshold_sums.py) a few.
+The numbers of a row are those of `weight_rows` in metrics/row_statistics.py. In front of the map there may be scale
+rules and a soft cap; a normalizer with anything else, or a learned sink, is measured in blocks of logits.
 """
 
 import math
@@ -23,14 +23,14 @@ from attnorm.kernels.launch import device_of, empty_rows, in_rows
 from attnorm.metrics import fused_rows
 from attnorm.metrics.call import AttentionCall, logit_blocks
 from attnorm.metrics.fused_rows import EXTRA_PASSES, RowsLaunch, Tile, levels_of
-from attnorm.metrics.normalized import MeasuredNormalizer, rows_block
-from attnorm.metrics.sampling import evenly_spaced
-from attnorm.metrics.sensitivity import POWER_ROWS
+from attnorm.metrics.normalized import MeasuredNormalizer
 from attnorm.normalizers.contract import KernelForm, Normalizer, ScaleRule, ThresholdForm
-from attnorm.theory.gradient import Linearization, power_iteration_norm
+from attnorm.theory.rank_one_eigenvalues import PICK_STEPS
 
 ONE_PASS = ("sigmoid", "relu", "softpick")  # weights rise with the logit and are at least 0
 MAX_SCRATCH = 2**26  # tiles that the threshold kernel keeps numbers of at a time, 8 bytes each
+# Passes that refine softpick's Jacobian norm: relative error at most 2e-4 after one, 3e-6 after two.
+PICK_PASSES = {torch.bfloat16: 1, torch.float16: 1, torch.float32: 2}
 _UNDEFINED = ("logsumexp", "weight_ceiling", "entropy_floor", "horizon", "horizon_without_sink")
 _BLOCK = 128  # rows of a program of the kernel behind the sums, one per thread
 _LN2 = math.log(2)
@@ -117,6 +117,8 @@ def _statistics_of_sums(
 ) -> FusedMap:
     from attnorm.kernels.statistics_from_sums import MORE_WEIGHT_NUMBERS, WEIGHT_NUMBERS, weight_statistics
 
+    if map_.map == "softpick" and "jacobian_norm" in names:
+        _add_softpick_norms(call, rows, map_, sums)
     shape, total = sums.shape[1:], sums[0].numel()
     more = not {*names} <= {*WEIGHT_NUMBERS, *_UNDEFINED}
     numbers = sums.new_empty((len(WEIGHT_NUMBERS), *shape))
@@ -134,8 +136,6 @@ def _statistics_of_sums(
         values |= zip(MORE_WEIGHT_NUMBERS, others.unbind(), strict=True)
     nothing = sums.new_full((), torch.nan).expand(shape)
     values |= {name: nothing.double() if name.startswith("horizon") else nothing for name in _UNDEFINED}
-    if map_.map == "softpick" and "jacobian_norm" in names:
-        values["jacobian_norm"] = _sampled_norms(call, rows, map_).masked_fill(broken | (n < 1), torch.nan)
     share = values["max_weight"] / values["row_sum"]
     threshold = sums[-2] if map_.has_threshold else None
     return FusedMap(n, {name: values[name] for name in names}, broken, share, threshold)
@@ -168,6 +168,20 @@ def _map_sums(
                 SHIFTED=map_.shift is not None, OUTPUT=with_output, LEVELS=levels_of(tile),
             )  # fmt: skip
     return sums, output, reference
+
+
+def _add_softpick_norms(call: AttentionCall, rows: Tensor, map_: RowMap, sums: Tensor) -> None:
+    """Write the Jacobian norm of softpick into its column of the sums."""
+    from attnorm.kernels.map_sums import softpick_norms
+
+    launch = _launch(call, rows, map_)
+    tile = _norm_tile(launch.q)
+    if sums.numel():
+        with device_of(launch.q):
+            softpick_norms[(launch.programs(tile),)](
+                *launch.tensors, launch.rows, sums, *launch.sizes, map_.floor, **launch.constants(tile),
+                LEVELS=levels_of(tile), PASSES=PICK_PASSES[launch.q.dtype], STEPS=PICK_STEPS,
+            )  # fmt: skip
 
 
 def _threshold_sums(
@@ -226,6 +240,13 @@ def _one_pass_tile(q: Tensor) -> Tile:
     return (64, 64, 4, 3) if q.shape[-1] <= 128 else (64, 64, 4, 2)  # with 128 keys registers are spilled
 
 
+def _norm_tile(q: Tensor) -> Tile:
+    """Compiled for an H200 and not timed: with these, registers are spilled least."""
+    if q.dtype == torch.float32:
+        return (64, 32, 4, 2) if q.shape[-1] <= 64 else (16, 32, 4, 2)
+    return (64, 32, 4, 3) if q.shape[-1] <= 128 else (64, 32, 4, 2)
+
+
 def _threshold_tile(q: Tensor) -> Tile:
     if q.dtype == torch.float32:
         return (64, 32, 4, 2) if q.shape[-1] <= 64 else (32, 32, 4, 2)
@@ -239,48 +260,6 @@ def _tolerances(dtype: torch.dtype) -> tuple[float, float, float]:
     leaders may leave out before such a step is needed.
     """
     return (1e-3, 4e-6, 1e-6) if dtype == torch.float32 else (3e-2, 1e-3, 2e-4)
-
-
-def _sampled_norms(call: AttentionCall, rows: Tensor, map_: RowMap) -> Tensor:
-    """The Jacobian norm of softpick in POWER_ROWS of the rows, (B, H, R); NaN in the others."""
-    query = call.query_BHQD
-    few = evenly_spaced(torch.arange(len(rows)), POWER_ROWS)
-    norms = torch.full((*query.shape[:2], len(rows)), torch.nan, device=query.device)
-    at_few = sent_to(query.device, few)
-    for block in logit_blocks(call, rows[few], all_heads=True):
-        row_indices = at_few[block.rows]
-        view = rows_block(call, block)
-        z = view.logits[0].double()
-        gain = torch.ones_like(z[..., :1])
-        if map_.factor is not None:
-            gain = map_.factor[block.item, block.heads][:, row_indices].unsqueeze(-1).double()
-        visible = None if view.mask is None else view.mask[0]
-        generator = torch.Generator(z.device).manual_seed(0)
-        norm = power_iteration_norm(_softpick(z * gain, visible, map_.floor), z, mask=visible, generator=generator)
-        norms[block.item, block.heads, row_indices] = (norm * gain[..., 0].abs()).float()
-    return norms
-
-
-def _softpick(z: Tensor, visible: Tensor | None, floor: float) -> Linearization:
-    """Softpick at logits (..., w), w = a / D, a = [e^z - 1]_+, D = floor + sum |e^z - 1|: J = (diag a' - w D'^T) / D.
-
-    Written out, since an operator of torch.library has no gradients inside. Everything is times e^-m, m = max(z, 0).
-    """
-    hidden = torch.zeros_like(z, dtype=torch.bool) if visible is None else ~visible.expand(z.shape)
-    m = z.masked_fill(hidden, 0.0).amax(-1, keepdim=True).clamp(min=0)
-    size = (torch.exp(z.relu() - m) * -torch.expm1(-z.abs())).masked_fill(hidden, 0.0)
-    total = size.sum(-1, keepdim=True) + floor * torch.exp(-m)
-    weights = torch.where(z > 0, size, 0.0) / total
-    slope = torch.exp(z - m).masked_fill(hidden, 0.0) / total
-    of_positive, of_total = torch.where(z > 0, slope, 0.0), slope * z.sign()
-
-    def jvp(v: Tensor) -> Tensor:
-        return of_positive * v - weights * (of_total * v).sum(-1, keepdim=True)
-
-    def vjp(w: Tensor) -> Tensor:
-        return of_positive * w - of_total * (weights * w).sum(-1, keepdim=True)
-
-    return Linearization(weights, jvp, vjp)
 
 
 def heaviest_masses(
