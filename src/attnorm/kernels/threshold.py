@@ -137,10 +137,10 @@ def forward(
     with call.device:
         forward_kernel[(blocks * batch * heads,)](
             *call.tensors, output, saved.mean_u, saved.threshold, gaps, listed, saved.live, *call.strides,
-            *output.stride()[:3], *call.sizes, enough, tolerance, doubt, **call.constants, NEWTON=one.newton,
-            START=one.start, DECLINE=one.decline, COUNTED=one.counted, SIGNED=factor is not None or scale < 0,
-            SKIPS=k.shape[2] >= LONG_ROWS, TRAINS=trains, CORRECTED=corrected, ROWS=rows, COLUMNS=columns,
-            MAX_STEPS=MAX_STEPS, EARLY=EARLY_STEPS, num_warps=warps, num_stages=stages,
+            *output.stride()[:3], *call.sizes, enough, tolerance, doubt, int(trains), **call.constants,
+            NEWTON=one.newton, START=one.start, DECLINE=one.decline, COUNTED=one.counted,
+            SIGNED=factor is not None or scale < 0, SKIPS=k.shape[2] >= LONG_ROWS, CORRECTED=corrected, ROWS=rows,
+            COLUMNS=columns, MAX_STEPS=MAX_STEPS, EARLY=EARLY_STEPS, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return output, saved
 
@@ -209,15 +209,15 @@ def _tolerances(dtype: torch.dtype, corrected: bool, deformed: bool) -> tuple[fl
     return enough, tolerance * (2 if corrected else 1), 4 * tolerance
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["trains"])
 def forward_kernel(
     q, k, v, mask, row_factor, parameter, penalties, out, out_u, threshold, gaps, listed, live,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     mask_batch, mask_head, mask_row, mask_column, o_batch, o_head, o_row,
-    heads, groups, queries, keys, offset, width, v_width, unit, enough, tolerance, doubt,
+    heads, groups, queries, keys, offset, width, v_width, unit, enough, tolerance, doubt, trains,
     WEIGHTS: tl.constexpr, NEWTON: tl.constexpr, START: tl.constexpr, DECLINE: tl.constexpr, COUNTED: tl.constexpr,
     DEFORMED: tl.constexpr, PARAMETER: tl.constexpr, EXACT: tl.constexpr, FAST: tl.constexpr, LIFT: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, FACTORED: tl.constexpr, PENALISED: tl.constexpr, TRAINS: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, FACTORED: tl.constexpr, PENALISED: tl.constexpr,
     CORRECTED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     FULL: tl.constexpr, V_FULL: tl.constexpr, SIGNED: tl.constexpr, SKIPS: tl.constexpr,
@@ -330,7 +330,7 @@ def forward_kernel(
         for edge in tl.static_range(2):
             output, output_u, sum_p, sum_u = _attend(
                 output, output_u, sum_p, sum_u, listed + whole if edge else listed, edges if edge else number, q_tile,
-                k, v, rows, factor_of, peak_of, t[:, None], a_of, live, sight, penalty, LIFT, TRAINS, CORRECTED,
+                k, v, rows, factor_of, peak_of, t[:, None], a_of, live, trains, sight, penalty, LIFT, CORRECTED,
                 PENALISED, C, T, edge,
             )  # fmt: skip
         attempts += 1
@@ -352,13 +352,27 @@ def forward_kernel(
     output = output / (tl.where(sum_p == 0, 1.0, sum_p) * LIFT)[:, None]
     out = matrix_of_head(out, own.batch, own.head, o_batch, o_head, o_row, queries, v_width)
     store_tile(out, output, rows, V_WIDTH)
-    if TRAINS:
+    if CORRECTED:
+        means = matrix_of_head(out_u, own.batch, own.head, o_batch, o_head, o_row, queries, v_width)
         output_u = output_u / tl.where(sum_u == 0, 1.0, sum_u)[:, None]
-        out_u = matrix_of_head(out_u, own.batch, own.head, o_batch, o_head, o_row, queries, v_width)
-        store_tile(out_u, output_u, rows, V_WIDTH)
-        at_peak = 2 * own.batch_head * queries + rows
-        tl.store(threshold + at_peak, peak, mask=inside)
-        tl.store(threshold + at_peak + queries, t + step if EXACT else peak + (t + step), mask=inside)
+        t = t + step if EXACT else peak + (t + step)
+        _save(means, output_u, threshold + 2 * own.batch_head * queries + rows, peak, t, rows, inside, trains, V_WIDTH)
+
+
+@triton.jit
+def _save(means, output_u, at_peak, peak, t, rows, inside, trains, V_WIDTH: tl.constexpr):
+    """Store what the backward pass needs. trains: not a constant, so that inference runs the same compiled kernel."""
+    if trains:
+        store_tile(means, output_u, rows, V_WIDTH)
+        tl.store(at_peak, peak, mask=inside)
+        tl.store(at_peak + means.length, t, mask=inside)
+
+
+@triton.jit
+def _mark(live, mass, trains):
+    """Store whether a tile holds a weight."""
+    if trains:
+        tl.store(live, tl.max(tl.where(mass == 0, 0, 1), 0).to(tl.uint8))
 
 
 @triton.jit
@@ -424,8 +438,9 @@ def _sum_weights(
 
 @triton.jit
 def _attend(
-    output, output_u, sum_p, sum_u, listed, number, q_tile, k, v, rows, factor, peak, t, a, live, sight, penalty,
-    LIFT: tl.constexpr, TRAINS: tl.constexpr, CORRECTED: tl.constexpr, PENALISED: tl.constexpr, C: tl.constexpr,
+    output, output_u, sum_p, sum_u, listed, number, q_tile, k, v, rows, factor, peak, t, a, live, trains, sight,
+    penalty,
+    LIFT: tl.constexpr, CORRECTED: tl.constexpr, PENALISED: tl.constexpr, C: tl.constexpr,
     T: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Add p v LIFT, u v, p and u of the listed tiles to the sums; mark the tiles that hold a weight as live."""
@@ -448,7 +463,7 @@ def _attend(
         if CORRECTED:
             sum_u += tl.sum(u, 1)
             output_u = tl.dot(u.to(v_tile.dtype), v_tile, output_u, input_precision=C.PRECISION)
-        if TRAINS:
-            tl.store(live + tile, tl.max(tl.where(mass == 0, 0, 1), 0).to(tl.uint8))
+        if CORRECTED:
+            _mark(live + tile, mass, trains)
         tile = following
     return output, output_u, sum_p, sum_u
