@@ -20,6 +20,7 @@ HALF = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16] 
 
 SQUARE = (2, 2, 2, 40, 40, 16, 16)  # batch, heads, key heads, queries, keys, width, width of the values
 GROUPS = (1, 4, 2, 20, 70, 24, 40)
+WIDE = (1, 4, 2, 20, 70, 192, 256)  # in float32 they have tiles of their own
 MORE_QUERIES = (1, 2, 1, 70, 20, 16, 16)
 SMALL = (1, 1, 1, 20, 20, 16, 16)
 PAST_THE_EDGES = (1, 2, 1, 33, 129, 17, 3)  # of tiles

@@ -1,6 +1,7 @@
 """Which engine `auto` takes on CUDA. The tensors are fake: they have a device and no numbers, so no GPU is needed."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ FOLDED: dict[str, dict[str, Any]] = {
     "log_scaled": {"train_length": 8},
     "adaptive_temperature": {},
 }
+H200, A100, RTX = 232_448, 166_912, 101_376  # bytes of shared memory that a program may have
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +33,11 @@ def capability(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, int]]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: found["gpu"])
     monkeypatch.setattr(execution, "_has_capability", execution._has_capability.__wrapped__)  # remembers nothing
     return found
+
+
+def with_shared_memory(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(shared_memory_per_block_optin=size)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
 
 
 def on_cuda(
@@ -93,6 +100,17 @@ def test_what_ran_in_blocks_runs_on_a_kernel(name: str) -> None:
         assert choice(inputs, normalizer(name)) == "triton"
 
 
+@pytest.mark.parametrize("name", ["sigmoid", "entmax15", "stick_breaking"])
+def test_wide_heads_in_float32_run_on_a_kernel_where_its_tiles_fit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wide, narrow, half = on_cuda(torch.float32, width=129), on_cuda(torch.float32, width=128), on_cuda(width=256)
+    with_shared_memory(H200, monkeypatch)
+    kernels = choice(wide, normalizer(name))
+    assert kernels in ("triton", "sparse")
+    with_shared_memory(A100, monkeypatch)
+    chosen = [choice(inputs, normalizer(name)) for inputs in (wide, narrow, half)]
+    assert chosen == ["flex" if name == "sigmoid" else "blocked", kernels, kernels]
+
+
 def test_decoding_runs_on_a_kernel_where_sdpa_would_round_q_or_copy_the_cache() -> None:
     cache = on_cuda(queries=1, keys=1024)
     expected = {"softmax": "fused", "softmax1": "triton", "ssmax": "triton", "sigmoid": "triton"}
@@ -143,7 +161,8 @@ def test_a_mechanism_in_an_exported_graph_runs_without_our_kernels(monkeypatch: 
     assert mechanisms.attend(on_cuda(), normalizer("ssmax")) == "blocked"  # type: ignore[comparison-overlap]
 
 
-def test_a_block_is_compiled_whole_where_a_kernel_takes_its_normalizer() -> None:
+def test_a_block_is_compiled_whole_where_a_kernel_takes_its_normalizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_shared_memory(RTX, monkeypatch)
     in_bfloat16 = ("sigmoid", "entmax15", "stick_breaking", "nearmax", "alibi", "gaussian", "adaptive_temperature")
     in_float32 = in_bfloat16[:-1]
     made = {name: attnorm.get(name) for name in (*in_bfloat16, "linear", "hard")}

@@ -13,6 +13,7 @@ from tests.attention.kernel_calls import DEVICE, HALF, assert_compiles, assert_f
 pytestmark = [pytest.mark.as_installed, pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")]
 
 ONE = (2, 4, 2, 1, 520, 24, 40)  # batch, heads, key heads, queries, keys, width, width of the values
+WIDE = (1, 4, 2, 1, 300, 192, 256)
 SOME = (1, 4, 1, 3, 600, 16, 16)
 FLOAT32 = 4e-6 if DEVICE == "cpu" else 5e-5
 
@@ -35,7 +36,7 @@ def decoded(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float3
 
 @pytest.mark.parametrize("name", ["softmax", "sigmoid", "softpick", "scale_invariant", "window and sink"])
 def test_one_query(name: str) -> None:
-    assert_follows(*decoded(name, ONE), FLOAT32)
+    assert_follows(*decoded(name, WIDE if name == "sigmoid" else ONE), FLOAT32)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +79,8 @@ def test_what_decoding_has_no_kernel_for() -> None:
         assert not applies(ONE, "sa_softmax"), "its rows are searched first"
         assert not applies((1, 1, 1, 1, 200, 16, 16), "sigmoid"), "few keys"
         assert not applies((1, 64, 1, 3, 300, 16, 16), "sigmoid"), "too many rows for a tile"
+        assert applies((1, 8, 1, 2, 300, 129, 16), "sigmoid")
+        assert not applies((1, 9, 1, 2, 300, 129, 16), "sigmoid"), "too many wide rows in float32"
 
 
 def test_the_operator_is_described_to_the_compiler() -> None:

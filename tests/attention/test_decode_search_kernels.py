@@ -34,7 +34,7 @@ MAPS: dict[str, dict[str, Any]] = {
 # batch, heads, key heads, queries, keys, width, width of the values; mask
 CALLS = [
     ((1, 2, 1, 1, 520, 24, 40), "none"),
-    ((1, 4, 1, 3, 300, 16, 16), "heads"),
+    ((1, 4, 1, 3, 300, 192, 256), "heads"),
     ((2, 1, 1, 5, 63, 16, 17), "padding"),
     ((1, 2, 2, 15, 100, 8, 16), "rows"),
     ((1, 2, 2, 1, 5000, 16, 16), "none"),  # more than a chunk

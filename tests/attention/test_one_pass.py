@@ -24,6 +24,7 @@ from tests.attention.kernel_calls import (
     PAST_THE_EDGES,
     SMALL,
     SQUARE,
+    WIDE,
     assert_compiles,
     assert_follows,
     draw,
@@ -105,7 +106,7 @@ FLOAT32 = 5e-6 if DEVICE == "cpu" else 5e-5  # products in three passes of tf32 
 OF_TWO_KEYS = {"norm_softmax": 100 * FLOAT32}
 
 CASES = [
-    (SQUARE, "rows", True), (GROUPS, "none", True), (GROUPS, "padding", False),
+    (SQUARE, "rows", True), (WIDE, "none", True), (GROUPS, "padding", False),
     (MORE_QUERIES, "none", True), (PAST_THE_EDGES, "heads", True),
 ]  # fmt: skip
 
@@ -115,6 +116,7 @@ def assert_equals_blocks(case: Case, shape: tuple[int, ...], mask: str, causal: 
     tensors, normalizer = draw(shape), attnorm.get(case.name, **options).to(DEVICE)
     causal = causal or case.name == "local"  # the kernels have windows in causal calls only
     given = {"mask": mask_of(mask, shape), "causal": causal}
+    longer = 4 if shape == WIDE else 1  # products of more numbers round more
     checks: list[tuple[Tensor | None, float]] = [(None, OF_TWO_KEYS.get(case.name, FLOAT32))]
     if case.name in OF_TWO_KEYS:
         n = validate_inputs(*tensors, scale=None, positions=None, **given).n()[..., 0]
@@ -125,7 +127,7 @@ def assert_equals_blocks(case: Case, shape: tuple[int, ...], mask: str, causal: 
         for one in (found, expected):
             # Rows nearly cancel in the gradient of a shared number: it is measured beside that of q.
             one[1:] = [torch.cat([t.flatten() for t in (one[1], *one[4:])]), *one[2:4]]
-        assert_follows(found, expected, tolerance)
+        assert_follows(found, expected, longer * tolerance)
 
 
 @pytest.mark.parametrize("number", range(len(TYPICAL)), ids=[case.id for case in TYPICAL])
@@ -445,7 +447,7 @@ def test_where_there_is_no_kernel_the_error_says_what_to_use() -> None:
             attnorm.attention(q, k, v, name, engine="triton")
     inputs = validate_inputs(*(t[..., :8, :] for t in (q, k, v)), mask=None, causal=False, scale=None, positions=None)
     assert not one_pass.applies(inputs, attnorm.get("sigmoid")), "few queries, as in decoding"
-    for width, runs in ((128, True), (129, False)):
+    for width, runs in ((256, True), (257, False)):
         wide = [torch.zeros(1, 1, 16, width, device=DEVICE) for _ in range(3)]
         inputs = validate_inputs(*wide, mask=None, causal=False, scale=None, positions=None)
         assert one_pass.applies(inputs, attnorm.get("sigmoid")) == runs

@@ -19,6 +19,7 @@ from tests.attention.kernel_calls import (
     PAST_THE_EDGES,
     SMALL,
     SQUARE,
+    WIDE,
     assert_compiles,
     assert_follows,
     draw,
@@ -32,7 +33,7 @@ from tests.attention.kernel_calls import (
 pytestmark = [pytest.mark.as_installed, pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")]
 
 CASES = [
-    (SQUARE, "rows", True), (SQUARE, "heads", False), (GROUPS, "padding", True), (GROUPS, "none", False),
+    (SQUARE, "rows", True), (SQUARE, "heads", False), (GROUPS, "padding", True), (WIDE, "none", False),
     (MORE_QUERIES, "none", True), (MORE_QUERIES, "padding", False), (PAST_THE_EDGES, "none", True),
     (PAST_THE_EDGES, "heads", True),
 ]  # fmt: skip

@@ -18,6 +18,7 @@ from tests.attention.kernel_calls import (
     PAST_THE_EDGES,
     SMALL,
     SQUARE,
+    WIDE,
     assert_compiles,
     assert_follows,
     draw,
@@ -30,7 +31,7 @@ from tests.attention.kernel_calls import (
 pytestmark = [pytest.mark.as_installed, pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")]
 
 CASES = [
-    (SQUARE, "rows", True), (GROUPS, "none", True), (GROUPS, "padding", False), (MORE_QUERIES, "none", True),
+    (SQUARE, "rows", True), (WIDE, "none", True), (GROUPS, "padding", False), (MORE_QUERIES, "none", True),
     (PAST_THE_EDGES, "heads", True),
 ]  # fmt: skip
 FLOAT32 = 2e-6 if DEVICE == "cpu" else 5e-5

@@ -9,7 +9,7 @@ import torch
 
 import attnorm
 from attnorm.engines import flex, one_pass, sparse, stick_breaking
-from attnorm.engines.execution import in_new_thread
+from attnorm.engines.execution import in_new_thread, runs_kernels
 from attnorm.engines.inputs import validate_inputs
 from attnorm.normalizers import Mechanism
 
@@ -96,6 +96,21 @@ def test_tiles_of_wide_heads_with_a_mask_fit_shared_memory(name, width):
     found = _values_and_gradients(q, k, v, normalizer, torch.bfloat16, mask=shown)
     expected = _values_and_gradients(q, k, v, normalizer, torch.float64, engine="blocked", mask=shown)
     _assert_close(found, expected, 3e-2)
+
+
+@pytest.mark.parametrize("name", ["sink", "sigmoid", "topk", "entmax15", "kneemax", "stick_breaking", "norm_softmax"])
+@pytest.mark.parametrize("mask", ["none", "full"])
+@pytest.mark.parametrize("width", [192, 256])
+def test_wide_heads_in_float32_match_float64(name, mask, width):
+    normalizer = attnorm.get(name).cuda()
+    q, k, v, shown = _inputs((100, 256), (4, 2), mask, torch.float32, width)
+    if not runs_kernels(q):
+        pytest.skip("too little shared memory")
+    call = {"mask": shown, "causal": True}
+    engine = "sparse" if name in ("entmax15", "kneemax") else "triton"
+    found = _values_and_gradients(q, k, v, normalizer, torch.float32, engine=engine, **call)
+    expected = _values_and_gradients(q, k, v, normalizer, torch.float64, engine="blocked", **call)
+    _assert_close(found, expected, 1e-4)
 
 
 @pytest.mark.parametrize("name", sorted(set(ROWS) - {name for name, _ in FLEX if name != "sa_softmax"}))

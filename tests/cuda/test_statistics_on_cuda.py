@@ -25,7 +25,7 @@ def any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", NORM_ERROR, ids=str)
-@pytest.mark.parametrize("width", [64, 80, 128])
+@pytest.mark.parametrize("width", [64, 80, 128, 256])
 @pytest.mark.parametrize("length", [63, 100, 2000])
 @pytest.mark.parametrize("kind", KINDS)
 def test_at_most_twice_the_error_of_the_plain_formula(kind: str, length: int, width: int, dtype: torch.dtype) -> None:
@@ -59,7 +59,7 @@ def test_the_numbers_of_two_passes(name: str, width: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", NORM_ERROR, ids=str)
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("width", [64, 128, 192])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", ["softmax", "ssmax", "sink", "sigmoid", "relu", "softpick", "entmax15", "asentmax"])
 def test_output_gradients_and_statistics(name: str, masked: bool, width: int, dtype: torch.dtype) -> None:

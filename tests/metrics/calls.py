@@ -11,17 +11,18 @@ ROW_NORMALIZERS = [name for name in available() if not isinstance(get(name), Mec
 
 
 def make_call(
-    queries: int = 33, keys: int | None = None, *, batch: int = 2, size: float = 2.0, seed: int = 0, **options: object
-) -> AttentionCall:
+    queries: int = 33, keys: int | None = None, *, batch: int = 2, size: float = 2.0, seed: int = 0, width: int = WIDTH,
+    **options: object,
+) -> AttentionCall:  # fmt: skip
     """Logits of about the given size; `options` go to the call."""
     generator = torch.Generator().manual_seed(seed)
     keys = queries if keys is None else keys
 
     def draw(heads: int, length: int) -> Tensor:
-        return torch.randn(batch, heads, length, WIDTH, generator=generator)
+        return torch.randn(batch, heads, length, width, generator=generator)
 
     query, key, value = size * draw(HEADS, queries), draw(KEY_HEADS, keys), draw(KEY_HEADS, keys)
-    settings: dict[str, object] = {"causal": True, "kind": "decoder", "scale": WIDTH**-0.5} | options
+    settings: dict[str, object] = {"causal": True, "kind": "decoder", "scale": width**-0.5} | options
     return AttentionCall(layer=0, query_BHQD=query, key_BGKD=key, value_BGKE=value, **settings)
 
 

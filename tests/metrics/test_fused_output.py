@@ -381,6 +381,7 @@ for flag in (True, False):
     [
         (torch.float32, 5, (4, 64)),
         (torch.float32, 65, (4, 128)),
+        (torch.float32, 129, (4, 256)),
         (torch.bfloat16, 64, (2, 64)),
         (torch.float16, 96, (2, 128)),
         (torch.bfloat16, 256, (2, 256)),

@@ -16,10 +16,10 @@ from torch import Tensor
 from attnorm.engines.execution import MIN_QUERIES, kernel_operator, runs_kernels
 from attnorm.engines.inputs import Inputs, row_factors, under_transform
 from attnorm.engines.one_pass import (
-    MAX_ROWS,
     LoweredNormalizer,
     common_factor,
     common_length,
+    fits_decoding,
     lower,
     per_row,
     rule_numbers,
@@ -51,7 +51,7 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
 
 def plan_call(inputs: Inputs, normalizer: Normalizer) -> DecodingPlan | None:
     """Return the plan of this call if the kernels compute it exactly, else None."""
-    if inputs.queries >= MIN_QUERIES or inputs.groups * inputs.queries > MAX_ROWS:
+    if inputs.queries >= MIN_QUERIES or not fits_decoding(inputs):
         return None
     if inputs.bias is not None or inputs.dropout > 0 or under_transform():
         return None

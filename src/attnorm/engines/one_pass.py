@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from attnorm.engines import one_pass_operators
-from attnorm.engines.execution import MIN_QUERIES, kernel_operator, runs_kernels
+from attnorm.engines.execution import MIN_QUERIES, is_wide_float32, kernel_operator, runs_kernels
 from attnorm.engines.inputs import Inputs, head_numbers, row_factors, under_transform
 from attnorm.normalizers.adaptive_temperature import EntropyRule
 from attnorm.normalizers.asentmax import AdaptiveLengthScale
@@ -35,6 +35,7 @@ from attnorm.normalizers.topk import TopK
 POWERS = (1, 2, 3, 4)  # exponents of relu and of the polynomial kernel that the kernels have
 MIN_KEYS = 256  # in decoding; fewer keys are not worth splitting
 MAX_ROWS = 128  # in decoding: queries of all heads that share one key head
+WIDE_FLOAT32_ROWS = 16  # the same for wide heads in float32: 32 spill 1.3 KB of registers, 128 exceed the shared memory
 SEARCHED = (EntropyRule, UnitVariance, TopK)  # need a number of the row first
 
 
@@ -67,11 +68,17 @@ def lower_for_call(inputs: Inputs, normalizer: Normalizer) -> LoweredNormalizer 
 
 def _can_decode(inputs: Inputs, normalizer: Normalizer) -> bool:
     """Whether a call with few queries can split its keys over programs: no gradients, and no search kernel first."""
-    if inputs.keys < MIN_KEYS or inputs.groups * inputs.queries > MAX_ROWS or inputs.needs_grad:
+    if inputs.keys < MIN_KEYS or not fits_decoding(inputs) or inputs.needs_grad:
         return False
     if any(isinstance(part, SEARCHED) for part in (*normalizer.rules, *normalizer.selections)):
         return False
     return not (torch.is_grad_enabled() and any(p.requires_grad for p in normalizer.parameters()))
+
+
+def fits_decoding(inputs: Inputs) -> bool:
+    """Whether a tile holds the queries of all heads that share one key head."""
+    rows = inputs.groups * inputs.queries
+    return rows <= WIDE_FLOAT32_ROWS or (rows <= MAX_ROWS and not is_wide_float32(inputs.q_BHQD, inputs.v_BGKE))
 
 
 def lower(normalizer: Normalizer, inputs: Inputs, map_: KernelForm | None = None) -> LoweredNormalizer | None:

@@ -106,11 +106,12 @@ def forward(
 def _forward_tile(q: Tensor, v: Tensor, scaled: bool, masked: bool) -> tuple[int, int, int, int]:
     """Rows, columns, warps, stages: the fastest of six or more on an H200 in bfloat16. float32 needs more memory.
 
-    Three stages of keys and values of width 128 fill the shared memory, so that a mask leaves two.
+    Three stages of keys and values of width 128 fill the shared memory, so that a mask leaves two. Why float32 above
+    width 128 has 16 rows: `launch.tile_without_values`. It spills 12 bytes and takes 172,032 of shared memory.
     """
     width = max(padded(q), padded(v))
     if q.dtype == torch.float32:
-        return (64, 32, 4, 2) if width <= 64 else (32, 32, 4, 2)
+        return (64, 32, 4, 2) if width <= 64 else (32, 32, 4, 2) if width <= 128 else (16, 64, 8, 2)
     if width <= 64:
         return 128, 64, 4, 3
     if width <= 128:

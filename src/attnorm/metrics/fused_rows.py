@@ -37,13 +37,14 @@ _MASK_TILE = (16, 256)  # rows and keys whose mask a program counts at a time
 # Rows, keys, warps and stages by bytes of a number and padded width, which is at most the key of this table. For half
 # precision up to width 128 the fastest of five or six on an H200: at width 128 12.7 ms, with 128 x 128 logits in a tile
 # 14.1. The others were compiled for it and not timed: a thread holds its part of the output, of a tile of logits and of
-# the sums in 255 registers, and with larger tiles it spills more.
+# the sums in 255 registers, and with larger tiles it spills more. float32 of width 256 spills 0.5 to 0.8 KB per thread.
 OUTPUT_TILES: dict[tuple[int, int], Tile] = {
     (2, 64): (64, 64, 4, 3),
     (2, 128): (64, 64, 4, 2),
     (2, 256): (128, 32, 8, 2),
     (4, 64): (64, 32, 4, 2),
     (4, 128): (64, 32, 4, 2),
+    (4, 256): (16, 64, 8, 2),
 }
 
 
@@ -283,8 +284,9 @@ def levels_of(tile: Tile) -> int:
 
 
 def _tile(dtype: torch.dtype, width: int) -> Tile:
+    """Wide float32 spills at most 124 bytes of registers; why it has 16 rows: `launch.tile_without_values`."""
     if dtype == torch.float32:
-        return (64, 64, 4, 2) if width <= 64 else (32, 64, 4, 2)
+        return (64, 64, 4, 2) if width <= 64 else (32, 64, 4, 2) if width <= 128 else (16, 64, 8, 2)
     return (64, 128, 4, 3) if width <= 128 else (64, 64, 4, 2)
 
 
