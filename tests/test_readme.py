@@ -35,6 +35,7 @@ NOT_RUN = {
     ". .venv/bin/activate": "the tests run inside it already",
     "attnorm bench": "takes half an hour; tests/bench runs it with --quick",
     "attnorm frontier": "tests/cli/test_verify.py runs it",
+    "attnorm reproduce fig4": "tests/experiments/test_fig4.py runs it, tests/cli/test_reproduce.py four others",
     "attnorm doctor": "tests/cli/test_commands.py runs it",
     "attnorm dispersion": "takes ten seconds; tests/cli runs it on a few normalizers",
     "python -c": "needs the normalizer that the reader has just written; run in its place below",

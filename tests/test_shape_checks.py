@@ -102,6 +102,7 @@ def test_autograd_functions_and_modules_keep_their_gradients(checked: ModuleType
     assert torch.autograd.gradcheck(checked.Layer(2).double(), (x,))
 
 
+@pytest.mark.nightly  # the nightly run compiles everything with checks in every call
 def test_the_checks_leave_no_break_in_a_compiled_graph(checked: ModuleType) -> None:
     layer, x = checked.Layer(2), torch.randn(2, 3)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

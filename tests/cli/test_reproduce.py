@@ -167,7 +167,7 @@ def test_a_quick_benchmark_of_linear_cost_has_every_curve_and_error() -> None:
 
 def test_a_mixture_of_softmaxes_is_trained_and_its_rank_measured(tmp_path: Path) -> None:
     model, out = str(tmp_path / "lm"), tmp_path / "heads"
-    _run("train", "lm", "--quick", "--output", "mos:3", "--width", "8", "--out", model)
+    _run("train", "lm", "--quick", "--output", "mos:3", "--width", "8", "--steps", "4", "--out", model)
     _run("analyze", model, "--windows", "1", "--metrics", "output", "--larger", model, "--out", str(out))
     output = json.loads((out / "manifest.json").read_text())["output"]
     assert output["width"] == 8 < output["own"]["rank"] == output["larger"]["rank"]  # --width overrides --quick

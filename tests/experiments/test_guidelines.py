@@ -122,7 +122,7 @@ def test_triples_are_of_different_heads_and_not_too_many() -> None:
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(experiment, "QUICK_LENGTH", 128)
+        patch.setattr(experiment, "QUICK_LENGTH", 96)
         yield EXPERIMENT.run(QUICK, silent, tmp_path_factory.mktemp("parts"))
 
 

@@ -17,7 +17,7 @@ from tests.metrics.layer_coverage import measure_coverage
 from tests.metrics.test_rows import in_float64
 from tests.metrics.test_vectors import check
 
-LAYERS = 3
+LAYERS = 2
 TOP_N = (1, 3, 20, 100)
 TEMPERATURES, EPSILONS = (0.5, 1.0, 4.0), (0.1, 10.0)
 ROWS = torch.arange(12, 33)  # more than have a null

@@ -78,8 +78,13 @@ def test_the_same_seed_finds_the_same_and_another_does_not() -> None:
     assert one.worst_ratio != other.worst_ratio
 
 
+SLOWER = ("theorem-1-random", "figure-4")
+
+
 @pytest.mark.as_installed
-@pytest.mark.parametrize("name", ["corollary-3", "theorem-1-random", "figure-4", "lemma-2"])
+@pytest.mark.parametrize(
+    "name", ["corollary-3", "lemma-2", *(pytest.param(name, marks=pytest.mark.nightly) for name in SLOWER)]
+)
 def test_a_counterexample_can_be_made_again_exactly(name: str) -> None:
     smallest = found(name, first_rounds=3, seed=1).counterexample
     assert smallest is not None
@@ -334,7 +339,7 @@ class Clock:
 @pytest.mark.as_installed
 def test_more_budget_means_more_rounds_and_refuted_claims_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "time", Clock())
-    finding, refuted = verify([CLAIMS["lemma-2.1"], CLAIMS["must-collapse"]], budget_seconds=1.0, first_rounds=3)
+    finding, refuted = verify([CLAIMS["lemma-2.1"], CLAIMS["must-collapse"]], budget_seconds=0.4, first_rounds=3)
     assert finding.rounds > 3
     assert refuted.violations < search.ENOUGH_VIOLATIONS + 100
 
