@@ -12,9 +12,6 @@ from tests.fresh import run_fresh
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu" and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
-    pytest.skip("the interpreter of this Triton does not know this numpy", allow_module_level=True)
-
 
 HALF = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]  # the interpreter knows no bfloat16
 

@@ -58,7 +58,7 @@ def naive(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> dict[str, Tensor]
         "row_sum": w.sum(-1),
     }
     if w.shape[-1] <= 200:
-        p = w.double()
+        p = torch.where(w > 1e-30, w, 0.0).double()  # LAPACK need not converge with products that underflow
         jacobian = torch.diag_embed(p) - p[..., :, None] * p[..., None, :]
         numbers["jacobian_norm"] = torch.linalg.eigvalsh(jacobian).amax(-1)
     numbers = {name: value.masked_fill(~seen, math.nan) for name, value in numbers.items()}
