@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from attnorm.bench.timing import run_and_read_json
+
 
 class Forked:
     """A running script; `stdin` is what it reads, `stdout` what it prints."""
@@ -60,9 +62,12 @@ def forked(script: str, *arguments: str) -> Iterator[Forked]:
 
 
 def forked_json(script: str) -> Any:
-    """The JSON that a script prints."""
+    """The JSON that a script prints. In a new interpreter if it fails in the fork: of a process in which autograd has
+    threads, as on a machine with an accelerator, torch lets no fork compute gradients.
+    """
     with forked(script) as child:
-        return json.loads(child.stdout.read())
+        printed = child.stdout.read()
+        return json.loads(printed) if child.wait() == 0 else run_and_read_json(script)
 
 
 def _run(script: str, arguments: tuple[str, ...], asked: int, answered: int) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -70,6 +71,7 @@ def _run(call: dict[str, Any]) -> NoReturn:
         os.environ.update(call["environment"])
         os.chdir(call["folder"])
         sys.argv = ["-c", *call["arguments"]]
+        _warn_as_without_pytest()
         exec(compile(call["script"], "<fresh>", "exec"), {"__name__": "__main__"})
         code = 0
     except SystemExit as left:
@@ -81,3 +83,15 @@ def _run(call: dict[str, Any]) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _warn_as_without_pytest() -> None:
+    """pytest records the warnings of the process that the server comes from."""
+
+    def show(message: Any, category: Any, filename: str, line: int, file: Any = None, text: str | None = None) -> None:
+        (file or sys.stderr).write(warnings.formatwarning(message, category, filename, line, text))
+
+    warnings.resetwarnings()
+    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", category)
+    warnings.showwarning = show
