@@ -39,7 +39,7 @@ def test_keys_and_weights_are_those_of_eager_attention(family: str) -> None:
     assert sorted(set(found.reads["row"].to_pylist())) == [3, 39]
     for one in found.reads.to_pylist():
         row = weights[one["layer"], one["head"], one["row"]]
-        assert row[one["key"]].item() == pytest.approx(one["weight"], rel=1e-6)
+        assert row[one["key"]].item() == pytest.approx(one["weight"], rel=1e-5)  # eager softmax is in float32
         assert int((row > one["weight"] * (1 + 1e-6)).sum()) == one["rank"] - 1
         assert (one["row_token"], one["key_token"]) == (f"#{ids[0, one['row']]}", f"#{ids[0, one['key']]}")
     heads = found.heads.num_rows

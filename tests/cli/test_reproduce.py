@@ -62,7 +62,7 @@ def test_without_a_name_the_experiments_are_listed() -> None:
         (["toy", "--model", "./nowhere"], "there is no folder './nowhere'"),
         (["toy", "--quick", "--text", "./nowhere.txt"], "cannot read the text nowhere.txt"),
         (["toy", "--model", "bundled", "--model", "x/y"], "toy takes one model at a time, and bundled, x/y were given"),
-        (["toy", "--seed", "-1"], "greater than or equal to 0"),
+        (["toy", "--seed", "-1"], "Invalid value for '--seed'"),
         (["toy", "--quick", "--only", "softmax"], "toy takes no --only, and softmax was given"),
         (["toy", "--quick", "--valid", "v.txt"], "toy takes no --valid, and v.txt was given"),
         (["toy", "--quick", "--text", "a.txt", "--text", "b.txt"], "toy takes one text at a time, and a.txt, b.txt"),

@@ -12,6 +12,8 @@ from attnorm.cli import app
 
 mkdocs_config = pytest.importorskip("mkdocs.config")
 mkdocs_build = pytest.importorskip("mkdocs.commands.build")
+for needed in ("material", "mkdocstrings_handlers.python", "latex2mathml", "ziamath"):  # the extra [docs]
+    pytest.importorskip(needed)
 
 ROOT = Path(__file__).resolve().parents[2]
 

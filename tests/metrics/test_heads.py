@@ -95,7 +95,8 @@ def test_small_steps_lose_no_digits_in_float32(choice: str | None) -> None:
             (call, torch.Generator().manual_seed(0)) for call in (CALLS["causal"], in_float64(CALLS["causal"]))
         )
     )
-    for name, atol in {"gain_0.001": 1e-6, "gain_0.1": 5e-6, "gain_10": 1e-6}.items():
+    rounding = 96 * torch.finfo(torch.float32).eps / 2  # of a logit: at most 9.6 / 0.1
+    for name, atol in {"gain_0.001": rounding, "gain_0.1": rounding, "gain_10": 1e-6}.items():
         torch.testing.assert_close(found[name].double(), expected[name], rtol=0, atol=atol)
 
 
