@@ -277,6 +277,28 @@ def test_many_equal_keys_at_the_threshold_in_half_precision(gap: float) -> None:
     assert_follows(*map(list, grads), 2e-3)
 
 
+@pytest.mark.parametrize(
+    ("queries", "keys", "causal"), [(70, 70, True), (30, 41, True), (41, 30, True), (20, 33, False)]
+)
+@pytest.mark.parametrize("heads", [None, 3])
+def test_factors_of_asentmax_and_their_gradients_from_one_kernel(
+    heads: int | None, queries: int, keys: int, causal: bool
+) -> None:
+    """Rows before the first key have the factor of one key."""
+    normalizer = attnorm.get("asentmax", heads=heads, gamma=1.2).to(DEVICE)
+    q, k, v = draw((2, 3, 3, queries, keys, 8, 8))
+    inputs = validate_inputs(q, k, v, mask=None, causal=causal, scale=None, positions=None)
+    grad = torch.linspace(-1, 2, 6 * queries, dtype=torch.float64, device=DEVICE).reshape(2, 3, queries)
+    parameters = list(normalizer.parameters())
+    found = sparse._length_factors(inputs, normalizer)
+    assert found is not None
+    found_gradients = torch.autograd.grad(found, parameters, grad.float())
+    exact = sparse.row_factors(inputs, normalizer.double())[..., 0].double()
+    expected = torch.autograd.grad(exact, parameters, grad)
+    for a, b in zip([found, *found_gradients], [exact, *expected], strict=True):
+        torch.testing.assert_close(a.double(), b.double(), rtol=2e-5, atol=1e-6)
+
+
 def test_small_weights_keep_their_digits_in_half_precision() -> None:
     """One key far above 500 with weights of 7e-7, where float16 has steps of 6e-8."""
     q = torch.ones(1, 1, 64, 1).half().to(DEVICE)

@@ -13,6 +13,7 @@ from attnorm.engines.execution import MIN_QUERIES, kernel_operator, runs_kernels
 from attnorm.engines.inputs import Inputs, head_numbers, row_factors, under_transform
 from attnorm.kernels.launch import empty_rows
 from attnorm.normalizers.alibi import LinearBias
+from attnorm.normalizers.asentmax import AdaptiveLengthScale
 from attnorm.normalizers.contract import Normalizer, ScaleRule, ThresholdForm
 
 
@@ -63,8 +64,8 @@ def row_numbers(
     The factor stays in float32, so q is not rounded a second time.
     """
     q, k, v = inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE
-    factor = row_factors(inputs, normalizer)
-    if factor is not None:
+    factor = _length_factors(inputs, normalizer)
+    if factor is None and (factor := row_factors(inputs, normalizer)) is not None:
         factor = factor[..., 0].contiguous()
     parameter = None
     if form.parameter is not None:
@@ -73,6 +74,55 @@ def row_numbers(
     trained = (q, k, v, factor, parameter)
     trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trained)
     return factor, parameter, trains
+
+
+def _length_factors(inputs: Inputs, normalizer: Normalizer) -> Tensor | None:
+    """Return asentmax's factors (B, H, Q) from one kernel, where n is known without a mask; else None.
+
+    Compiled code fuses the operations of torch itself.
+    """
+    q, rules = inputs.q_BHQD, normalizer.rules
+    if len(rules) != 1 or not isinstance(rule := rules[0], AdaptiveLengthScale) or rule.from_hidden is not None:
+        return None
+    b, c = rule.raw_beta, rule.raw_gamma
+    one_per_head = b.shape == c.shape and b.shape in ((), q.shape[1:2]) and b.device == c.device == q.device
+    if inputs.mask is not None or inputs.positions is not None or not one_per_head or torch.compiler.is_compiling():
+        return None
+    factors: Tensor = _length_powers(b, c, rule.delta, list(q.shape[:3]), inputs.keys, inputs.causal)
+    return factors
+
+
+@kernel_operator("attnorm::length_powers")
+def _length_powers(b: Tensor, c: Tensor, delta: float, rows: list[int], keys: int, causal: bool) -> Tensor:
+    from attnorm.kernels import linear_algebra  # loads Triton
+
+    return linear_algebra.length_powers(b.contiguous(), c.contiguous(), delta, rows, keys, causal)
+
+
+@_length_powers.register_fake
+def _(b: Tensor, c: Tensor, delta: float, rows: list[int], keys: int, causal: bool) -> Tensor:
+    return torch.empty(rows, dtype=torch.float32, device=b.device)
+
+
+@kernel_operator("attnorm::length_powers_backward")
+def _length_powers_backward(grad: Tensor, b: Tensor, c: Tensor, keys: int, causal: bool) -> tuple[Tensor, Tensor]:
+    from attnorm.kernels import linear_algebra
+
+    return linear_algebra.length_powers_backward(grad, b.contiguous(), c.contiguous(), keys, causal)
+
+
+@_length_powers_backward.register_fake
+def _(grad: Tensor, b: Tensor, c: Tensor, keys: int, causal: bool) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(b), torch.empty_like(c)
+
+
+def _save_powers(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    b, c, _delta, _rows, *ctx.options = inputs
+    ctx.save_for_backward(b, c)
+
+
+def _gradients_of_powers(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return *_length_powers_backward(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None
 
 
 @kernel_operator("attnorm::sparse_attention")
@@ -147,5 +197,7 @@ def _raise_second_gradient(*_: Any) -> Never:
     raise RuntimeError("the kernels of sparse attention are differentiated once only; use engine='blocked'")
 
 
+_length_powers.register_autograd(_gradients_of_powers, setup_context=_save_powers)
+_length_powers_backward.register_autograd(_raise_second_gradient)
 _forward.register_autograd(gradients, setup_context=save_for_backward)
 _backward.register_autograd(_raise_second_gradient)

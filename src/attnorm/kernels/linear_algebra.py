@@ -1,6 +1,7 @@
 """Small computations beside attention, each in one launch: products of rows, factors, inverses of small matrices."""
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -13,6 +14,8 @@ from attnorm.kernels.blocks import load_tile, matrix_of_head, store_tile
 from attnorm.kernels.launch import KernelConstants, PreparedKernels, device_of, empty_rows, in_rows, padded, padded_to
 
 ROWS = 64  # of one program
+POWERS = 1024  # of one program
+LN2 = tl.constexpr(math.log(2))
 
 
 def row_dots(a: Tensor, b: Tensor) -> Tensor:
@@ -114,13 +117,104 @@ def _length_power(b, c, factor, count, log2_base, delta, SIZE: tl.constexpr):
     inside = index < count
     x = tl.load(b + index, mask=inside, other=0.0).to(tl.float32)
     y = tl.load(c + index, mask=inside, other=0.0).to(tl.float32)
+    value = delta + _softplus(x) * tl.exp2(2.0 * _tanh(y) * log2_base)
+    tl.store(factor + index, value, mask=inside)
+
+
+@triton.jit
+def _softplus(x):
     small = tl.exp(-tl.abs(x))
     one_more = 1.0 + small
     # log(1 + small) with the digits that 1 + small has lost
     rest = tl.where(one_more == 1.0, small, tl.log(one_more) * small / tl.where(one_more == 1.0, 1.0, one_more - 1.0))
-    tanh = 1.0 - 2.0 / (tl.exp(2.0 * y) + 1.0)
-    value = delta + (tl.maximum(x, 0.0) + rest) * tl.exp2(2.0 * tanh * log2_base)
-    tl.store(factor + index, value, mask=inside)
+    return tl.maximum(x, 0.0) + rest
+
+
+@triton.jit
+def _tanh(x):
+    return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+
+
+def length_powers(b: Tensor, c: Tensor, delta: float, rows: Sequence[int], keys: int, causal: bool) -> Tensor:
+    """Return delta + softplus(b) log(n + 1)^(2 tanh(c)) of all rows (B, H, Q) in float32, n being their visible keys.
+
+    b and c: one number each, or one per head. In one launch: as operations of torch these are twelve.
+    """
+    factor = torch.empty(rows, dtype=torch.float32, device=b.device)
+    heads, queries = rows[1:]
+    with device_of(b):
+        _length_powers[(ceil_div(factor.numel(), POWERS),)](
+            b, c, factor, factor.numel(), heads, queries, keys, delta, CAUSAL=causal, PER_HEAD=b.dim() > 0, SIZE=POWERS
+        )
+    return factor
+
+
+def length_powers_backward(grad: Tensor, b: Tensor, c: Tensor, keys: int, causal: bool) -> tuple[Tensor, Tensor]:
+    """Return the gradients of b and c, from that of the factors (B, H, Q)."""
+    batch, heads, queries = grad.shape
+    found = torch.empty((2, heads), dtype=torch.float32, device=grad.device)
+    with device_of(grad):
+        _length_powers_backward[(heads,)](
+            grad.contiguous(),
+            b,
+            c,
+            found,
+            batch,
+            heads,
+            queries,
+            keys,
+            CAUSAL=causal,
+            PER_HEAD=b.dim() > 0,
+            SIZE=POWERS,
+        )
+    grad_b, grad_c = (found if b.dim() > 0 else found.sum(1)).to(b.dtype).unbind()
+    return grad_b, grad_c
+
+
+@triton.jit
+def _power_of_length(y, query, queries, keys, CAUSAL: tl.constexpr):
+    """Return log(n + 1)^(2 tanh(y)), and log2 of log(n + 1)."""
+    n = query + (keys - queries + 1) if CAUSAL else query * 0 + keys
+    logarithm = tl.log2(tl.log(tl.maximum(n, 1).to(tl.float32) + 1.0))
+    return tl.exp2(2.0 * _tanh(y) * logarithm), logarithm
+
+
+@triton.jit
+def _length_powers(
+    b, c, factor, count, heads, queries, keys, delta,
+    CAUSAL: tl.constexpr, PER_HEAD: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    inside = index < count
+    head = index // queries % heads if PER_HEAD else index * 0
+    x = tl.load(b + head, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(c + head, mask=inside, other=0.0).to(tl.float32)
+    power, _logarithm = _power_of_length(y, index % queries, queries, keys, CAUSAL)
+    tl.store(factor + index, delta + _softplus(x) * power, mask=inside)
+
+
+@triton.jit
+def _length_powers_backward(
+    grad, b, c, found, batch, heads, queries, keys, CAUSAL: tl.constexpr, PER_HEAD: tl.constexpr, SIZE: tl.constexpr
+):
+    """One program per head: sums over its rows of all sequences."""
+    head = tl.program_id(0)
+    x = tl.load(b + (head if PER_HEAD else 0)).to(tl.float32)
+    y = tl.load(c + (head if PER_HEAD else 0)).to(tl.float32)
+    by_b = tl.zeros([SIZE], tl.float32)
+    by_c = tl.zeros([SIZE], tl.float32)
+    for first in range(0, batch * queries, SIZE):
+        index = first + tl.arange(0, SIZE)
+        query = index % queries
+        at = ((index // queries).to(tl.int64) * heads + head) * queries + query
+        power, logarithm = _power_of_length(y, query, queries, keys, CAUSAL)
+        term = tl.load(grad + at, mask=index < batch * queries, other=0.0) * power
+        by_b += term
+        by_c += term * logarithm
+    tanh = _tanh(y)
+    slope = 2.0 * LN2 * (1.0 - tanh * tanh)
+    tl.store(found + head, tl.sum(by_b, 0) / (1.0 + tl.exp(-x)))
+    tl.store(found + heads + head, tl.sum(by_c, 0) * _softplus(x) * slope)
 
 
 @triton.jit

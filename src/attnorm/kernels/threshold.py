@@ -56,6 +56,7 @@ class Tiles(NamedTuple):
     forward: Tile
     queries: Tile  # gradients of q
     keys: Tile  # gradients of k and v
+    keys_with_factor: Tile | None = None  # instead of keys, if rows have a factor
     query_registers: int | None = None  # most registers of a thread of the queries' kernel
 
     def limit(self, q: Tensor) -> dict[str, int]:
@@ -72,7 +73,7 @@ class Tiles(NamedTuple):
 # spills 0.5 KB of registers in either kernel of rows, with 64 keys twice as much, 1.0 KB in that of keys.
 HALF_TILES = {
     64: Tiles((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), query_registers=168),
-    128: Tiles((64, 64, 4, 3), (128, 64, 8, 3), (32, 64, 4, 3)),
+    128: Tiles((64, 64, 4, 3), (128, 64, 8, 3), (32, 64, 4, 3), keys_with_factor=(32, 64, 4, 4)),
     256: Tiles((64, 32, 8, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
 }
 FLOAT32_TILES = {

@@ -52,19 +52,22 @@ def backward(
         call, slope, scaled_delta = replace(call, factor=scaled), one.slope / one.unit, delta * scaled
     batch, heads, queries, keys = *q.shape[:3], k.shape[2]
     strides = (*call.strides, *grad.stride()[:3])
-    live_rows, live_columns, *_ = tiles(q, v).forward
+    own_tiles = tiles(q, v)
+    live_rows, live_columns, *_ = own_tiles.forward
     shared = {**call.constants, "LIVE_ROWS": live_rows, "LIVE_COLUMNS": live_columns}
     with call.device:
-        rows, columns, warps, stages = tiles(q, v).queries
+        rows, columns, warps, stages = own_tiles.queries
         blocks, across = ceil_div(queries, rows), ceil_div(keys, columns)
         listed = list_of_tiles(batch * heads * blocks * across, q)
         backward_queries[(blocks * batch * heads,)](
             *call.tensors, saved.threshold, delta, grad, saved.live, listed, grad_q, grad_factor, grad_parameter,
             *strides, *grad_q.stride()[:3], *call.sizes, slope,
             **shared, LEARNED=learned, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
-            **tiles(q, v).limit(q),
+            **own_tiles.limit(q),
         )  # fmt: skip
-        rows, columns, warps, stages = tiles(q, v).keys
+        rows, columns, warps, stages = (
+            own_tiles.keys if factor is None else own_tiles.keys_with_factor or own_tiles.keys
+        )
         blocks, across = ceil_div(queries, rows), ceil_div(keys, columns)
         listed = list_of_tiles(batch * k.shape[1] * blocks * across, q)
         backward_keys[(across * batch * k.shape[1],)](
