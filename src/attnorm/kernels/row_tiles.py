@@ -22,6 +22,7 @@ from attnorm.kernels.blocks import (
     keys_of_head,
     load_row,
     load_tile,
+    load_tile_at,
     seen_keys,
     sight_of_head,
     tile_of_head,
@@ -72,7 +73,7 @@ def no_keys(keys, ROWS: tl.constexpr):
 def key_tile(start, given, first, C: tl.constexpr, EDGE: tl.constexpr):
     """Products, or capped logits in bits; which keys of the tile count, and the first visible key with its product."""
     columns = start + tl.arange(0, C.COLUMNS)
-    k_tile = load_tile(given.k, columns, C.WIDTH, EDGE, C.FULL)
+    k_tile = load_tile_at(given.k, start, C.COLUMNS, C.WIDTH, EDGE, C.FULL)
     s = tl.dot(given.q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
     if C.CAPPED:
         s, _slope = capped(s * given.scale, given.cap, C.CAPPED)

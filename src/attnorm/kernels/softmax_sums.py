@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from attnorm.kernels.blocks import Constants, keys_of_head, load_tile, matrix_of_head, store_tile
+from attnorm.kernels.blocks import Constants, keys_of_head, load_tile_at, matrix_of_head, store_tile
 from attnorm.kernels.maps import LN2, LOG2E
 from attnorm.kernels.one_pass import inverse_of
 from attnorm.kernels.row_tiles import (
@@ -310,7 +310,7 @@ def _fold_output(
         peak = new_peak
         even, odd = neighbours(p)
         total = total * shrink[:, None] + tl.sum(by_class(even + odd), 1)
-        v_tile = load_tile(v, columns, C.WIDTH, EDGE, C.FULL)
+        v_tile = load_tile_at(v, at, C.COLUMNS, C.WIDTH, EDGE, C.FULL)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision=C.PRECISION)
         sums = _add_products(sums, s, winners, second, unit, EDGE, LEVELS)
     return acc, total, peak, state, sums

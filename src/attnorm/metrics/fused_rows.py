@@ -211,7 +211,7 @@ class RowsLaunch:
         batch, heads, queries, _ = query.shape
         rows = _indices(call, rows)
         q = query if len(rows) == queries else query[:, :, rows]
-        q, key = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, key))
+        q, key = in_rows(q), in_rows(key)
         if factor is not None:
             factor = factor.float().expand(batch, heads, len(rows), 1).contiguous()
         mask = visibility.mask
