@@ -113,6 +113,18 @@ def test_far_tiles_of_long_rows_are_left_out_of_the_leaders(name: str, monkeypat
     assert_follows(found, run(exactly((q, k, v)), normalizer, "blocked"), 2e-5)
 
 
+@pytest.mark.parametrize("dtype", HALF)
+def test_what_all_keys_share_does_not_reach_the_gradient_of_a_scale(dtype: torch.dtype) -> None:
+    """It adds the same to all logits of a row, here 40; each gradient of a logit is rounded before its product."""
+    q, k, v = draw((1, 2, 2, 40, 70, 16, 16), dtype)
+    with torch.no_grad():
+        q[..., 0], k[..., 0] = 4.0, 40.0
+    normalizer = attnorm.compose("entmax15", scale=attnorm.get("ssmax", s=0.5)).to(DEVICE)
+    found = run((q, k, v), normalizer, "sparse")[4]
+    expected = run(exactly((q, k, v)), normalizer, "blocked")[4]
+    assert (found - expected).abs() <= 4 * torch.finfo(dtype).eps * expected.abs()
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), *((dtype, 2) for dtype in HALF)])
 @pytest.mark.parametrize("map_", ["entmax15", pytest.param("sparsemax", marks=pytest.mark.nightly)])
 def test_learned_scales_multiply_the_logits_in_float32(map_: str, dtype: torch.dtype, tolerance: float) -> None:

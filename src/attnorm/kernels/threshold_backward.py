@@ -135,7 +135,8 @@ def backward_queries(
     found_parameter = tl.zeros([ROWS], tl.float32)
     factor_of = factor[:, None] if FACTORED else unit
     # The gradient of a row's factor is the sum of ds (product - middle). The gradients ds of a row sum to 0 except for
-    # the rounding of delta, which products far from 0 would amplify. SHARED: the sum of ds product is <q, found>.
+    # the rounding of delta, which products far from 0 would amplify. SHARED: the sum of ds product is <q, found>, whose
+    # ds are rounded; so are those that are summed, or the middle would amplify the difference.
     SHARED: tl.constexpr = q.dtype.element_ty != tl.float32 and not PENALISED
     middle = tl.where(factor == 0, 0.0, peak / tl.where(factor == 0, 1.0, factor))[:, None]
     for edge in tl.static_range(2):
@@ -174,11 +175,12 @@ def _fold_queries(
         x = seen_above_threshold(dot, i, j, factor, peak, t, a, sight, C, T, EDGE)
         _p, u = T.WEIGHTS(x, a, T.FAST)
         ds = u * (dp - delta)
+        rounded = ds.to(k_tile.dtype)
         if FACTORED:
-            grad_factor += tl.sum(ds if SHARED else ds * (dot - middle), 1)
+            grad_factor += tl.sum(rounded.to(tl.float32) if SHARED else ds * (dot - middle), 1)
         if LEARNED:
             grad_parameter += tl.sum(_by_alpha(x, u, a) * (dp - delta), 1)
-        grad_q = tl.dot(ds.to(k_tile.dtype), k_tile, grad_q, input_precision=C.PRECISION)
+        grad_q = tl.dot(rounded, k_tile, grad_q, input_precision=C.PRECISION)
         tile = following
     return grad_q, grad_factor, grad_parameter
 
