@@ -64,7 +64,8 @@ def test_heads_above_a_quarter_refute_the_printed_bound_and_heads_below_do_not()
     assert judge_claims(with_norm(0.4))[1].verdict == "reproduces"
 
 
-def test_the_outcome_is_complete(tmp_path: Path, found: Sensitivity) -> None:
+def test_the_outcome_is_complete(tmp_path: Path, found: Sensitivity, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnorm.experiments.fig4.QUICK_LENGTH", 64)
     outcome = EXPERIMENT.run(QUICK, silent, tmp_path)
     assert set(outcome.figures) == set(outcome.tables) == {"fig4"}
     assert len(outcome.findings) == 4
