@@ -138,7 +138,7 @@ def attention(
     Applies whenever it is above 0: pass 0 in evaluation. return_weights: also return the weights (B, H, Q, K) after
     dropout, in at least float32; for matrices of at most 1 GiB. return_statistics: also return the statistics of every
     row, as attnorm.attention_statistics does, without gradient. On CUDA one kernel computes both for sigmoid, relu,
-    softpick, entmax, and for softmax unless its output has a gradient and there is a mask or a rescaling of logits.
+    softpick and entmax, and for softmax without a gradient; with one, in half precision without mask and rescaling.
 
     >>> attention(q, k, v, "entmax15", causal=True)
     >>> output, statistics = attention(q, k, v, causal=True, return_statistics=True)

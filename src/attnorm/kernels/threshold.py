@@ -250,45 +250,13 @@ def forward_kernel(
     leaders = no_leaders(ROWS, COLUMNS // 2)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     leaders, peak = _collect_leaders(
-        leaders,
-        peak,
-        high,
-        last,
-        q_tile,
-        k,
-        rows,
-        sign,
-        size,
-        level,
-        gaps,
-        sight,
-        penalty,
-        SIGNED,
-        PENALISED,
-        SKIPS,
-        C,
-        True,
-    )
+        leaders, peak, high, last, q_tile, k, rows, sign, size, level, gaps, sight, penalty, SIGNED, PENALISED, SKIPS,
+        C, True,
+    )  # fmt: skip
     leaders, peak = _collect_leaders(
-        leaders,
-        peak,
-        0,
-        high,
-        q_tile,
-        k,
-        rows,
-        sign,
-        size,
-        level,
-        gaps,
-        sight,
-        penalty,
-        SIGNED,
-        PENALISED,
-        SKIPS,
-        C,
+        leaders, peak, 0, high, q_tile, k, rows, sign, size, level, gaps, sight, penalty, SIGNED, PENALISED, SKIPS, C,
         False,
-    )
+    )  # fmt: skip
     empty = (peak == float("-inf")) | (inside == 0)
     broken = tl.max(tl.where(leaders.one == leaders.one, 0, 1), 1) != 0
     settled = empty | broken
