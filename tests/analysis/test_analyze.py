@@ -262,6 +262,8 @@ def test_normalizers_share_the_logits_and_do_not_change_each_other() -> None:
     model, tokens = gpt2(layers=1), ids(40)
     both = analyze(model, tokens, normalizers=("model", "sparsemax"), **CORE)
     alone = analyze(model, tokens, normalizers=("sparsemax",), **CORE)
+    assert alone.verdict.headline.startswith("With sparsemax in place of softmax: ")
+    assert "in place of" not in both.verdict.headline
     rows = [row for row in both.heads.to_pylist() if row["normalizer"] == "sparsemax"]
     spread = {row["head"]: row["logit_spread"] for row in both.heads.to_pylist() if row["normalizer"] == "model"}
     assert [row["entropy_nats"] for row in rows] == alone.heads["entropy_nats"].to_pylist()

@@ -52,8 +52,9 @@ class AttentionStatistics(NamedTuple):
     max_weight: max |w|
     sink_mass: p of the first visible key; with a learned sink its w and what the sink took, 1 - sum w
     row_sum: sum w
-    jacobian_norm: largest singular value of dw/dz; for maps without a closed form (sa_softmax, stick_breaking, a rule
-        that reads the row) in 8 rows of each head only, NaN in the others
+    jacobian_norm: largest singular value of dw/dz; for maps without a closed form (sa_softmax, stick_breaking,
+        scale_invariant, and rules that change single logits or read the row, such as softcap, alibi and
+        adaptive_temperature) in 8 rows of each head only, NaN in the others
     top_mass: (B, H, Lq, len(top_n)), the sum of the N largest p for each N of top_n
 
     NaN where a number is not defined: in rows that see no key, in rows whose weights are all 0 (all but n, logits,
@@ -114,7 +115,7 @@ def attention_statistics(
     blocks of logits. Under torch.compile the statistics are one operator of the graph.
 
     >>> statistics = attention_statistics(q, k, causal=True)
-    >>> statistics.entropy.mean((0, 2))  # of each head
+    >>> statistics.entropy.nanmean((0, 2))  # of each head
     """
     resolved = resolve_for_call(normalizer)
     if isinstance(resolved, Mechanism):

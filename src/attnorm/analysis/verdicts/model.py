@@ -364,7 +364,8 @@ def model_verdict(
     texts = _headline_by_text(all_heads, runs, thresholds, word)
     blurred = Counter(row.get("saturation") or "not judged" for row in heads)
     return ModelVerdict(
-        headline=headline(seeing_all, windowed, limit, runs, thresholds, texts=len(texts), word=word),
+        headline=_instead_of_own(heads, manifest)
+        + headline(seeing_all, windowed, limit, runs, thresholds, texts=len(texts), word=word),
         counts={name: counts.get(name, 0) for name in VERDICTS},
         saturation={name: blurred.get(name, 0) for name in SATURATION},
         texts=texts,
@@ -401,6 +402,14 @@ def _headline_by_text(heads: Sequence[Row], runs: str | None, thresholds: Thresh
         seeing_all, windowed = split_by_window(text_heads, text_rows)
         headlines[text] = headline(seeing_all, windowed, None, runs, thresholds, word=word)
     return headlines
+
+
+def _instead_of_own(heads: Sequence[Row], manifest: Mapping[str, Any]) -> str:
+    """Return the beginning of the headline if the verdict is about another normalizer than the model's own."""
+    name, own = _running_normalizer(heads, manifest), manifest.get("model", {}).get("runs", "softmax")
+    if not heads or heads[0]["normalizer"] == "model" or name == own:
+        return ""
+    return f"With {name} in place of {'its own normalizer' if own is None else own}: "
 
 
 def _running_normalizer(heads: Sequence[Row], manifest: Mapping[str, Any]) -> str | None:
