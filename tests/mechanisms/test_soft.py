@@ -250,7 +250,8 @@ def test_learned_landmarks_have_the_width_and_the_heads_of_the_layer() -> None:
             attnorm.attention(q, k, v, Soft(**options).double(), causal=True)
 
 
-@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.nightly), True])
+@pytest.mark.nightly
+@pytest.mark.parametrize("causal", [False, True])
 def test_a_compiled_vmap_over_learned_landmarks_works_without_their_gradient(
     causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -397,7 +398,7 @@ def test_squares_that_do_not_fit(options: dict[str, int], keys: int, message: st
     ("name", "options", "causal"),
     [
         pytest.param("soft", {"landmarks": 8}, False, marks=pytest.mark.nightly),
-        ("soft", {"landmarks": 8, "normalised": True}, False),
+        pytest.param("soft", {"landmarks": 8, "normalised": True}, False, marks=pytest.mark.nightly),
         pytest.param("linear", {}, False, marks=pytest.mark.nightly),
         ("linear", {}, True),
     ],

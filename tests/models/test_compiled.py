@@ -60,7 +60,8 @@ def test_autocast_rounds_as_it_does_uncompiled(name: str) -> None:
     assert_close(found, expected, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_other_parameters_put_in_by_torch_func_count(backend: str) -> None:
     """Weights of an average of models, say, in the compiled code of one of them."""
     model = one_layer().eval()

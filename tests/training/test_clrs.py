@@ -283,6 +283,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return compiled
 
 
+@pytest.mark.nightly
 def test_a_third_length_compiles_nothing(data: ClrsData, tmp_path: Path, graphs: list[Any]) -> None:
     torch.compiler.reset()
     batches = [padded([example] * 2) for example in (*data.train, *data.test)]

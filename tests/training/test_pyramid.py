@@ -150,6 +150,7 @@ def test_the_card_of_a_training_that_failed() -> None:
     assert record["problem"] in model_card(record, CLASSES, SIDE, "", "")
 
 
+@pytest.mark.nightly
 def test_compiled_layers_train_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = settings(normalizer="linear", layers=3, epochs=1)
     images = generated_textures(32, 16, SIDE)

@@ -23,6 +23,7 @@ def test_a_step_is_one_graph(normalizer: str) -> None:
         torch.testing.assert_close(graph(batch)[0], _loss(models, batch, recipe)[0])
 
 
+@pytest.mark.nightly
 def test_bfloat16_is_for_the_products_in_training_alone() -> None:
     small = {"batch": 24, "width": 16, "learning_rate": 1e-2}
     ours, theirs = (trained(dtype=dtype, steps=2, **small).models.state_dict() for dtype in ("bfloat16", "float32"))
