@@ -4,12 +4,15 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 import attnorm
 from attnorm.engines import sparse
 from attnorm.engines.inputs import validate_inputs
 from attnorm.kernels import threshold
+from attnorm.kernels.threshold_maps import add_tile, no_leaders
 from attnorm.normalizers import Normalizer
 from tests.attention.kernel_calls import (
     DEVICE,
@@ -100,8 +103,29 @@ def test_backward_finds_the_tiles_of_forward_though_its_own_differ(dtype: torch.
     assert 0 < seen.sum() < 150
 
 
+@triton.jit
+def _add_two_tiles(gaps, best, first, second, level, SKIPS: tl.constexpr):
+    """Add two tiles of 4 rows and 8 equal logits; store the sum of the second leaders that are finite."""
+    leaders, peak = no_leaders(4, 4), tl.full([4], float("-inf"), tl.float32)
+    size = tl.full([4], 1.0, tl.float32)
+    for tile in tl.static_range(2):
+        logits = tl.full([4, 4], 0.0, tl.float32) + (second if tile else first)
+        leaders, peak = add_tile(leaders, peak, logits, logits, size, level, gaps, tile * 8, 8, SKIPS)
+    tl.store(best, tl.sum(tl.sum(tl.where(leaders.two > float("-inf"), leaders.two, 0.0), 1), 0))
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_tiles_below_the_level_are_not_compared_with_the_leaders(skips: bool) -> None:
+    """The second tile lies 1.5 below the first: above a level of -2, below one of -1."""
+    for level, compared in ((-2.0, True), (-1.0, not skips)):
+        gaps, best = torch.zeros(2, device=DEVICE), torch.zeros(1, device=DEVICE)
+        _add_two_tiles[(1,)](gaps, best, 5.0, 3.5, level, SKIPS=skips)
+        assert best.item() == (16 * 3.5 if compared else 0)
+        assert gaps.tolist() == [0.0, -1.5]
+
+
 @pytest.mark.parametrize("name", ["entmax15", "entmax", "kneemax"])
-def test_far_tiles_of_long_rows_are_left_out_of_the_leaders(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_rows_without_their_far_tiles_are_as_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here rows count as long from one key on. Weights lie in one tile of three, at either end."""
     monkeypatch.setattr("attnorm.kernels.threshold.LONG_ROWS", 1)
     q, k, v = draw((1, 1, 1, 70, 190, 16, 16))
