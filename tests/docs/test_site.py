@@ -2,6 +2,7 @@
 
 import html
 import re
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,9 @@ mkdocs_config = pytest.importorskip("mkdocs.config")
 mkdocs_build = pytest.importorskip("mkdocs.commands.build")
 for needed in ("material", "mkdocstrings_handlers.python", "latex2mathml", "ziamath"):  # the extra [docs]
     pytest.importorskip(needed)
+for group, name in (("themes", "material"), ("plugins", "material/offline"), ("plugins", "mkdocstrings")):
+    if not entry_points(group=f"mkdocs.{group}", name=name):  # the files are there, mkdocs does not know them
+        pytest.skip(f"mkdocs.{group} has no {name!r}; install attnorm[docs]", allow_module_level=True)
 
 ROOT = Path(__file__).resolve().parents[2]
 
