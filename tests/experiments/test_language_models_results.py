@@ -10,7 +10,7 @@ from attnorm.experiments.language_models.results import (
     all_tables,
     contenders,
     learned_parameters,
-    most_different_length,
+    most_informative_length,
     rank_correlation,
     summary,
     wilson_interval,
@@ -122,8 +122,10 @@ def test_models_are_compared_where_they_differ() -> None:
     made = [line for line in lines() if line["stage"] == "measure" and line["seed"] == 0]
     made += [asked("softmax", 1.0, 0.4, 0.0), asked("ssmax", 0.9, 0.1, 0.0)]
     found = contenders(made)
-    assert most_different_length(found) == 16
-    assert most_different_length([]) is None
+    assert most_informative_length(found) == 16
+    assert most_informative_length([]) is None
+    nothing = {**made[0], "normalizer": "linear"}
+    assert most_informative_length(contenders([*made, nothing, asked("linear", 0.0, 0.0, 0.0)])) == 16
     assert {one.name: one.questions for one in found} == {"softmax": 10, "ssmax": 10}
     text = all_tables(made)
     assert "| normalizer | entropy / log n | % keys at 16 | 95 % |" in text

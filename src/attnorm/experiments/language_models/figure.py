@@ -1,7 +1,8 @@
 """Draw losses, keys found and entropy of models that differ in their normalizer, and their training losses."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean, median
 from string import ascii_lowercase
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from attnorm.experiments.language_models.results import LMContender, main_runs, most_different_length, wilson_interval
+from attnorm.experiments.language_models.results import LMContender, main_runs, most_informative_length, wilson_interval
 from attnorm.experiments.language_models.workspace import SOFTMAX
 from attnorm.figures import INK, PALE, letter, note, tidy
 
@@ -56,18 +57,16 @@ def _draw_losses(axes: Axes, models: Sequence[LMContender], length: int, *, name
     texts = list(models[0].losses)
     far = FAR_OFF * median(model.losses[text][length].mean for model in models for text in texts)
     for row, model in enumerate(models):
-        off = []
-        for text, look in zip(texts, LOOKS, strict=False):
-            spread = model.losses[text][length]
-            if spread.mean > far:
-                off.append(f"{spread.mean:.2f}")
-                continue
+        spreads = {text: model.losses[text][length] for text in texts}
+        if min(spread.mean for spread in spreads.values()) > far:
+            off = ", ".join(f"{spread.mean:.2f}" for spread in spreads.values())
+            axes.text(0.98, row, f"{off} →", transform=axes.get_yaxis_transform(), ha="right", va="center")
+            continue
+        for (text, spread), look in zip(spreads.items(), LOOKS, strict=False):
             axes.plot(spread.mean, row, linestyle="", label=text if row == 0 else None, **look)
             if spread.half:
                 ends = (spread.mean - spread.half, spread.mean + spread.half)
                 axes.plot(ends, (row, row), color=look["color"], linewidth=1.2)
-        if off:
-            axes.text(0.98, row, f"{', '.join(off)} →", transform=axes.get_yaxis_transform(), ha="right", va="center")
     for model in (model for model in models if model.name == SOFTMAX):
         for text, look in zip(texts, LOOKS, strict=False):
             axes.axvline(model.losses[text][length].mean, color=look["color"], linewidth=0.7, linestyle=":", zorder=0)
@@ -83,7 +82,18 @@ def _format_rows(axes: Axes, models: Sequence[LMContender], *, named: bool) -> N
 
 
 def _numbered_names(models: Sequence[LMContender]) -> list[str]:
-    return [f"{model.name}  {row}" for row, model in enumerate(models, 1)]
+    short = _short_names(model.normalizer for model in models)
+    return [
+        f"{model.name.replace(model.normalizer, short[model.normalizer], 1)}  {row}"
+        for row, model in enumerate(models, 1)
+    ]
+
+
+def _short_names(normalizers: Iterable[str]) -> dict[str, str]:
+    """Return the names without their options where no other normalizer has the same name."""
+    names = {normalizer: normalizer.partition(":")[0] for normalizer in normalizers}
+    taken = Counter(names.values())
+    return {normalizer: name if taken[name] == 1 else normalizer for normalizer, name in names.items()}
 
 
 def _draw_keys(axes: Axes, models: Sequence[LMContender]) -> str:
@@ -112,7 +122,7 @@ def _draw_keys(axes: Axes, models: Sequence[LMContender]) -> str:
 
 def _draw_depths(axes: Axes, models: Sequence[LMContender]) -> str:
     """Draw keys found, one row per model and one column per position of the key."""
-    length = most_different_length(models)
+    length = most_informative_length(models)
     assert length is not None
     depths = sorted({depth for model in models for depth in model.by_depth.get(length, ())})
     shares = [[model.by_depth.get(length, {}).get(depth, math.nan) for depth in depths] for model in models]
@@ -133,7 +143,7 @@ def _draw_depths(axes: Axes, models: Sequence[LMContender]) -> str:
 
 
 def _draw_entropy(axes: Axes, models: Sequence[LMContender]) -> str:
-    length = most_different_length(models)
+    length = most_informative_length(models)
     assert length is not None
     points: dict[tuple[float, float], list[int]] = {}
     for row, model in enumerate(models):
@@ -160,10 +170,11 @@ def course_figure(lines: Sequence[Mapping[str, Any]]) -> Figure:
     softmax = next((_losses_by_tokens(run) for run in runs if run["normalizer"] == SOFTMAX), {})
     figure = Figure(figsize=(9.0, 3.6) if softmax else (5.4, 3.6), layout="constrained")
     panels = figure.subplots(1, 2 if softmax else 1, squeeze=False)[0]
+    short = _short_names(run["normalizer"] for run in runs)
     for number, run in enumerate(runs):
         look = {"color": COLOURS[number % len(COLOURS)], "linestyle": LINES[number // 3 % len(LINES)]}
         losses = _losses_by_tokens(run)
-        panels[0].plot([count / 1e6 for count in losses], list(losses.values()), label=run["normalizer"], **look)
+        panels[0].plot([count / 1e6 for count in losses], list(losses.values()), label=short[run["normalizer"]], **look)
         if softmax and run["normalizer"] != SOFTMAX:
             above = {n: loss - softmax[n] for n, loss in losses.items() if n in softmax}
             tokens, differences = _smooth(above)

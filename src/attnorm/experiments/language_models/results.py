@@ -143,11 +143,18 @@ def _largest(lines: Sequence[Line], name: str) -> float | None:
     return max(values, default=None)
 
 
-def most_different_length(models: Sequence[LMContender]) -> int | None:
-    """Return the length at which the shares of keys found differ most between models; None if not measured."""
+def most_informative_length(models: Sequence[LMContender]) -> int | None:
+    """Return the length at which shares of keys found are farthest from none and all; None if not measured.
+
+    It maximises the sum of p (1 - p). A model that finds no key at any length does not count.
+    """
     shares_found = [model.keys_found for model in models if model.keys_found]
-    ranges = {n: [by_length[n].mean for by_length in shares_found] for n in (shares_found[0] if shares_found else ())}
-    return max(ranges, key=lambda n: max(ranges[n]) - min(ranges[n]), default=None)
+    lengths = shares_found[0] if shares_found else ()
+    return max(
+        lengths,
+        key=lambda n: sum(by_length[n].mean * (1 - by_length[n].mean) for by_length in shares_found),
+        default=None,
+    )
 
 
 def wilson_interval(share: float, questions: int) -> tuple[float, float]:
@@ -270,8 +277,8 @@ def needle_table(models: Sequence[LMContender]) -> str:
 
 
 def depth_table(models: Sequence[LMContender]) -> str:
-    """Return the percentage of keys found by position, at the length where models differ most."""
-    length = most_different_length(models)
+    """Return the percentage of keys found by position, at the most informative length."""
+    length = most_informative_length(models)
     looked = [model for model in models if length is not None and model.by_depth.get(length)]
     if length is None or not looked:
         return ""
@@ -319,8 +326,8 @@ def attention_table(models: Sequence[LMContender]) -> str:
 
 
 def recall_table(models: Sequence[LMContender]) -> str:
-    """Return keys found at the length where models differ most, with a 95 % interval; lowest entropy first."""
-    length = most_different_length(models)
+    """Return keys found at the most informative length, with a 95 % interval; lowest entropy first."""
+    length = most_informative_length(models)
     if length is None:
         return ""
     tested = [model for model in models if model.keys_found and "entropy_ratio" in model.attention]
@@ -418,7 +425,7 @@ def summary(models: Sequence[LMContender]) -> str:
 
 
 def _describe_correlation(models: Sequence[LMContender]) -> str:
-    length = most_different_length(models)
+    length = most_informative_length(models)
     assert length is not None
     pairs = [
         (model.attention["entropy_ratio"], model.keys_found[length].mean)
