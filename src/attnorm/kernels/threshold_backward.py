@@ -78,6 +78,9 @@ def backward(
     return grad_q, grad_k, grad_v, grad_factor, grad_parameter
 
 
+ONES = tl.constexpr(8)  # columns of the narrowest product of the matrix units
+
+
 class RowPointers(NamedTuple):
     """Pointers to the numbers of the rows of a head."""
 
@@ -131,13 +134,13 @@ def backward_queries(
     tl.debug_barrier()
 
     found = tl.zeros([ROWS, WIDTH], tl.float32)
-    found_factor = tl.zeros([ROWS], tl.float32)
+    SHARED: tl.constexpr = q.dtype.element_ty != tl.float32 and not PENALISED
+    found_factor = tl.zeros([ROWS, ONES] if SHARED else [ROWS], tl.float32)
     found_parameter = tl.zeros([ROWS], tl.float32)
     factor_of = factor[:, None] if FACTORED else unit
     # The gradient of a row's factor is the sum of ds (product - middle). The gradients ds of a row sum to 0 except for
     # the rounding of delta, which products far from 0 would amplify. SHARED: the sum of ds product is <q, found>, whose
     # ds are rounded; so are those that are summed, or the middle would amplify the difference.
-    SHARED: tl.constexpr = q.dtype.element_ty != tl.float32 and not PENALISED
     middle = tl.where(factor == 0, 0.0, peak / tl.where(factor == 0, 1.0, factor))[:, None]
     for edge in tl.static_range(2):
         found, found_factor, found_parameter = _fold_queries(
@@ -147,7 +150,8 @@ def backward_queries(
         )  # fmt: skip
     if FACTORED:
         if SHARED:
-            found_factor = tl.sum(q_tile.to(tl.float32) * found, 1) - tl.sum(middle, 1) * found_factor
+            total = tl.sum(found_factor, 1) * (1.0 / ONES)
+            found_factor = tl.sum(q_tile.to(tl.float32) * found, 1) - tl.sum(middle, 1) * total
         tl.store(grad_factor + row_at, found_factor * (slope * unit), mask=inside)
     if LEARNED:
         tl.store(grad_parameter + row_at, -found_parameter / (a * a), mask=inside)
@@ -177,7 +181,11 @@ def _fold_queries(
         ds = u * (dp - delta)
         rounded = ds.to(k_tile.dtype)
         if FACTORED:
-            grad_factor += tl.sum(rounded.to(tl.float32) if SHARED else ds * (dot - middle), 1)
+            if SHARED:  # summed by the matrix units: to convert them back would take longer than the rest of the loop
+                ones = tl.full([C.COLUMNS, ONES], 1.0, k_tile.dtype)
+                grad_factor = tl.dot(rounded, ones, grad_factor, input_precision=C.PRECISION)
+            else:
+                grad_factor += tl.sum(ds * (dot - middle), 1)
         if LEARNED:
             grad_parameter += tl.sum(_by_alpha(x, u, a) * (dp - delta), 1)
         grad_q = tl.dot(rounded, k_tile, grad_q, input_precision=C.PRECISION)
