@@ -1,17 +1,20 @@
 """The command line: JSON that parses, exit codes that mean what they say, errors that help."""
 
 import json
+import re
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 import attnorm
 from attnorm.bench import suites
-from attnorm.bench.results import Ratio
+from attnorm.bench.results import Benchmarks, Ratio
+from attnorm.bench.timing import this_machine
 from attnorm.cli import app, machine
 from tests.fresh import run_fresh
 
@@ -104,6 +107,7 @@ def test_dispersion_prints_a_table(few: None) -> None:
         (["bench", "normalizers", "--threads", "0"], "threads"),
         (["bench", "--json", "--markdown"], "--markdown"),
         (["normaliser"], "normaliser"),
+        *((["train", task], "--out DIR") for task in ("clrs", "retrieval")),
     ],
 )
 def test_wrong_usage_exits_with_2_and_says_why(arguments: list[str], complaint: str) -> None:
@@ -118,6 +122,14 @@ def test_bench_exits_with_1_when_a_promise_is_missed(monkeypatch: pytest.MonkeyP
     result = runner.invoke(app, ["bench", "normalizers"])
     assert result.exit_code == 1
     assert "2x faster: missed" in result.stdout
+
+
+def test_bench_without_a_suite_says_first_what_it_runs_and_how_to_run_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suites, "run_benchmarks", lambda *_, **__: Benchmarks(machine=this_machine()))
+    said = " ".join(runner.invoke(app, ["bench"]).stderr.split())
+    assert re.match(r"Running \d+ suites: normalizers, attention, .*many minutes.*attnorm bench NAME", said)
+    assert ("Skipping cuda-attention" in said) is not torch.cuda.is_available()
+    assert "Running" not in runner.invoke(app, ["bench", "normalizers"]).stderr
 
 
 def test_bench_prints_json_and_markdown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,9 +165,13 @@ def test_a_quick_benchmark_of_linear_cost_has_every_curve_and_error() -> None:
     assert sum("Newton" in cell for cell in first_cells) == 10
 
 
-def test_a_mixture_of_softmaxes_is_trained_and_its_rank_measured(tmp_path: Path) -> None:
-    model, out = str(tmp_path / "lm"), tmp_path / "heads"
-    _run("train", "lm", "--quick", "--output", "mos:3", "--width", "8", "--steps", "4", "--out", model)
+def test_a_mixture_of_softmaxes_is_trained_and_its_rank_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, out = "quick-lm", tmp_path / "heads"
+    monkeypatch.chdir(tmp_path)
+    trained = runner.invoke(app, ["train", "lm", "--quick", "--output", "mos:3", "--width", "8", "--steps", "4"])
+    assert (trained.exit_code, trained.stderr.splitlines()[-1]) == (0, f"wrote {model}"), trained.output
     _run("analyze", model, "--windows", "1", "--metrics", "output", "--larger", model, "--out", str(out))
     output = json.loads((out / "manifest.json").read_text())["output"]
     assert output["width"] == 8 < output["own"]["rank"] == output["larger"]["rank"]  # --width overrides --quick
@@ -211,7 +215,8 @@ def test_a_time_limit_that_leaves_models_untrained_is_exit_code_3(
     [
         (["fig1", "--minutes", "5"], "--minutes"),
         (["language-models", "--quick", "--whole"], "--whole needs --stage"),
-        (["language-models", "--size", "124M"], "--stage prepare"),
+        (["language-models", "--size", "124M"], "Invalid value: --size needs --stage. Run --stage prepare"),
+        (["language-models", "--size", "125M"], "--size: expected 30M or 124M, got '125M'. --size needs --stage"),
         (["language-models", "--quick", "--stage", "everything", "--whole"], "--minutes"),
         (["language-models", "--quick", "--stage", "main", "--whole", "--minutes", "5"], "second-seed"),
         (["clrs-text", "--quick", "--stage", "train", "--whole"], "--whole"),
@@ -222,7 +227,7 @@ def test_a_time_limit_that_leaves_models_untrained_is_exit_code_3(
 def test_limits_that_nothing_uses_are_refused(flags: list[str], named: str, tmp_path: Path) -> None:
     result = runner.invoke(app, ["reproduce", *flags, "--out", str(tmp_path / "out")])
     assert result.exit_code == 2, result.output
-    assert named in " ".join(result.stderr.split())
+    assert named in " ".join(result.stderr.replace("│", " ").split())
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import torch
 import typer
@@ -293,8 +293,8 @@ def bench(
 ) -> None:
     """Measure time and memory against the entmax package, torch SDPA, and dense and eager attention.
 
-    The suite cuda runs all suites whose names begin with cuda-. DIR/results.jsonl keeps what a run measured that was
-    cut short.
+    All suites together take many minutes, so choose one. The suite cuda runs all suites whose names begin with cuda-.
+    DIR/results.jsonl keeps what a run measured that was cut short.
 
     Exit code 1: a promised limit is exceeded.
 
@@ -311,6 +311,8 @@ def bench(
         if path is not None and not exists(path):
             kind = "folder" if exists is Path.is_dir else "file"
             raise typer.BadParameter(f"{option}: expected a {kind}, got {path}, which does not exist")
+    if suite == "all":
+        say(_all_suites(quick=quick))
     lines = None if out is None else out / "results.jsonl"
     with ProgressBar("measuring") as progress, usage_errors():
         if lines is not None:
@@ -347,3 +349,20 @@ def bench(
             say(f"wrote {save_growth_figure(growth, out)}")
     if results.missed:
         raise typer.Exit(1)
+
+
+def _all_suites(*, quick: bool) -> str:
+    """Say what `bench` without a suite runs, how long it takes, and how to run less."""
+    names = [name for name in get_args(Suite) if name not in ("cuda", "all")]
+    on_gpu = [name for name in names if name.startswith("cuda-") or (name == "training" and not quick)]
+    skipped = [] if torch.cuda.is_available() else on_gpu
+    measured = [name for name in names if name not in skipped]
+    sentences = [f"Running {len(measured)} suites: {', '.join(measured)}."]
+    if skipped:
+        sentences.append(f"Skipping {', '.join(skipped)}: this machine has no CUDA device.")
+    if not quick:
+        sentences.append(
+            "This takes many minutes; on a CPU linear alone does, with softmax at 65,536 tokens. "
+            "To run one suite: attnorm bench NAME. To try all with tiny sizes: attnorm bench --quick."
+        )
+    return " ".join(sentences)

@@ -191,7 +191,8 @@ def reproduce(
     if unused:
         stages = "--stage prepare --text FILE --valid FILE, then --stage everything"
         stages = "--stage train" if names == ["clrs-text"] else stages
-        raise typer.BadParameter(f"{unused[0]} needs --stage. Run {stages}, or remove {unused[0]}")
+        unknown = "" if size is None else _unknown_size(size)
+        raise typer.BadParameter(f"{unknown}{unused[0]} needs --stage. Run {stages}, or remove {unused[0]}")
     from attnorm.experiments.catalogue import MODEL, check_options, named
     from attnorm.experiments.experiment import ExperimentSubject, UnfinishedError
     from attnorm.experiments.run import INDEX
@@ -239,13 +240,19 @@ def _check_stage(names: list[str], not_used: dict[str, Any]) -> None:
         raise ValueError(f"--stage does not use {refused[0]}. Remove it.")
 
 
+def _unknown_size(size: str) -> str:
+    """Return a sentence that names the known sizes if `size` is none of them."""
+    from attnorm.experiments.language_models.workspace import SIZES
+
+    return "" if size in SIZES else f"--size: expected {' or '.join(SIZES)}, got {size!r}. "
+
+
 def _run_stage(stage: str, folder: Path, *, quick: bool, size: str | None, changes: list[str], **options: Any) -> bool:
     from attnorm.experiments.language_models.stages import run_stage
     from attnorm.experiments.language_models.workspace import QUICK, SIZES, change_plan, on_this_machine
 
     if size is not None and (quick or size not in SIZES):
         raise ValueError(f"expected --size {' or '.join(SIZES)} without --quick, got {size!r}")
-
     plan = on_this_machine(change_plan(QUICK if quick else SIZES[size or "30M"], changes))
     return run_stage(stage, folder, plan, log=_timed_log(), **options)
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from attnorm.arithmetic import ceil_div
 from attnorm.cli.analysis_options import check_minutes, numbers_of
 from attnorm.cli.output import Json, ProgressBar, add_command, failures, say, say_result, show, show_json, usage_errors
-from attnorm.cli.train_tasks import Dense, Device, TrainingDtype, WeightDecay, clrs, retrieval
+from attnorm.cli.train_tasks import Dense, Device, TrainingDtype, WeightDecay, clrs, retrieval, training_folder
 from attnorm.provenance import file_hash, recorded_command
 from attnorm.run_folder import make_writable, require_folder
 
@@ -37,7 +37,14 @@ _LM_QUICK: dict[str, Any] = {
 
 
 def lm(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the model; the same command resumes from it.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder for the model; the same command resumes from it.",
+            show_default="with --quick: quick-lm",
+        ),
+    ] = None,
     texts: Annotated[
         list[Path] | None,
         typer.Argument(metavar="TEXT", help="Text files to train on, plain or .xz.", show_default="none"),
@@ -117,7 +124,7 @@ def lm(
     same number of parameters, and its rank cannot. training.json names the width at which a plain model has as many.
 
     Example: attnorm train lm book.txt --valid other.txt --normalizer ssmax --output mos:4 --out my-lm; to try it
-    without a text: attnorm train lm --quick --output mos:3 --out tiny
+    without a text: attnorm train lm --quick --output mos:3
     """
     import torch
 
@@ -132,6 +139,7 @@ def lm(
         by_layer = RecipeFile({}) if recipe is None else read_recipe_file(recipe)
         if quick == bool(texts or valid) or bool(texts) != bool(valid):
             raise ValueError("expected TEXT together with --valid FILE, or --quick alone")
+        out = training_folder(out, "lm", quick=quick)
         if steps is not None and tokens is not None:
             raise ValueError("expected --steps or --tokens, got both")
         sizes: dict[str, Any] = {
@@ -171,12 +179,12 @@ def lm(
         return
     if as_json:
         show_json(record)
-        return
-    from attnorm.training.lm.export import rise_in_words
+    else:
+        from attnorm.training.lm.export import rise_in_words
 
-    show(_loss_table(record["result"]))
-    if record["result"]["rise"]:
-        say(f"warning: the loss rose: {rise_in_words(record['result']['rise'])}")
+        show(_loss_table(record["result"]))
+        if record["result"]["rise"]:
+            say(f"warning: the loss rose: {rise_in_words(record['result']['rise'])}")
     say(f"wrote {out}")
 
 
@@ -305,7 +313,14 @@ def _keys_found(record: dict[str, Any]) -> Table:
 
 
 def vision(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the model and its record; must not exist.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder for the model and its record; must not exist.",
+            show_default="with --quick: quick-vision",
+        ),
+    ] = None,
     images: Annotated[
         Path | None,
         typer.Argument(
@@ -360,6 +375,7 @@ def vision(
             raise ValueError(
                 "expected IMAGES or --quick, got both" if quick else "expected IMAGES or --quick, got none"
             )
+        out = training_folder(out, "vision", quick=quick)
         if dtype not in (None, "float32", "bfloat16"):
             raise ValueError(f"--dtype: expected float32 or bfloat16, got {dtype!r}")
         sizes = {"--layers": layers, "--heads": heads, "--width": width, "--epochs": epochs, "--batch": batch}
@@ -415,8 +431,7 @@ def vision(
         save_vit(model, record, datasets.train.side, out, images=source, command=recorded_command())
     if as_json:
         show_json(record)
-        return
-    if record["problem"]:
+    elif record["problem"]:
         say(f"warning: training stopped: {record['problem']}")
     else:
         share = record["correct"] / record["tested_on"]

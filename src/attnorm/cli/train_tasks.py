@@ -28,6 +28,14 @@ TrainingDtype = Annotated[
 Dense = Annotated[bool, typer.Option("--dense", help="Compute whole weight matrices; often faster.")]
 WeightDecay = Annotated[float, typer.Option(help="Weight decay of AdamW, on matrices only.")]
 
+
+def training_folder(out: Path | None, task: str, *, quick: bool) -> Path:
+    """Return the folder of a run: --out, or quick-TASK in the current folder for a run with --quick."""
+    if out is None and not quick:
+        raise ValueError("expected --out DIR, the folder to write to, got none. Only --quick chooses one.")
+    return out or Path(f"quick-{task}")
+
+
 # Defaults with --quick.
 _RETRIEVAL_QUICK: dict[str, Any] = {
     "seeds": 3, "steps": 400, "batch": 64, "width": 32, "learning_rate": 3e-3, "sizes": "16,64,256,1024", "sets": 256,
@@ -39,7 +47,14 @@ _RETRIEVAL_FULL: dict[str, Any] = {
 
 
 def retrieval(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the results; the same command resumes from it.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder for the results; the same command resumes from it.",
+            show_default="with --quick: quick-retrieval",
+        ),
+    ] = None,
     normalizers: Annotated[
         str, typer.Option(metavar="NAME,NAME,...", help="Normalizers to train with, options as in topk:k=4.")
     ] = "softmax,ssmax,entmax15",
@@ -97,6 +112,7 @@ def retrieval(
         from attnorm.training.retrieval.evaluate import Trials, summarise
         from attnorm.training.retrieval.train import train_retrieval
 
+        out = training_folder(out, "retrieval", quick=quick)
         usual = _RETRIEVAL_QUICK if quick else _RETRIEVAL_FULL
         options = {"seeds": seeds, "steps": steps, "batch": batch, "width": width, "learning_rate": lr, "sets": sets}
         settings = usual | {name: value for name, value in options.items() if value is not None}
@@ -116,10 +132,10 @@ def retrieval(
     rows = summarise(results.records)
     if as_json:
         show_json([{"task": task, **row.as_dict()} for row in rows])
-        return
-    from attnorm.training.retrieval.evaluate import tables
+    else:
+        from attnorm.training.retrieval.evaluate import tables
 
-    show(tables(task, rows))
+        show(tables(task, rows))
     say(f"wrote {out}")
 
 
@@ -204,7 +220,14 @@ _GENERATED_TEST = 32  # questions per algorithm and size
 
 
 def clrs(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the run; the same command resumes from it.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder for the run; the same command resumes from it.",
+            show_default="with --quick: quick-clrs",
+        ),
+    ] = None,
     train: Annotated[
         Path | None,
         typer.Argument(metavar="TRAIN", help="Training questions, .jsonl or .jsonl.xz.", show_default="none"),
@@ -290,6 +313,7 @@ def clrs(
         from attnorm.training.clrs.evaluate import ClrsTests
         from attnorm.training.clrs.train import ClrsBase, ClrsRecipe, train_clrs, with_normalizer
 
+        out = training_folder(out, "clrs", quick=quick)
         options = {
             "steps": steps, "batch": batch, "lr": lr, "warmup": warmup, "layers": layers, "heads": heads,
             "width": width, "held_out": held_out,
@@ -324,9 +348,9 @@ def clrs(
         )  # fmt: skip
     if as_json:
         show_json(record)
-        return
-    for name, cells in record["result"]["exact"].items():
-        show(_clrs_table(name, cells))
+    else:
+        for name, cells in record["result"]["exact"].items():
+            show(_clrs_table(name, cells))
     say(f"wrote {out}")
 
 
