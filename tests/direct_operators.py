@@ -35,6 +35,7 @@ OPERATORS = {
     "and": np.bitwise_and,
     "or": np.bitwise_or,
 }
+FUNCTIONS = {"abs": np.abs, "exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2, "sqrt": np.sqrt}
 # What a Python number becomes beside a tensor of this type; beside any other, Triton decides.
 NUMBERS: dict[str, dict[type, Any]] = {
     "fp32": {int: np.float32, float: np.float32},
@@ -55,7 +56,7 @@ def direct_operators(interpreter: Any) -> dict[tuple[Any, str], Callable[[Plain]
     """By class or module and name, what makes an operator of the interpreter a direct one."""
     language, core = interpreter.tl, interpreter.tl.core
     direct = _Direct(core.tensor, core.constexpr, interpreter.TensorHandle)
-    remembered = _Remembered(direct, (core.dtype, interpreter.InterpretedFunction))
+    remembered = _Remembered(direct, (core.dtype, interpreter.InterpretedFunction), core.tuple)
     found: dict[tuple[Any, str], Callable[[Plain], Plain]] = {}
     for name, compute in OPERATORS.items():
         found[core.tensor, f"__{name}__"] = direct.operator(name, compute)
@@ -64,7 +65,12 @@ def direct_operators(interpreter: Any) -> dict[tuple[Any, str], Callable[[Plain]
     found[core.tensor, "to"] = direct.cast
     load, dot, reduce = remembered(_load(interpreter)), remembered(_dot), remembered(_reduce(language.standard))
     arange, full, reshape, trans = (remembered(one) for one in (_constant, _constant, _reshape, _trans))
+    permute, store = remembered(_permute), direct.store(interpreter)
+    elementwise = {name: remembered(_elementwise(function)) for name, function in FUNCTIONS.items()}
     for where in (language, core):
+        found |= {(where, name): function for name, function in elementwise.items()}
+        found |= {(where, "store"): store, (where, "split"): direct.split, (where, "cast"): direct.cast}
+        found |= {(where, "expand_dims"): reshape, (where, "permute"): permute}
         found |= {(where, "load"): load, (where, "dot"): dot, (where, "reduce"): reduce, (where, "arange"): arange}
         found |= {(where, "full"): full, (where, "reshape"): reshape, (where, "trans"): trans}
         found[where, "where"] = direct.choice
@@ -83,6 +89,10 @@ def _advance(width: int, pointers: Any, offset: Any) -> Any:
     return pointers + width * offset.astype(np.uint64)
 
 
+def _retreat(width: int, pointers: Any, offset: Any) -> Any:
+    return pointers - width * offset.astype(np.uint64)
+
+
 class _Direct:
     def __init__(self, tensor: Any, constexpr: Any, handle: Any) -> None:
         self.tensor, self.constexpr, self.handle = tensor, constexpr, handle
@@ -92,6 +102,8 @@ class _Direct:
         chosen: dict[str, Compute] = dict.fromkeys(suitable, compute)
         if compute is np.add:
             chosen["pointer"] = _advance
+        elif compute is np.subtract:
+            chosen["pointer"] = _retreat
         return self._binary(chosen.get)
 
     def extreme(self, core: Any, of_floats: Compute, propagating: Compute) -> Callable[[Plain], Plain]:
@@ -144,8 +156,11 @@ class _Direct:
         """`where` of a boolean condition."""
         known: dict[Any, Any] = {}
         tensor, constexpr, like = self.tensor, self.constexpr, self._like
+        numbers = {(float, "fp32"): _single, (int, "int32"): np.int32}
 
         def operate(condition: Any, left: Any, right: Any) -> Any:
+            if type(condition) is constexpr:
+                condition = condition.value
             if type(left) is constexpr:
                 left = left.value
             if type(right) is constexpr:
@@ -158,9 +173,11 @@ class _Direct:
             found = known.get(key)
             if found is None:
                 result = plain(condition, left, right)
-                boolean = type(condition) is tensor and condition.dtype.name == "int1"
-                if boolean and type(left) is float and type(right) is float and result.dtype.name == "fp32":
-                    plan = np.where, _single, _single
+                tensors = type(condition) is tensor
+                boolean = condition.dtype.name == "int1" if tensors else type(condition) is bool
+                number = numbers.get((type(left), result.dtype.name)) if type(left) is type(right) else None
+                if boolean and tensors and number is not None:
+                    plan = np.where, number, number
                 else:
                     plan = self._plan(lambda kind: np.where if boolean and kind in NUMBERS else None, left, right)
                 known[key] = *plan, result, condition, left, right
@@ -170,18 +187,20 @@ class _Direct:
                 return plain(condition, left, right)
             a = left.handle.data if left_number is None else left_number(left)
             b = right.handle.data if right_number is None else right_number(right)
-            return like(result, compute(condition.handle.data, a, b))
+            return like(result, compute(condition.handle.data if type(condition) is tensor else condition, a, b))
 
         return operate
 
     def cast(self, plain: Plain) -> Plain:
         """`x.to(dtype)`."""
         known: dict[Any, Any] = {}
-        like = self._like
+        tensor, constexpr, like = self.tensor, self.constexpr, self._like
 
         def operate(given: Any, dtype: Any, *options: Any, **named: Any) -> Any:
-            if options or named:
+            if options or named or type(given) is not tensor:
                 return plain(given, dtype, *options, **named)
+            if type(dtype) is constexpr:
+                dtype = dtype.value
             if given.dtype is dtype:
                 return given
             key = id(given.type), id(dtype)
@@ -216,6 +235,60 @@ class _Direct:
 
         return operate
 
+    def split(self, plain: Plain) -> Plain:
+        """A block in two, along its last axis."""
+        known: dict[Any, Any] = {}
+        like = self._like
+
+        def operate(given: Any) -> Any:
+            found = known.get(id(given.type))
+            if found is None:
+                result = plain(given)
+                known[id(given.type)] = len(given.shape) > 1, *result, given
+                return result
+            several, first, second, _ = found
+            data = given.handle.data
+            return (like(first, data[..., 0]), like(second, data[..., 1])) if several else plain(given)
+
+        return operate
+
+    def store(self, interpreter: Any) -> Callable[[Plain], Plain]:
+        """A block into memory of its type, or of one that is a cast of numpy away."""
+        tensor, write = self.tensor, interpreter._interpreter.store
+
+        def replace(plain: Plain) -> Plain:
+            known: dict[Any, Any] = {}
+
+            def operate(pointer: Any, value: Any, mask: Any = None, **options: Any) -> Any:
+                if options or type(value) is not tensor or not (mask is None or type(mask) is tensor):
+                    return plain(pointer, value, mask, **options)
+                key = id(pointer.type), id(value.type), None if mask is None else id(mask.type)
+                found = known.get(key)
+                if found is None:
+                    result = plain(pointer, value, mask)
+                    known[key] = self._stored(interpreter, pointer, value, mask), result, pointer, value, mask
+                    return result
+                (shape, dtype), result, *_ = found
+                if shape is None:
+                    return plain(pointer, value, mask)
+                seen = np.True_ if mask is None else mask.handle.data
+                given = (pointer.handle.data, value.handle.data.astype(dtype, copy=False), seen)
+                write(*(one if one.shape == shape else np.broadcast_to(one, shape) for one in given))
+                return result
+
+            return operate
+
+        return replace
+
+    def _stored(self, interpreter: Any, pointer: Any, value: Any, mask: Any) -> tuple[Any, Any]:
+        """Shape and dtype of what is written, None if Triton has to cast or to check it."""
+        kind, wanted = value.dtype.name, getattr(pointer.dtype, "element_ty", None)
+        usual = wanted is not None and (kind == wanted.name or (kind, wanted.name) in CASTS) and kind in NUMBERS
+        blocks = pointer.type.is_block() and all(one is None or one.type.is_block() for one in (value, mask))
+        if not (usual and blocks) or kind == "int1" or (mask is not None and mask.dtype.name != "int1"):
+            return None, None
+        return pointer.type.sizes, interpreter._get_np_dtype(wanted)
+
     def _plan(self, choose: Callable[[str], Compute | None], left: Any, right: Any) -> tuple[Any, Any, Any]:
         """The function of arrays, None if Triton has to compute it, and what makes each operand a number."""
         if type(left) is self.tensor and left.dtype.is_ptr():
@@ -228,6 +301,8 @@ class _Direct:
         kinds = {one.dtype.name for one in (left, right) if type(one) is self.tensor}
         if kinds == {"int32", "int64"}:
             kinds = {"int64"}  # numpy casts these two as Triton does
+        elif kinds == {"fp32", "fp64"}:
+            kinds = {"fp64"}
         (kind,) = kinds if len(kinds) == 1 else ("several",)
         if kind not in NUMBERS:
             return None, None, None
@@ -253,8 +328,8 @@ class _Remembered:
     or None, if Triton has to compute it.
     """
 
-    def __init__(self, direct: _Direct, named: tuple[type, ...]) -> None:
-        self.direct, self.named = direct, named
+    def __init__(self, direct: _Direct, named: tuple[type, ...], shape: type) -> None:
+        self.direct, self.named, self.shape = direct, named, shape
 
     def __call__(self, prepare: Callable[..., Compute | None]) -> Callable[[Plain], Plain]:
         known: dict[Any, Any] = {}
@@ -290,7 +365,7 @@ class _Remembered:
             return kind, given
         if kind is float:
             return repr(given)  # -0.0 is another number than 0.0
-        if kind in (list, tuple):
+        if kind in (list, tuple, self.shape):
             keys = tuple(map(self._key, given))
             return OTHER if OTHER in keys else keys
         return id(given) if isinstance(given, self.named) else OTHER
@@ -346,6 +421,15 @@ def _reshape(result: Any, *given: Any, **options: Any) -> Compute:
 
 def _trans(result: Any, given: Any, *dims: Any) -> Compute | None:
     return None if dims else lambda data: np.swapaxes(data, -1, -2)
+
+
+def _permute(result: Any, given: Any, *dims: Any) -> Compute:
+    order = [getattr(one, "value", one) for one in (dims if len(dims) > 1 else dims[0])]
+    return lambda data: np.transpose(data, order)
+
+
+def _elementwise(function: Compute) -> Callable[..., Compute | None]:
+    return lambda result, given: function if given.dtype.name in ("fp32", "fp64") else None
 
 
 def _reduce(standard: Any) -> Callable[..., Compute | None]:

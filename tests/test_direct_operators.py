@@ -103,6 +103,9 @@ def test_choices(language: Any) -> None:
     for condition in conditions:
         _compare(language, lambda tl, condition=condition: lambda a, b: tl.where(condition, a, b), 2)
         _compare(language, lambda tl, condition=condition: lambda a: tl.where(condition, 0.5, float("-inf")), 1)
+        _compare(language, lambda tl, condition=condition: lambda a: tl.where(condition, 3, -1), 1)
+    for chosen in (True, False, language.tl.constexpr(True)):
+        _compare(language, lambda tl, chosen=chosen: lambda a, b: tl.where(chosen, a, b), 2)
 
 
 def test_new_axes_and_casts(language: Any) -> None:
@@ -110,6 +113,42 @@ def test_new_axes_and_casts(language: Any) -> None:
     _compare(language, lambda tl: lambda a: a[None, :], 1)
     for name in ("float32", "float64", "int32", "int64", "int1"):
         _compare(language, lambda tl, name=name: lambda a: a.to(getattr(tl, name)), 1)
+        _compare(language, lambda tl, name=name: lambda a: tl.cast(a, getattr(tl, name)), 1)
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
+@pytest.mark.parametrize("name", ["abs", "exp", "exp2", "log", "log2", "sqrt", "expand_dims"])
+def test_functions(language: Any, name: str) -> None:
+    further = (0,) if name == "expand_dims" else ()
+    _compare(language, lambda tl: lambda a: getattr(tl, name)(a, *further), 1)
+
+
+def test_stores(language: Any) -> None:
+    tl = language.tl
+
+    def block(data: Any, dtype: Any) -> Any:
+        return tl.tensor(language.TensorHandle(data, dtype), tl.block_type(dtype, list(data.shape)))
+
+    mask = block(np.arange(8).reshape(2, 4) % 3 > 0, tl.int1)
+    row = block(np.array([[True, False, True, True]]), tl.int1)
+    for name, kind in KINDS.items():
+        for target, memory in (("float32", np.float32), (name, kind), ("int64", np.int64)):
+            written: list[Any] = []
+            for direct in (False, True):
+                stored = np.zeros(8, memory)
+                type_ = tl.pointer_type(getattr(tl, target))
+                at = block(stored.ctypes.data + stored.itemsize * np.arange(8, dtype=np.uint64).reshape(2, 4), type_)
+                with Launch(language, direct) as launched:
+                    for number, options in enumerate(({}, {"mask": mask}, {"mask": row}, {"eviction_policy": ""})):
+                        for shape in ((2, 4), (2, 1)):
+                            for _ in range(2):  # the second one is direct
+                                data = 1.5 * np.arange(1, 1 + np.prod(shape)).reshape(shape) + number
+                                launched.store(at, block(data.astype(kind), getattr(tl, name)), **options)
+                            written.append(stored.copy())
+                            stored[:] = 0
+            half = len(written) // 2
+            assert np.array_equal(written[:half], written[half:]), (name, target)
+            assert np.any(written)
 
 
 def test_loads(language: Any) -> None:
@@ -166,6 +205,14 @@ def test_products_reductions_and_forms(language: Any) -> None:
         _compare_calls(language, lambda tl, a=left: tl.trans(a, 1, 0))
         _compare_calls(language, lambda tl, a=left: tl.reshape(a, [64, 8]))
         _compare_calls(language, lambda tl, a=left: tl.reshape(a, 4, 8, 16))
+        cube, pair = made(4, 2, 2), made(2)
+        for order in ((2, 0, 1), (0, tl.constexpr(2), 1)):
+            _compare_calls(language, lambda tl, a=cube, order=order: tl.permute(a, order))
+            _compare_calls(language, lambda tl, a=cube, order=order: tl.permute(a, *order))
+        for half in (0, 1):
+            _compare_calls(language, lambda tl, a=cube, half=half: tl.split(a)[half])
+            _compare_calls(language, lambda tl, a=pair, half=half: tl.split(a)[half])
+        _compare_calls(language, lambda tl, a=left, dtype=dtype: tl.full(a.shape, 2, dtype))
         for value in (0.0, -0.0, 1, 1.0, True, tl.constexpr(2)):
             _compare_calls(language, lambda tl, value=value, dtype=dtype: tl.full([4, 8], value, dtype))
     _compare_calls(language, lambda tl: tl.arange(0, 16))
