@@ -137,8 +137,9 @@ def attention(
     dropout_p: probability of dropping each weight; the others are divided by 1 - dropout_p, as in torch (default: 0).
     Applies whenever it is above 0: pass 0 in evaluation. return_weights: also return the weights (B, H, Q, K) after
     dropout, in at least float32; for matrices of at most 1 GiB. return_statistics: also return the statistics of every
-    row, as attnorm.attention_statistics does, without gradient. On CUDA one kernel computes both for sigmoid, relu,
-    softpick and entmax, and for softmax without a gradient; with one, in half precision without mask and rescaling.
+    row, as attnorm.attention_statistics does, without gradient. On CUDA one kernel computes both for sigmoid, relu and
+    softpick, and for softmax without a gradient; with one, in half precision without mask and rescaling. For entmax two
+    kernels share the thresholds.
 
     >>> attention(q, k, v, "entmax15", causal=True)
     >>> output, statistics = attention(q, k, v, causal=True, return_statistics=True)
@@ -185,7 +186,7 @@ def _attend_with_statistics(
 ) -> "tuple[Tensor, AttentionStatistics]":
     """Return the output and the statistics of its rows.
 
-    Without dropout both come from one kernel on a GPU, if the normalizer has one, or from the same blocks of weights,
+    Without dropout both come from kernels that share work on a GPU, if the normalizer has any, or from the same blocks,
     if attention and statistics of a map other than softmax run in blocks. Otherwise the rows are computed twice: also
     with a gradient in one block, whose weights torch keeps for the backward pass, which then costs less.
     """

@@ -302,12 +302,11 @@ from attnorm.kernels import map_sums, maps, statistics_from_sums, threshold_maps
 types = dict(q="*bf16", k="*bf16", mask="*u8", row_queries="*i32", listed="*i32", broken="*u8")
 types |= dict.fromkeys(("scale", "cap", "floor", "natural", "slope", "enough", "tolerance", "doubt", "unit"), "fp32")
 rows = ("factor", "row_shift", "parameter", "out", "gaps", "sums", "more", "count", "logits", "shift", "threshold")
-types |= dict.fromkeys((*rows, "reference_out"), "*fp32") | dict(live="*u8")
-types |= dict.fromkeys(("v", "output", "mean_u"), "*bf16")
+types |= dict.fromkeys((*rows, "reference_out", "known"), "*fp32") | dict.fromkeys(("v", "output"), "*bf16")
 shared = dict(
     FAST=True, CAUSAL=True, MASKED=True, CAPPED=True, FACTORED=True, PRECISION="tf32", ROWS=32, KEYS=16, WIDTH=16,
     FULL=False, P=1, SHIFTED=True, LEVELS=1, PASSES=1, MAX_STEPS=9, EARLY=3, BLOCK=128, MORE=True, OUTPUT=True,
-    TRAINS=True, CORRECTED=True, DECLINE=2.0, LIFT=2.0,
+    LIFT=2.0, EXACT=False,
 )
 compiles(statistics_from_sums.weight_statistics, shared, types)
 compiles(map_sums.softpick_norms, {**shared, "STEPS": 2}, types)
@@ -324,7 +323,8 @@ for kernel, name in (
         one = threshold_maps.MAPS[name]
         weights = one.weights
         given = dict(
-            NEWTON=one.newton, START=one.start, COUNTED=one.counted, DEFORMED=one.deformed, PARAMETER=one.parameter
+            NEWTON=one.newton, START=one.start, COUNTED=one.counted, DEFORMED=one.deformed, PARAMETER=one.parameter,
+            KNOWN=name != "entmax15",
         )
         compiles(threshold_sums.threshold_sums, {**shared, **given, "WEIGHTS": weights}, types)
     state = dict(HAS_THRESHOLD=kernel != "map_sums", REFERENCE=0, PARAMETER=True)

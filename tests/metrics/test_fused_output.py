@@ -235,12 +235,16 @@ def test_output_and_gradients_of_maps_in_half_precision(name: str) -> None:
 @pytest.mark.usefixtures("attention_on_our_kernels")
 def test_small_weights_keep_their_digits_in_half_precision() -> None:
     """One key far above 500 with weights of 7e-7, which the tolerance of the search would let pass."""
-    q = torch.ones(1, 1, 64, 1)
+    q = torch.ones(1, 1, 8, 1)
     k, v = (torch.cat([torch.full((1,), first), torch.full((500,), rest)]) for first, rest in ((1.0, 1e-3), (0.0, 1e3)))
     tensors = [t.half().to(DEVICE) for t in (q, k[None, None, :, None], v[None, None, :, None])]
-    output, _ = both(*tensors, normalizer="entmax15", scale=2.0)
-    exact = attnorm.attention(*(t.cpu().double() for t in tensors), "entmax15", scale=2.0)
+    output, found = both(*tensors, normalizer="entmax15", scale=2.0)
+    call, rows = AttentionCall(0, "encoder", *tensors, 2.0, causal=False), torch.arange(8)
+    alone = fused_maps.fused_map(call, rows, ("entropy_nats",), fused_maps.RowMap("entmax15"))
+    exact, expected = both(*(t.cpu().double() for t in tensors), normalizer="entmax15", scale=2.0)
     torch.testing.assert_close(output.cpu().double(), exact, rtol=2e-3, atol=0)
+    for entropy in (found.entropy, alone.values["entropy_nats"]):
+        torch.testing.assert_close(entropy.cpu().double(), expected.entropy.double(), rtol=2e-3, atol=0)
 
 
 @pytest.mark.parametrize("by_sdpa", [True, False])

@@ -36,11 +36,12 @@ class Sight(NamedTuple):
 
 
 # Compile-time constants: which masks apply, the shapes of tiles (WIDTH: the width of q and k, padded to a power of 2;
-# FULL: it needs no padding), and in the kernels of row statistics whether there is a softcap (CAPPED).
+# FULL: it needs no padding), and in the kernels of row statistics whether there is a softcap (CAPPED) and whether an
+# output is computed too (OUTPUT).
 Constants = namedtuple(
     "Constants",
-    "CAUSAL WINDOWED MASKED PRECISION ROWS COLUMNS WIDTH FULL V_WIDTH V_FULL CAPPED",
-    defaults=(None, None, None),
+    "CAUSAL WINDOWED MASKED PRECISION ROWS COLUMNS WIDTH FULL V_WIDTH V_FULL CAPPED OUTPUT",
+    defaults=(None, None, None, None),
 )
 
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from attnorm.kernels.blocks import Constants, keys_of_head, load_row, load_tile, matrix_of_head, store_tile
-from attnorm.kernels.maps import LN2, log2
+from attnorm.kernels.maps import LN2, times_log2
 from attnorm.kernels.one_pass import inverse_of, reference_of
 from attnorm.kernels.row_tiles import (
     CLASSES,
@@ -93,7 +93,7 @@ def _add(lost, inverse, others, e_log_e, squares, FAST: tl.constexpr):
     """Add weights to the sums of each class."""
     e = by_class(lost) * inverse[:, None, :]
     others += tl.sum(e, 1)
-    e_log_e += tl.sum(e * log2(tl.where(e > 0, e, 1.0), FAST), 1)
+    e_log_e += tl.sum(times_log2(e, FAST), 1)
     squares += tl.sum(e * e, 1)
     return others, e_log_e, squares
 
@@ -205,7 +205,7 @@ def map_sums(
     divided by, for the backward pass.
     """
     M: tl.constexpr = RisingMap(WEIGHTS, SLOPES, P, FAST, REFERENCE, NORMALISED, LIFT, OUTPUT)
-    C: tl.constexpr = Constants(CAUSAL, False, MASKED, PRECISION, ROWS, KEYS, WIDTH, FULL, CAPPED=CAPPED)
+    C: tl.constexpr = Constants(CAUSAL, False, MASKED, PRECISION, ROWS, KEYS, WIDTH, FULL, CAPPED=CAPPED, OUTPUT=OUTPUT)
     own, at, inside, given, unit, logit = rows_of_program(
         tl.program_id(0), q, k, mask, factor, row_queries, q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch,
         mask_head, mask_row, mask_column, heads, groups, rows_total, queries, keys, offset, width, scale, cap, C,

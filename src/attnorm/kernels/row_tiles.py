@@ -73,7 +73,10 @@ def no_keys(keys, ROWS: tl.constexpr):
 def key_tile(start, given, first, C: tl.constexpr, EDGE: tl.constexpr):
     """Products, or capped logits in bits; which keys of the tile count, and the first visible key with its product."""
     columns = start + tl.arange(0, C.COLUMNS)
-    k_tile = load_tile_at(given.k, start, C.COLUMNS, C.WIDTH, EDGE, C.FULL)
+    if C.OUTPUT:  # no register is free for addresses that the tiles have in common
+        k_tile = load_tile(given.k, columns, C.WIDTH, EDGE, C.FULL)
+    else:
+        k_tile = load_tile_at(given.k, start, C.COLUMNS, C.WIDTH, EDGE, C.FULL)
     s = tl.dot(given.q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
     if C.CAPPED:
         s, _slope = capped(s * given.scale, given.cap, C.CAPPED)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from attnorm.kernels.blocks import Constants, keys_of_head, load_tile_at, matrix_of_head, store_tile
+from attnorm.kernels.blocks import Constants, keys_of_head, load_tile, matrix_of_head, store_tile
 from attnorm.kernels.maps import LN2, LOG2E
 from attnorm.kernels.one_pass import inverse_of
 from attnorm.kernels.row_tiles import (
@@ -249,7 +249,7 @@ def softmax_output(
     the sums keep their own references. The exponentials are therefore computed twice per key, but the multiplication
     with the values can run while the sums are added.
     """
-    C: tl.constexpr = Constants(CAUSAL, False, MASKED, PRECISION, ROWS, KEYS, WIDTH, FULL, CAPPED=CAPPED)
+    C: tl.constexpr = Constants(CAUSAL, False, MASKED, PRECISION, ROWS, KEYS, WIDTH, FULL, CAPPED=CAPPED, OUTPUT=True)
     own, at, inside, given, unit, logit = rows_of_program(
         tl.program_id(0), q, k, mask, factor, row_queries, q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch,
         mask_head, mask_row, mask_column, heads, groups, rows_total, queries, keys, offset, width, scale, cap, C,
@@ -310,7 +310,7 @@ def _fold_output(
         peak = new_peak
         even, odd = neighbours(p)
         total = total * shrink[:, None] + tl.sum(by_class(even + odd), 1)
-        v_tile = load_tile_at(v, at, C.COLUMNS, C.WIDTH, EDGE, C.FULL)
+        v_tile = load_tile(v, columns, C.WIDTH, EDGE, C.FULL)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision=C.PRECISION)
         sums = _add_products(sums, s, winners, second, unit, EDGE, LEVELS)
     return acc, total, peak, state, sums

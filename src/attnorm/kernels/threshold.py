@@ -91,7 +91,7 @@ ENTMAX_TOLERANCES = {torch.bfloat16: (0.2, 0.15, 0.22), torch.float16: (0.1, 0.0
 
 
 class Saved(NamedTuple):
-    """Tensors that the backward pass needs; empty if nothing is trained."""
+    """Tensors that the backward pass needs; empty if nothing is trained, but for a threshold that is asked for."""
 
     mean_u: Tensor  # (B, H, Q, E), with the strides of the output: the mean of the values under u
     threshold: Tensor  # (B, H, 2, Q): peak, and threshold relative to it (in bfloat16 their sum)
@@ -107,16 +107,17 @@ def saved_shapes(q: Tensor, k: Tensor, v: Tensor, trains: bool) -> tuple[tuple[i
     return (*q.shape[:2], 2, q.shape[2]), (*q.shape[:2], *blocks)
 
 
-def peaks_and_thresholds(peak: Tensor, t: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `threshold` of Saved from peaks and thresholds relative to them, (B, H, Q)."""
-    return torch.stack([peak, peak + t if dtype == torch.bfloat16 else t], 2)
+def relative_threshold(saved: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return thresholds relative to the peaks, (B, H, Q), from `threshold` of Saved."""
+    peak, t = saved.unbind(2)
+    return t - peak if dtype == torch.bfloat16 else t.contiguous()
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, parameter: Tensor | None,
-    penalties: Tensor | None, causal: bool, scale: float, map: str, trains: bool,
+    penalties: Tensor | None, causal: bool, scale: float, map: str, trains: bool, *, with_threshold: bool = False,
 ) -> tuple[Tensor, Saved]:  # fmt: skip
-    """Return the output, and what the backward pass needs.
+    """Return the output, and what the backward pass needs. with_threshold: its threshold, even if nothing is trained.
 
     mask: boolean (B, H, Q, K) or None; factor, parameter: (B, H, Q) in float32 or None; penalties: (H,) in
     float32 or None, subtracted from the product <q, k> per position of distance; causal: bottom-right.
@@ -126,6 +127,8 @@ def forward(
     output = empty_rows(q, v.shape[-1])
     rows, columns, warps, stages = tiles(q, v).forward
     threshold_shape, live_shape = saved_shapes(q, k, v, trains)
+    if with_threshold:
+        threshold_shape = saved_shapes(q, k, v, True)[0]
     saved = Saved(
         torch.empty_like(output) if trains else output.new_empty(0),
         torch.empty(threshold_shape, dtype=torch.float32, device=q.device),
@@ -140,8 +143,8 @@ def forward(
     with call.device:
         forward_kernel[(blocks * batch * heads,)](
             *call.tensors, output, saved.mean_u, saved.threshold, gaps, listed, saved.live, *call.strides,
-            *output.stride()[:3], *call.sizes, enough, tolerance, doubt, int(trains), **call.constants,
-            NEWTON=one.newton, START=one.start, DECLINE=one.decline, COUNTED=one.counted,
+            *output.stride()[:3], *call.sizes, enough, tolerance, doubt, 2 if trains else int(with_threshold),
+            **call.constants, NEWTON=one.newton, START=one.start, DECLINE=one.decline, COUNTED=one.counted,
             SIGNED=factor is not None or scale < 0, SKIPS=k.shape[2] >= LONG_ROWS, CORRECTED=corrected, ROWS=rows,
             COLUMNS=columns, MAX_STEPS=MAX_STEPS, EARLY=EARLY_STEPS, num_warps=warps, num_stages=stages,
         )  # fmt: skip
@@ -212,12 +215,12 @@ def _tolerances(dtype: torch.dtype, corrected: bool, deformed: bool) -> tuple[fl
     return enough, tolerance * (2 if corrected else 1), 4 * tolerance
 
 
-@triton.jit(do_not_specialize=["trains"])
+@triton.jit(do_not_specialize=["saves"])
 def forward_kernel(
     q, k, v, mask, row_factor, parameter, penalties, out, out_u, threshold, gaps, listed, live,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     mask_batch, mask_head, mask_row, mask_column, o_batch, o_head, o_row,
-    heads, groups, queries, keys, offset, width, v_width, unit, enough, tolerance, doubt, trains,
+    heads, groups, queries, keys, offset, width, v_width, unit, enough, tolerance, doubt, saves,
     WEIGHTS: tl.constexpr, NEWTON: tl.constexpr, START: tl.constexpr, DECLINE: tl.constexpr, COUNTED: tl.constexpr,
     DEFORMED: tl.constexpr, PARAMETER: tl.constexpr, EXACT: tl.constexpr, FAST: tl.constexpr, LIFT: tl.constexpr,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, FACTORED: tl.constexpr, PENALISED: tl.constexpr,
@@ -226,6 +229,7 @@ def forward_kernel(
     FULL: tl.constexpr, V_FULL: tl.constexpr, SIGNED: tl.constexpr, SKIPS: tl.constexpr,
     MAX_STEPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """saves: nothing, the threshold, or all that training needs. Not a constant: all run the same compiled kernel."""
     C: tl.constexpr = Constants(CAUSAL, False, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL, V_WIDTH, V_FULL)
     T: tl.constexpr = ThresholdConstants(WEIGHTS, DEFORMED, FAST, EXACT, NEWTON, COUNTED, MAX_STEPS, EARLY)
     own, rows, inside, q_tile, k, v, sight = queries_keys_values(
@@ -237,6 +241,7 @@ def forward_kernel(
     gaps += first_tile
     listed += first_tile
     live += first_tile
+    trains = saves > 1
     row_at = own.batch_head * queries + rows
     factor = load_row(row_factor, row_at, inside, FACTORED, 1.0) * unit
     penalty = tl.load(penalties + own.head) if PENALISED else 0.0
@@ -325,18 +330,22 @@ def forward_kernel(
     store_tile(out, output, rows, V_WIDTH)
     if CORRECTED:
         means = matrix_of_head(out_u, own.batch, own.head, o_batch, o_head, o_row, queries, v_width)
-        output_u = output_u / tl.where(sum_u == 0, 1.0, sum_u)[:, None]
-        t = t + step if EXACT else peak + (t + step)
-        _save(means, output_u, threshold + 2 * own.batch_head * queries + rows, peak, t, rows, inside, trains, V_WIDTH)
+        _save_means(means, output_u / tl.where(sum_u == 0, 1.0, sum_u)[:, None], rows, trains, V_WIDTH)
+        t = t + step
+    _save_threshold(threshold + 2 * own.batch_head * queries + rows, queries, peak, t, inside, saves, EXACT)
 
 
 @triton.jit
-def _save(means, output_u, at_peak, peak, t, rows, inside, trains, V_WIDTH: tl.constexpr):
-    """Store what the backward pass needs. trains: not a constant, so that inference runs the same compiled kernel."""
+def _save_means(means, output_u, rows, trains, V_WIDTH: tl.constexpr):
     if trains:
         store_tile(means, output_u, rows, V_WIDTH)
+
+
+@triton.jit
+def _save_threshold(at_peak, queries, peak, t, inside, saves, EXACT: tl.constexpr):
+    if saves:
         tl.store(at_peak, peak, mask=inside)
-        tl.store(at_peak + means.length, t, mask=inside)
+        tl.store(at_peak + queries, t if EXACT else peak + t, mask=inside)
 
 
 @triton.jit

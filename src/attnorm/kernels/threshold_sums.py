@@ -1,9 +1,12 @@
-"""Sums of every row of attention by a threshold map (kernels/threshold_maps.py), and its output if asked for.
+"""Sums of every row of attention by a threshold map (kernels/threshold_maps.py).
 
 As in threshold.py, a first pass keeps leaders, whose threshold is that of all keys or slightly below it, and notes how
 close each tile comes to the peaks of its rows. Passes of Newton's method follow where the leaders may have left out
-much. The last pass sums weights, and multiplies them with values if asked for; it and all but the first leave out
-tiles without a weight. statistics_from_sums.py turns the sums into the statistics of a row.
+much. The last pass sums weights; it and all but the first leave out tiles without a weight. statistics_from_sums.py
+turns the sums into the statistics of a row.
+
+Beside an output the thresholds are known from attention (KNOWN): the first pass keeps the largest keys alone, and
+nothing is searched. One kernel for output and sums was slower, since their registers do not fit together.
 
 Two keys of a row are set apart: the first visible one (the sink) and the largest of the others. Sums over the remaining
 keys are in units of the weight of that largest one.
@@ -12,14 +15,13 @@ The norm of the Jacobian is that of diag(u) - u u^T / sum u. Its first estimate 
 moments of the others; each pass over the keys squares its error. See theory/rank_one_eigenvalues.py.
 """
 
-from collections import namedtuple
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from attnorm.kernels.blocks import Constants, keys_of_head, load_row, load_tile, matrix_of_head, store_tile
-from attnorm.kernels.maps import LN2, log2
+from attnorm.kernels.blocks import Constants, load_row
+from attnorm.kernels.maps import LN2, times_log2
 from attnorm.kernels.row_tiles import (
     CLASSES,
     by_class,
@@ -31,7 +33,6 @@ from attnorm.kernels.row_tiles import (
     rational_step,
     root_of_moments,
     rows_of_program,
-    sink_values,
     spans_of_rows,
     store_columns,
     tile_of_span,
@@ -71,18 +72,6 @@ class SolvedRows(NamedTuple):
     a: Any
 
 
-class Output(NamedTuple):
-    """Of each row: p v LIFT, u v and u of its keys but the sink, summed; the last two if CORRECTED."""
-
-    p: Any
-    u: Any
-    sum_u: Any  # of each class
-
-
-# What the last pass computes besides the sums; constants of kernels/threshold.py.
-OutputConstants = namedtuple("OutputConstants", "OUTPUT TRAINS CORRECTED LIFT")
-
-
 class WeightSums(NamedTuple):
     """Sums over the keys but the sink and those at the top, and the moments of u in units of its third largest."""
 
@@ -101,30 +90,26 @@ _ABOVE_POLE = tl.constexpr(1.0000003)  # float32 does not distinguish a root thi
 
 @triton.jit
 def threshold_sums(
-    q, k, mask, factor, parameter, row_queries, v, output, mean_u, live, out, gaps, listed,
+    q, k, mask, factor, parameter, row_queries, known, out, gaps, listed,
     q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_column,
     heads, groups, rows_total, queries, keys, offset, width, scale, cap, start_program, total, natural, slope,
-    enough, tolerance, doubt, v_batch, v_head, v_row, o_batch, o_head, o_row,
+    enough, tolerance, doubt,
     WEIGHTS: tl.constexpr, NEWTON: tl.constexpr, START: tl.constexpr, COUNTED: tl.constexpr, DEFORMED: tl.constexpr,
-    PARAMETER: tl.constexpr, FAST: tl.constexpr, PASSES: tl.constexpr,
+    PARAMETER: tl.constexpr, EXACT: tl.constexpr, FAST: tl.constexpr, PASSES: tl.constexpr,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr, FACTORED: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
-    MAX_STEPS: tl.constexpr, EARLY: tl.constexpr, OUTPUT: tl.constexpr, TRAINS: tl.constexpr,
-    CORRECTED: tl.constexpr, DECLINE: tl.constexpr, LIFT: tl.constexpr,
+    MAX_STEPS: tl.constexpr, EARLY: tl.constexpr, KNOWN: tl.constexpr,
 ):  # fmt: skip
     """q: (B, H, R, D), the rows of the queries `row_queries` in ascending order; out: (columns, B, H, R).
 
-    The columns of out are those of map_sums.py, the threshold relative to the largest logit, and that logit, both in
-    the map's unit.
+    The columns of out are those of map_sums.py, and the threshold relative to the largest logit, in the map's unit.
     factor, parameter: (B, H, R). gaps, listed: memory for one number per tile of each program.
     start_program: those before it have run. natural: the map's unit in bits. PASSES: that refine the Jacobian norm.
 
-    OUTPUT: multiply with the values v (B, G, K, D) too; output: (B, H, R, D). TRAINS: also store mean_u and live, which
-    the backward pass needs: see threshold.Saved. CORRECTED: remove what the sum of a row exceeds 1 by from its output
-    and its threshold to first order, as in threshold.py.
+    known: (B, H, R), thresholds relative to the largest logit, if KNOWN. Entmax takes a step of Newton's method from
+    them, since attention in half precision leaves it a larger error.
     """
-    T: tl.constexpr = ThresholdConstants(WEIGHTS, DEFORMED, FAST, True, NEWTON, COUNTED, MAX_STEPS, EARLY)
-    V: tl.constexpr = OutputConstants(OUTPUT, TRAINS, CORRECTED, LIFT)
+    T: tl.constexpr = ThresholdConstants(WEIGHTS, DEFORMED, FAST, EXACT, NEWTON, COUNTED, MAX_STEPS, EARLY)
     C: tl.constexpr = Constants(CAUSAL, False, MASKED, PRECISION, ROWS, KEYS, WIDTH, FULL, CAPPED=CAPPED)
     own, at, inside, given, unit, logit = rows_of_program(
         start_program + tl.program_id(0), q, k, mask, factor, row_queries, q_batch, q_head, q_row, k_batch, k_head,
@@ -135,9 +120,6 @@ def threshold_sums(
     first_tile = tl.program_id(0).to(tl.int64) * tl.cdiv(keys, KEYS)
     gaps += first_tile
     listed += first_tile
-    live += (own.batch_head * tl.cdiv(rows_total, ROWS) + own.index) * tl.cdiv(keys, KEYS)
-    if OUTPUT:
-        v = keys_of_head(v, own, groups, v_batch, v_head, v_row, keys, width)
     row_at = own.batch_head * rows_total + at
     a = load_row(parameter, row_at, inside, PARAMETER, 0.5)
     size = unit * natural
@@ -161,8 +143,13 @@ def threshold_sums(
     ahead = tl.where(empty, 0.0, peak - around)
     sink_y = tl.where(has_sink, sink * size - peak, float("-inf"))
     leaders = below_peak(leaders, size, peak)
-    t, count, _u = threshold_of_leaders(leaders, sink_y, START(a), a, settled, tolerance, T, True)
-    doubtful = (weight_left_out(leaders, t, a, settled, T) > doubt) & (some > 1)
+    if KNOWN:
+        t = tl.load(known + row_at, mask=inside, other=0.0)
+        count = tl.zeros_like(t)
+        doubtful = (some > 0) & DEFORMED
+    else:
+        t, count, _u = threshold_of_leaders(leaders, sink_y, START(a), a, settled, tolerance, T, True)
+        doubtful = (weight_left_out(leaders, t, a, settled, T) > doubt) & (some > 1)
     t = tl.where(broken, float("nan"), t)
     top_y, one_y, two_y, three_y = _largest(leaders, sink_y)
     steps, left = 0, tl.where(doubtful, enough + 1, 0.0)
@@ -171,9 +158,7 @@ def threshold_sums(
     sums = WeightSums(unused, unused, unused, unused, unused, unused, unused, unused)
     sink_p = tl.zeros([ROWS], tl.float32)
     top_p, third, spare, row_others, total_p = sink_p, sink_p, sink_p, sink_p, sink_p
-    sink_u, row_u, step = sink_p, sink_p, sink_p
     number, edges = 0, 0
-    result = _no_output(unused, ROWS, WIDTH, V)
     bound = enough
     attempts = 0
     while attempts < 2:
@@ -196,22 +181,16 @@ def threshold_sums(
         inverse = tl.where(top_p > 0, 1.0 / tl.where(top_p > 0, top_p, 1.0), 0.0)
         third_inverse = tl.where(third > 1e-30, 1.0 / tl.where(third > 1e-30, third, 1.0), 0.0)
         tiles, row = ListedTiles(listed, whole, number, edges), SolvedRows(size, peak, t, a)
-        result = _no_output(unused, ROWS, WIDTH, V)
-        sums, result = _sum_units(
-            unused, result, tiles, first, top, inverse, third_inverse, given, v, live, row, C, T, V
-        )
+        sums = _sum_units(unused, tiles, first, top, inverse, third_inverse, given, row, C, T)
         spare = tl.where(top_p > 0, tl.sum(sums.tops, 1) - 1.0, 0.0)  # of equal ones all but one count among the others
         row_others = tl.maximum(tl.sum(sums.others, 1) + spare, 0.0)
         total_p = sink_p + top_p * (1.0 + row_others)
         attempts += 1
         bad = tl.abs(total_p - 1.0)
-        if CORRECTED:
-            _p, sink_u, _n = weight_of(sink_y, t, a, T)
-            row_u = tl.sum(result.sum_u, 1) + sink_u
+        if COUNTED and not KNOWN:  # u of every weight changes by the step: much for many small ones beside a large one
+            row_u = _sum_of_u(sums, sink_y, one_y, two_y, third, t, a, T)
             _excess, step = NEWTON(total_p, row_u, count, a, 1)
-            step = tl.where(settled, 0.0, step)
-            if COUNTED:  # u of every weight changes by the step: much for many small ones beside a large one
-                bad = tl.maximum(bad, 0.1 * tl.abs(step) * count / tl.where(row_u > 0, row_u, 1.0))
+            bad = tl.maximum(bad, 0.1 * tl.abs(step) * count / tl.where(row_u > 0, row_u, 1.0))
         if tl.max(tl.where(settled, 0.0, bad), 0) <= tolerance:
             attempts += 2
         bound = 0.1 * tolerance
@@ -223,27 +202,12 @@ def threshold_sums(
     n = visible_keys(state.n, given, C)
     largest, least = extreme_logits(top, state.smallest, logit)
     scaled = tl.where(total_p > 0, 1.0 / tl.where(total_p > 0, total_p, 1.0), 0.0)
-    if OUTPUT:
-        sink_value = sink_values(v, first, C)
-        sum_p, weighted = total_p, result.p * (1.0 / LIFT) + sink_p[:, None] * sink_value
-        if CORRECTED:
-            weighted_u = result.u + sink_u[:, None] * sink_value
-            weighted -= (DECLINE * step)[:, None] * weighted_u
-            sum_p -= DECLINE * step * row_u
-            t += step
-            if TRAINS:
-                rows_out = matrix_of_head(mean_u, own.batch, own.head, o_batch, o_head, o_row, rows_total, width)
-                store_tile(rows_out, weighted_u / tl.where(row_u == 0, 1.0, row_u)[:, None], at, WIDTH)
-                tl.store(live + first // KEYS, (first * 0 + 1).to(tl.uint8), mask=has_sink & inside & (sink_p != 0))
-        rows_out = matrix_of_head(output, own.batch, own.head, o_batch, o_head, o_row, rows_total, width)
-        store_tile(rows_out, weighted / tl.where(sum_p == 0, 1.0, sum_p)[:, None], at, WIDTH)
     store_columns(
         out + row_at, tl.cast(total, tl.int64), inside,
         (
             n.to(tl.float32), sink * logit * LN2, tl.where(broken, float("nan"), largest), least,
             sink_p * scaled, top_p * scaled, row_others,
             tl.sum(sums.e_log_e, 1) * LN2, tl.maximum(tl.sum(sums.squares, 1) + spare, 0.0), gain * root, t,
-            peak,
         ),
     )  # fmt: skip
 
@@ -277,10 +241,17 @@ def _class_sums(x):
 
 
 @triton.jit
+def _sums_in_turn(x):
+    """The same, one key after the other: a product and its sum are one instruction."""
+    pairs = tl.permute(tl.reshape(x, [x.shape[0], x.shape[1] // (2 * CLASSES), CLASSES, 2]), (0, 1, 3, 2))
+    return tl.sum(by_class(tl.reshape(pairs, [x.shape[0], x.shape[1]])), 1)
+
+
+@triton.jit
 def _rise_of_tile(tile, first, given, row, C: tl.constexpr, T: tl.constexpr, EDGE: tl.constexpr):
     """x of a tile, 0 where a key does not count; its products, which keys count, and the first visible key."""
     s, seen, first, _sink, _count = key_tile(tile * C.COLUMNS, given, first, C, EDGE)
-    x = above_threshold(s, row.size[:, None], row.peak[:, None], row.t[:, None], row.a[:, None], T.DEFORMED, True)
+    x = above_threshold(s, row.size[:, None], row.peak[:, None], row.t[:, None], row.a[:, None], T.DEFORMED, T.EXACT)
     if EDGE:
         x = tl.where(seen, x, 0.0)
     return x, s, seen, first
@@ -316,15 +287,9 @@ def _measure(zeros, tiles, first, given, row, C: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def _no_output(unused, ROWS: tl.constexpr, WIDTH: tl.constexpr, V: tl.constexpr):
-    p = tl.zeros([ROWS, WIDTH], tl.float32) if V.OUTPUT else unused
-    return Output(p, p if V.CORRECTED else unused, unused)
-
-
-@triton.jit
 def _fold_units(
-    sums, result, listed, number, first, top, inverse, third_inverse, given, values, live, row,
-    C: tl.constexpr, T: tl.constexpr, V: tl.constexpr, EDGE: tl.constexpr,
+    sums, listed, number, first, top, inverse, third_inverse, given, row,
+    C: tl.constexpr, T: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     tile = tl.load(listed)
     for index in range(number):
@@ -333,50 +298,42 @@ def _fold_units(
         is_top = s == top[:, None]
         if EDGE:
             is_top = is_top & seen
+        is_top = is_top.to(tl.float32)
         p, u = T.WEIGHTS(x, row.a[:, None], T.FAST)
-        if V.OUTPUT:
-            v_tile = load_tile(values, tile * C.COLUMNS + tl.arange(0, C.COLUMNS), C.WIDTH, EDGE, C.FULL)
-            lifted = p * V.LIFT if V.LIFT != 1.0 else p
-            p_v = tl.dot(lifted.to(v_tile.dtype), v_tile, result.p, input_precision=C.PRECISION)
-            u_v, sum_u = result.u, result.sum_u
-            if V.CORRECTED:
-                u_v = tl.dot(u.to(v_tile.dtype), v_tile, u_v, input_precision=C.PRECISION)
-                sum_u += _class_sums(u)
-            if V.TRAINS:
-                tl.store(live + tile, (tile * 0 + 1).to(tl.uint8), mask=tl.max(tl.where(p == 0, 0, 1)) != 0)
-            result = Output(p_v, u_v, sum_u)
-        e = tl.where(is_top, 0.0, p * inverse[:, None])
-        others = sums.others + _class_sums(e)
-        e_log_e = sums.e_log_e + _class_sums(e * log2(tl.where(e > 0, e, 1.0), T.FAST))
-        squares = sums.squares + _class_sums(e * e)
-        tops = sums.tops + _class_sums(is_top.to(tl.float32))
+        e = p * inverse[:, None]
+        e = e - e * is_top
+        others = sums.others + _sums_in_turn(e)
+        e_log_e = sums.e_log_e + _sums_in_turn(times_log2(e, T.FAST))
+        squares = sums.squares + _sums_in_turn(e * e)
+        tops = sums.tops + _sums_in_turn(is_top)
         v = tl.minimum(u * third_inverse[:, None], 1.0)
         square = v * v
-        m1 = sums.m1 + _class_sums(v)
-        m2 = sums.m2 + _class_sums(square)
-        m3 = sums.m3 + _class_sums(square * v)
-        m4 = sums.m4 + _class_sums(square * square)
+        m1 = sums.m1 + _sums_in_turn(v)
+        m2 = sums.m2 + _sums_in_turn(square)
+        m3 = sums.m3 + _sums_in_turn(square * v)
+        m4 = sums.m4 + _sums_in_turn(square * square)
         sums = WeightSums(others, e_log_e, squares, tops, m1, m2, m3, m4)
         tile = following
-    return sums, result
+    return sums
 
 
 @triton.jit
-def _sum_units(
-    zeros, result, tiles, first, top, inverse, third_inverse, given, values, live, row,
-    C: tl.constexpr, T: tl.constexpr, V: tl.constexpr,
-):  # fmt: skip
-    """The WeightSums of each class: p in units of 1 / inverse, no u counted as more than 1 / third_inverse.
-
-    And the Output; `live` is marked for tiles that hold a weight, if TRAINS.
-    """
+def _sum_units(zeros, tiles, first, top, inverse, third_inverse, given, row, C: tl.constexpr, T: tl.constexpr):
+    """The WeightSums of each class: p in units of 1 / inverse, no u counted as more than 1 / third_inverse."""
     sums = WeightSums(zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros)
     for edge in tl.static_range(2):
         listed, number = (tiles.listed + tiles.whole - 1, tiles.edges) if edge else (tiles.listed, tiles.number)
-        sums, result = _fold_units(
-            sums, result, listed, number, first, top, inverse, third_inverse, given, values, live, row, C, T, V, edge
-        )
-    return sums, result
+        sums = _fold_units(sums, listed, number, first, top, inverse, third_inverse, given, row, C, T, edge)
+    return sums
+
+
+@triton.jit
+def _sum_of_u(sums, sink_y, one_y, two_y, third, t, a, T: tl.constexpr):
+    """The sum of all u: m1 counts none as more than the third, which two exceed."""
+    _p, sink_u, _n = weight_of(sink_y, t, a, T)
+    _p, one_u, _n = weight_of(one_y, t, a, T)
+    _p, two_u, _n = weight_of(two_y, t, a, T)
+    return third * tl.sum(sums.m1, 1) + tl.minimum(sink_u, third) + (one_u - third) + (two_u - third)
 
 
 @triton.jit

@@ -150,7 +150,7 @@ def statistics_of(
 def output_and_statistics_by_kernel(
     inputs: Inputs, normalizer: Normalizer, *, by_sdpa: bool = False
 ) -> tuple[Tensor, AttentionStatistics]:
-    """Output (B, H, Q, E), with its gradient, and statistics from one kernel.
+    """Output (B, H, Q, E), with its gradient, and statistics from kernels that share work.
 
     For inputs to which `fused_rows.output_applies`, and a rescaled softmax or a map with a `fused_maps.kernel_form`.
     by_sdpa: gradients by SDPA.

@@ -108,7 +108,7 @@ class FusedMap:
 
 def fused_map(call: AttentionCall, rows: Tensor, names: Sequence[str], map_: RowMap) -> FusedMap:
     """The statistics of these names (of catalogue.PER_ROW) of queries (sorted indices)."""
-    sums = (_threshold_sums if map_.has_threshold else _map_sums)(call, rows, map_)[0]
+    sums = _threshold_sums(call, rows, map_) if map_.has_threshold else _map_sums(call, rows, map_)[0]
     return _statistics_of_sums(call, rows, names, map_, sums)
 
 
@@ -137,7 +137,7 @@ def _statistics_of_sums(
     nothing = sums.new_full((), torch.nan).expand(shape)
     values |= {name: nothing.double() if name.startswith("horizon") else nothing for name in _UNDEFINED}
     share = values["max_weight"] / values["row_sum"]
-    threshold = sums[-2] if map_.has_threshold else None
+    threshold = sums[-1] if map_.has_threshold else None
     return FusedMap(n, {name: values[name] for name in names}, broken, share, threshold)
 
 
@@ -184,27 +184,19 @@ def _add_softpick_norms(call: AttentionCall, rows: Tensor, map_: RowMap, sums: T
             )  # fmt: skip
 
 
-def _threshold_sums(
-    call: AttentionCall, rows: Tensor, map_: RowMap, *, with_output: bool = False, trains: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the sums of threshold maps, (COLUMNS of kernels/map_sums.py, threshold and peak, B, H, R).
+def _threshold_sums(call: AttentionCall, rows: Tensor, map_: RowMap, known: Tensor | None = None) -> Tensor:
+    """Return the sums of threshold maps, (COLUMNS of kernels/map_sums.py and threshold, B, H, R).
 
-    Then the output, for all rows of a call with values as wide as keys, and mean_u and live of `threshold.Saved`; empty
-    if they are not asked for.
+    known: (B, H, R), thresholds relative to the largest logit, in the map's unit, if they need no search.
     """
     from attnorm.kernels.map_sums import COLUMNS
-    from attnorm.kernels.threshold import EARLY_STEPS, MAX_STEPS, saved_shapes, tiles
+    from attnorm.kernels.threshold import EARLY_STEPS, MAX_STEPS
     from attnorm.kernels.threshold_maps import MAPS
     from attnorm.kernels.threshold_sums import threshold_sums
 
     launch, threshold_map = _launch(call, rows, map_), MAPS[map_.map]
-    q, v = launch.q, in_rows(call.value_BGKE)
-    sums = launch.empty(len(COLUMNS) + 2)
-    nothing = q.new_empty((0, 0, 0, 0))
-    output = empty_rows(q) if with_output else nothing
-    mean_u = torch.empty_like(output) if trains else nothing
-    live = torch.zeros(saved_shapes(q, launch.key, v, trains)[1], dtype=torch.uint8, device=q.device)
-    tile = tiles(q, v).forward if with_output else _threshold_tile(q)  # live has the tiles of attention
+    q, tile = launch.q, _threshold_tile(launch.q)
+    sums = launch.empty(len(COLUMNS) + 1)
     across, programs = ceil_div(launch.key.shape[-2], tile[1]), launch.programs(tile) if sums.numel() else 0
     at_once = max(1, MAX_SCRATCH // across)
     gaps = torch.empty(min(programs, at_once) * across, dtype=torch.float32, device=q.device)
@@ -212,17 +204,15 @@ def _threshold_sums(
     for start in range(0, programs, at_once):
         with device_of(q):
             threshold_sums[(min(at_once, programs - start),)](
-                *launch.tensors, q if map_.parameter is None else map_.parameter, launch.rows, v, output, mean_u, live,
-                sums, gaps, listed, *launch.sizes, start, sums[0].numel(), threshold_map.unit * _LN2,
-                threshold_map.slope, *_tolerances(q.dtype), *v.stride()[:3], *output.stride()[:3],
-                **launch.constants(tile), WEIGHTS=threshold_map.weights,
-                NEWTON=threshold_map.newton, START=threshold_map.start, COUNTED=threshold_map.counted,
-                DEFORMED=threshold_map.deformed, PARAMETER=threshold_map.parameter, FAST=_fast(q),
-                PASSES=EXTRA_PASSES[q.dtype], MAX_STEPS=MAX_STEPS, EARLY=EARLY_STEPS, OUTPUT=with_output,
-                TRAINS=trains, CORRECTED=with_output and (trains or q.dtype != torch.float32),
-                DECLINE=threshold_map.decline, LIFT=1024.0 if q.dtype == torch.float16 else 1.0,
+                *launch.tensors, q if map_.parameter is None else map_.parameter, launch.rows,
+                sums if known is None else known, sums, gaps, listed, *launch.sizes, start, sums[0].numel(),
+                threshold_map.unit * _LN2, threshold_map.slope, *_tolerances(q.dtype), **launch.constants(tile),
+                WEIGHTS=threshold_map.weights, NEWTON=threshold_map.newton, START=threshold_map.start,
+                COUNTED=threshold_map.counted, DEFORMED=threshold_map.deformed, PARAMETER=threshold_map.parameter,
+                EXACT=q.dtype != torch.bfloat16, FAST=_fast(q), PASSES=EXTRA_PASSES[q.dtype], MAX_STEPS=MAX_STEPS,
+                EARLY=EARLY_STEPS, KNOWN=known is not None,
             )  # fmt: skip
-    return sums, output, mean_u, live
+    return sums
 
 
 def _launch(call: AttentionCall, rows: Tensor, map_: RowMap) -> RowsLaunch:
@@ -249,7 +239,7 @@ def _norm_tile(q: Tensor) -> Tile:
 
 
 def _threshold_tile(q: Tensor) -> Tile:
-    """Wide float32: 0.3 to 0.8 KB of registers are spilled; beside the output, with the tiles of attention, 1.5 KB."""
+    """Wide float32: 0.3 to 0.8 KB of registers are spilled."""
     if q.dtype == torch.float32:
         return (64, 32, 4, 2) if q.shape[-1] <= 64 else (32, 32, 4, 2) if q.shape[-1] <= 128 else (16, 64, 8, 2)
     return (64, 64, 4, 3) if q.shape[-1] <= 128 else (64, 32, 8, 2)  # with 8 warps 66 instead of 34 ms on an H200
@@ -404,18 +394,20 @@ def threshold_output_and_statistics(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The same for threshold maps, and what their backward pass needs if trains: the tensors of threshold.Saved.
 
-    Peaks and thresholds are found once, for the output and the statistics. factor, parameter: (B, H, Q).
+    Attention finds the thresholds; the sums take them over. factor, parameter: (B, H, Q).
     """
-    from attnorm.kernels.threshold import peaks_and_thresholds
+    from attnorm.kernels.threshold import forward, relative_threshold
 
     call = AttentionCall(0, "decoder" if causal else "encoder", q, k, v, scale, causal, mask)
+    mask = None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
+    output, (mean_u, threshold, live) = forward(
+        q, k, v, mask, factor, parameter, None, causal, scale, map, trains, with_threshold=True
+    )
     rows = torch.arange(q.shape[2])
     map_ = RowMap(map, factor=factor, parameter=None if parameter is None else parameter.contiguous())
-    sums, output, mean_u, live = _threshold_sums(call, rows, map_, with_output=True, trains=trains)
+    sums = _threshold_sums(call, rows, map_, relative_threshold(threshold, q.dtype))
     found = _statistics_of_sums(call, rows, names.split(), map_, sums)
-    peak, t = sums[-1], sums[-2]
-    threshold = peaks_and_thresholds(peak, t, q.dtype) if trains else sums.new_empty(0)
-    return output, found.n, _stacked(found.values), mean_u, threshold, live
+    return output, found.n, _stacked(found.values), mean_u, threshold if trains else threshold.new_empty(0), live
 
 
 @threshold_output_and_statistics.register_fake
@@ -426,7 +418,7 @@ def _(
     from attnorm.kernels.threshold import saved_shapes
 
     threshold, live = saved_shapes(q, k, v, trains)
-    mean_u = empty_rows(in_rows(q)) if trains else q.new_empty((0, 0, 0, 0))
+    mean_u = empty_rows(in_rows(q)) if trains else q.new_empty(0)
     saved = mean_u, q.new_empty(threshold, dtype=torch.float32), q.new_empty(live, dtype=torch.uint8)
     return *_empty_output_and_numbers(q, names), *saved
 
