@@ -211,8 +211,10 @@ def _windows(loaded: LoadedModel, texts: Any, context_count: int, length: int) -
         tokens = tokens_of(text, loaded, None)
         body = length - tokens.special
         for start in range(0, max(1, int(tokens.ids.shape[1]) - body + 1), body):
+            if collected >= context_count:
+                return windows
             ids = window_inputs(text, tokens, loaded, start, length)["input_ids"][:1]
-            if collected < context_count and ids.shape[1] > 1:
+            if ids.shape[1] > 1:
                 windows.append(ids)
                 collected += ids.shape[1] - 1
     if collected < 2:
