@@ -156,7 +156,7 @@ def test_windows_that_agree_make_a_verdict_sure() -> None:
     assert by_window == ["dispersed-forced"] * 6
     assert row["deciding"] == "entropy_ratio"
     assert 0.80 <= row["deciding_low"] < row["deciding_value"] < row["deciding_high"] <= 0.83
-    assert "6 of 6 windows agree" in row["evidence"]
+    assert "6 of 6 windows agree; 95% interval of entropy / log n: 0.8" in row["evidence"]
 
 
 def test_a_head_too_close_to_a_threshold_is_undecided_and_says_between_what() -> None:
@@ -176,6 +176,19 @@ def test_without_windows_and_blocks_confidence_is_not_claimed() -> None:
     heads, _ = judge_all(tables["heads"], tables["by_length"], tables["top_n"])
     assert all(math.isnan(one) for one in heads["confidence"].to_pylist() if one != 1.0)
     assert "undecided" not in heads["verdict"].to_pylist()
+
+
+def test_evidence_names_what_decides_in_words_and_not_by_its_column() -> None:
+    cast = ["lazy", "smeared beside a sink", "torn", "certain", "parked"]
+    tables = synthetic_tables(cast=[cast], lengths=(512,), normalizers=("model",))
+    arguments = tables["heads"], tables["by_length"], tables["top_n"]
+    windows = with_rounding_errors(windows_of(tables, [0.69, 0.71, 0.7, 0.9]), np.random.default_rng(0))
+    heads, _ = judge_all(*arguments, windows=windows)
+    decided = {row["deciding"]: row["evidence"] for row in heads.to_pylist() if "95% interval" in row["evidence"]}
+    assert len(decided) == len(cast)
+    assert "entropy / log n without the sink: " in decided["entropy_ratio_without_sink"]
+    assert "Jacobian norm that 25% of the rows reach: " in decided["jacobian_norm_q75"]
+    assert not [words for words in decided.values() if "_" in words]
 
 
 def test_one_window_takes_its_confidence_from_blocks_of_rows() -> None:

@@ -137,8 +137,11 @@ def test_a_head_at_its_floor_selects_however_broad_it_is() -> None:
 def test_a_sink_does_not_make_a_smear_look_sharp() -> None:
     looks_sharp = {"sink_mass": 0.4, "max_weight": 0.4, "entropy_ratio": 0.6, "gap_slope": 1.0}
     beside = {"entropy_ratio_without_sink": 0.98, "gap_slope_without_sink": 0.05, "horizon_without_sink": 8.4}
-    assert verdict(**looks_sharp, **beside) == "dispersed-forced"
+    forced = told(**looks_sharp, **beside)
+    assert forced.verdict == "dispersed-forced"
+    assert "horizon of 8.4 keys without the sink (1 million with it)" in forced.evidence
     assert verdict(**looks_sharp, **{**beside, "horizon_without_sink": 1e5}) == "dispersed-by-choice"
+    assert "without the sink" not in told(**SMEARED).evidence
     assert verdict(**looks_sharp) == "healthy", "what is beside the sink selects"
 
 

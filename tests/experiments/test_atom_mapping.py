@@ -69,6 +69,7 @@ def test_verdicts_that_single_out_the_mapping_heads_are_recognised() -> None:
     assert place(alone, "right") == 1
     assert place(alone, "max_weight") == 96 - own
     assert "L10H5" in summary(alone)
+    assert f"largest weight {96 - own}, entropy / log n" in summary(alone)
 
 
 def test_tokens_of_a_reaction_and_which_are_atoms() -> None:

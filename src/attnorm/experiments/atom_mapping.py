@@ -39,6 +39,7 @@ from attnorm.experiments.experiment import (
 from attnorm.figures import INK, letter, note, tidy
 from attnorm.files import atomic_replace
 from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.catalogue import BY_NAME
 from attnorm.models.forward_pass import run as run_model
 from attnorm.models.load import LoadedModel, load
 from attnorm.models.observe import observe
@@ -266,12 +267,17 @@ def judge_claims(table: pa.Table) -> tuple[ExperimentFinding, ...]:
         ),
         ExperimentFinding(
             claim="A number of attnorm, without labels, ranks the authors' head among the first",
-            ours=f"best of {len(METRICS)} numbers: {best}, rank {rank} of {len(rows)} (Spearman "
+            ours=f"best of {len(METRICS)} numbers: {_label(best)}, rank {rank} of {len(rows)} (Spearman "
             f"{correlations[best]:.2f} with the share of right atoms over all heads)",
             verdict="reproduces" if rank <= 5 else "partly" if rank <= len(rows) // 4 else "does not",
             why="the number was chosen after the fact: this is the best case",
         ),
     )  # fmt: skip
+
+
+def _label(metric: str) -> str:
+    label = BY_NAME[metric].label
+    return label if label.startswith("Jacobian") else f"{label[0].lower()}{label[1:]}"
 
 
 def _name(row: Mapping[str, Any]) -> str:
@@ -282,7 +288,8 @@ def summary(table: pa.Table) -> str:
     rows = sorted(table.to_pylist(), key=lambda row: -row["right"])
     listed = ", ".join(f"L{row['layer']}H{row['head']} {row['right']:.0%}" for row in rows[:4])
     ranks = ", ".join(
-        f"{name} {place(table, name, largest=name not in ('entropy_ratio', 'effective_keys'))}" for name in METRICS
+        f"{_label(name)} {place(table, name, largest=name not in ('entropy_ratio', 'effective_keys'))}"
+        for name in METRICS
     )
     return (
         f"The heads with most right atoms are {listed}. The authors' head, L{MAPPING_HEAD[0]}H{MAPPING_HEAD[1]}, has "

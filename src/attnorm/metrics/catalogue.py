@@ -75,7 +75,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         name="horizon", label="Horizon", unit="keys", group="limits", logarithmic=True,
         meaning="1 + e^spread, the spread times the factor of a rescaled softmax: beyond this many keys no key can "
-        "have more than half of the weight; the median row, as one wide row lifts any mean.",
+        "have more than half of the weight. The sink counts as a key; the median row, as one wide row lifts any mean.",
         reading="A horizon shorter than your context means that the ceiling binds: dispersion is forced.",
     ),
     Metric(

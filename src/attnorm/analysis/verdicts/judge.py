@@ -199,12 +199,30 @@ def _describe_certainty(verdict: str | None, certainty: Certainty, *, undecided:
         shown = format_keys if certainty.deciding.startswith("horizon") else _format_number
         bounds = f"{shown(certainty.low)} to {shown(certainty.high)}"
         limit = f", threshold {shown(certainty.threshold)}" if math.isfinite(certainty.threshold) else ""
-        interval = f"95% interval of {certainty.deciding} {bounds}{limit}"
+        interval = f"95% interval of {_deciding_words(certainty.deciding)}: {bounds}{limit}"
     other = ""
     if undecided and certainty.other:
         other = f"{certainty.confidence:.0%} of resamples say {verdict}, others {certainty.other}"
     sentence = "; ".join(part for part in (windows, other, interval) if part)
     return f" {sentence[0].upper()}{sentence[1:]}." if sentence else ""
+
+
+_DECIDING_WORDS = {
+    "sink_mass": "the weight on the sink",
+    "max_weight": "the largest weight",
+    "horizon": "the horizon",
+    "entropy_ratio": "entropy / log n",
+    "gap_slope": "the growth of the gap",
+}
+
+
+def _deciding_words(column: str) -> str:
+    """Describe the number in a column of `deciding_number`."""
+    metric, is_quantile, quantile = column.partition("_q")
+    if is_quantile:
+        return f"the Jacobian norm that {100 - int(quantile)}% of the rows reach"
+    words = _DECIDING_WORDS[metric.removesuffix("_without_sink")]
+    return f"{words} without the sink" if metric.endswith("_without_sink") else words
 
 
 def _format_number(value: float) -> str:

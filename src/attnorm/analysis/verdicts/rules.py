@@ -132,12 +132,10 @@ def dispersed(case: HeadCase) -> Findings:
             f"{words}; whether its logits would allow sharper weights is not known for {case.runs or 'what it runs'}",
         )
     elif case.n > horizon:
-        yield (
-            "dispersed-forced",
-            f"{words}; beyond its horizon of {format_keys(horizon)} keys its logits let none have half of the weight",
-        )
+        beyond = f"beyond its horizon of {_horizon_words(case, horizon)}"
+        yield "dispersed-forced", f"{words}; {beyond} its logits let none have half of the weight"
     else:
-        yield "dispersed-by-choice", f"{words}, although its horizon is {format_keys(horizon)} keys"
+        yield "dispersed-by-choice", f"{words}, although its horizon is {_horizon_words(case, horizon)}"
 
 
 RULES = (sink_dominated, frozen, sensitive, dispersed)
@@ -240,6 +238,15 @@ def _describe_entropy(case: HeadCase) -> str:
     change = "shrinks" if slope is not None and round(slope, 2) < 0 else "grows"
     rate = "" if slope is None else f" and the gap {change} by {abs(slope):.2f} per e-fold of n"
     return f"Entropy is {ratio:.2f} of log n among {among}{rate}"
+
+
+def _horizon_words(case: HeadCase, judged: float) -> str:
+    """Describe the judged horizon. If it leaves the sink out, add the one with the sink, which the report shows."""
+    if not judged_suffix(case.row, case.thresholds):
+        return f"{format_keys(judged)} keys"
+    sink, with_sink = "that key" if case.windowed else "the sink", case.number("horizon")
+    other = "" if with_sink is None else f" ({format_keys(with_sink)} with it)"
+    return f"{format_keys(judged)} keys without {sink}{other}"
 
 
 def _gap_slope(case: HeadCase, suffix: str) -> float | None:
