@@ -34,7 +34,7 @@ def shares(logits: Tensor, x: Tensor) -> Tensor:
     visible = torch.ones(len(x), 1, KEYS, dtype=torch.bool)
     given = NestedSets.of(logits.softmax(-1)[:, None], x, visible, (TIED,), logits[:, None])
     targets = draw_permutations(visible, 3, torch.Generator().manual_seed(1))
-    return _separabilities(given, targets, torch.arange(len(x)))[:, :, 0, :, 0]
+    return _separabilities(given, targets, torch.arange(len(x))[:, None])[:, :, 0, :, 0]
 
 
 def test_separability_is_continuous_where_keys_are_equally_close_or_heavy() -> None:
@@ -60,7 +60,7 @@ def test_the_separability_of_one_set_does_not_depend_on_the_others() -> None:
 
     def of(*sizes: int) -> Tensor:
         rows = NestedSets.of(weights, x, visible, sizes, None)
-        no_draws = torch.empty(1, 0, 40, 12, dtype=torch.long)
+        no_draws = torch.empty(1, 0, 1, 40, 12, dtype=torch.long)
         return separability_and_null(rows, rows.ranked_keys(), no_draws)[:, 0]
 
     together = of(1, 2, 3, 6)

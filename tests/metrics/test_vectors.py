@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from attnorm.metrics.call import AttentionCall
-from attnorm.metrics.separability import draw_permutations, separabilities
+from attnorm.metrics.nested_sets import NestedSets
+from attnorm.metrics.separability import draw_permutations, keys_by_rank, separability_and_null
 from attnorm.metrics.vectors import NULL_ROWS, NULLS, NUMBERS, measure_vectors
 from attnorm.normalizers import get
 from attnorm.normalizers.contract import Normalizer
@@ -126,11 +127,15 @@ def test_one_product_for_all_n_and_draws_equals_theory_for_each() -> None:
     x = torch.randn(30, 5, generator=generator, dtype=torch.float64)
     x[4] = 0
     visible = torch.rand(3, 30, generator=generator) < 0.8
+    visible[2] = torch.arange(30) >= 20
     weights = torch.where(visible, torch.rand(3, 30, generator=generator, dtype=torch.float64), 0.0)
-    targets = draw_permutations(visible[None], 4, generator)[:, 0]
-    shares = separabilities(select(weights, x, 9, visible), targets, (1, 4, 9))
+    weights[2, 23:] = 0  # as the hidden keys before them
+    sets = NestedSets.of(weights[None], x[None], visible[None], (1, 4, 9), weights.log()[None])
+    ranked = sets.ranked_keys()
+    targets = keys_by_rank(draw_permutations(visible[None], 4, generator), visible[None])[:, 0]
+    shares = separability_and_null(sets, ranked, targets[None, :, None])[0, 1:]
     for draw, target in enumerate(targets):
-        dealt = torch.zeros_like(weights).scatter(-1, target, weights)
+        dealt = torch.zeros_like(weights).scatter(-1, target, weights.gather(-1, ranked[0]))
         for column, N in enumerate((1, 4, 9)):
             for kind, vectors in enumerate((x, on_sphere(x))):
                 rows = select(dealt, vectors, N, visible)

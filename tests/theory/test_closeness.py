@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnorm.metrics.separability import separabilities
+from attnorm.metrics.nested_sets import NestedSets
+from attnorm.metrics.separability import separability_and_null
 from attnorm.theory.geometry import distinguishable, separability, separability_null
 from attnorm.theory.selection import near_one, relative_weights, select
 from tests.theory.reference.separability import in_the_ball, rounding
@@ -22,9 +23,10 @@ def of_theory(weights: Tensor, x: Tensor, logs: Tensor | None) -> Tensor:
 
 def of_metrics(weights: Tensor, x: Tensor, logs: Tensor | None) -> Tensor:
     """A null that permutes nothing, for two N."""
-    rows = select(weights, x, 2 * TOP_N, log_weights=logs)
-    itself = torch.arange(KEYS).expand(1, len(weights), KEYS)
-    return separabilities(rows, itself, (TOP_N, 2 * TOP_N))[0, :, 0, 0]
+    sizes, visible = (TOP_N, 2 * TOP_N), torch.ones(1, len(weights), KEYS, dtype=torch.bool)
+    rows = NestedSets.of(weights[None], x[None], visible, sizes, None if logs is None else logs[None])
+    ranked = rows.ranked_keys()
+    return separability_and_null(rows, ranked, ranked[:, None, None])[0, 1, :, 0, 0]
 
 
 MEASURES = pytest.mark.parametrize("measure", [of_theory, of_metrics])

@@ -20,7 +20,7 @@ from attnorm.metrics.call import AttentionCall, LogitBlock, known_n, logit_block
 from attnorm.metrics.nested_sets import NestedSets, distances, theorem2
 from attnorm.metrics.normalized import Choice, resolve_normalizers, rows_block, weights_and_logs
 from attnorm.metrics.sampling import Source, evenly_spaced, sources_of
-from attnorm.metrics.separability import draw_permutations, separability_and_null, visible_places
+from attnorm.metrics.separability import draw_permutations, keys_by_rank, separability_and_null
 from attnorm.theory.selection import at_least_float32
 
 # Number of vectors per head among which pairs are compared, so that no K x K array is needed.
@@ -126,13 +126,15 @@ def permutations_ahead(
 def _targets(
     block: LogitBlock, local: Tensor, before: int, permutations: int, dtype: torch.dtype, source: Source
 ) -> Tensor:
-    """Return the new index of every key of the local rows, (d, 1 or h, l, w).
+    """Return the key to which the weight of each rank goes in the local rows, (d, 1 or h, l, w).
 
     before: number of drawn rows in earlier blocks.
     """
     if isinstance(source, list):
         return source[block.item][:, :, before : before + len(local), : block.logits.shape[-1]]
-    return draw_permutations(block.visible_on_cpu(local), permutations, source, dtype)
+    visible = block.visible_on_cpu(local)
+    targets = draw_permutations(visible, permutations, source, dtype)
+    return targets if block.reach is not None else keys_by_rank(targets, visible)
 
 
 def _mixed_vectors(call: AttentionCall, vectors: Vectors) -> Tensor:
@@ -164,11 +166,13 @@ def _measure_block(
     """Return NUMBERS (numbers, h, r, N), and separability in each draw, raw and on the sphere, (h, l, N, 2, d).
 
     weights and their logarithms (h, r, w), visible (1 or h, r, w), x (g, w, E). local (l,): the rows that are compared
-    with the null. targets (d, s, l, w): the new key of every key; h / s heads have the same ones.
+    with the null. targets (d, s, l, w): the key to which the weight of each rank goes; h / s heads have the same ones.
     """
     per_group = len(weights) // len(x)
     visible = visible.expand(weights.shape)
-    owner = torch.arange(len(weights), device=x.device) // (len(weights) // targets.shape[1])
+    owner = torch.arange(len(weights), device=x.device).unflatten(0, (len(x), -1)) // (len(weights) // targets.shape[1])
+    if targets.shape[1] < len(weights):  # the heads that mix the same vectors have the same
+        owner = owner[:, :1]
     parts: dict[int, tuple[Tensor, Tensor]] = {}
 
     def measure(groups: range) -> None:
@@ -176,7 +180,7 @@ def _measure_block(
         vectors = x[groups.start : groups.stop]
         head_logs = None if logs is None else logs[heads]
         parts[groups.start] = _measure_groups(
-            weights[heads], head_logs, visible[heads], vectors, local, targets, owner[heads], sizes
+            weights[heads], head_logs, visible[heads], vectors, local, targets, owner[groups.start : groups.stop], sizes
         )
 
     in_threads(measure, len(x), x.device)
@@ -229,30 +233,14 @@ def _measure_groups(
 def _separabilities(rows: NestedSets, targets: Tensor, owner: Tensor) -> Tensor:
     """Return separability of rows (g, p l, w) and its null in d draws: (g, 1 + d, p l, 2, N), the row itself first.
 
-    targets (d, s, l, w): the new key of every key; owner (g p,): which of the s each head has.
+    targets (d, s, l, w): the key to which the weight of each rank goes; owner (g, p or 1): which of the s a head has.
     """
-    groups, count, keys = rows.weights.shape
-    ranked = rows.ranked_keys()
-    places = visible_places(rows, ranked)
-    targets = targets.transpose(0, 1)  # (s, d, l, w)
-    of_set = count * keys
-    if runs_asynchronously(targets):
-        draws_at_once = min(max(1, GPU_NULL_ELEMENTS // of_set), 2 + targets.shape[1])
-        sets_at_once = max(1, GPU_NULL_ELEMENTS // (of_set * draws_at_once))
-    else:
-        draws_at_once, sets_at_once = max(1, NULL_ELEMENTS // of_set), 1
-    parts = []
-    per_group = len(owner) // groups
-    for start in range(0, groups, sets_at_once):
-        batch = slice(start, start + sets_at_once)
-        heads = owner[start * per_group : (start + sets_at_once) * per_group]
-        of_heads = targets.index_select(0, heads).unflatten(0, (-1, per_group))  # (g, p, d, l, w)
-        permuted = of_heads.transpose(1, 2).flatten(2, 3).long()
-        permuted = permuted.gather(-1, places[batch, None].expand(permuted.shape))
-        parts.append(
-            separability_and_null(rows.select_vectors(batch), ranked[batch], permuted, draws_at_once=draws_at_once)
-        )
-    return torch.cat(parts)
+    draws, (_, count, keys) = len(targets), rows.weights.shape
+    dealt = targets.index_select(1, owner.flatten()).unflatten(1, owner.shape).transpose(0, 1)  # (g, d, p or 1, l, w)
+    most = GPU_NULL_ELEMENTS if runs_asynchronously(targets) else NULL_ELEMENTS
+    draws_at_once = min(max(1, most // (count * keys)), draws)
+    sets_at_once = max(1, GPU_NULL_ELEMENTS // (count * keys * draws)) if runs_asynchronously(targets) else 1
+    return separability_and_null(rows, rows.ranked_keys(), dealt, at_once=(sets_at_once, draws_at_once))
 
 
 def _null(draws: Tensor) -> dict[str, Tensor]:
