@@ -47,6 +47,8 @@ def _parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if request.param == "in parts":
         monkeypatch.setattr("attnorm.metrics.call.CUDA_BLOCK_ELEMENTS", 50_000)
         monkeypatch.setattr("attnorm.metrics.vectors.GPU_NULL_ELEMENTS", 7_000)
+        monkeypatch.setattr("attnorm.metrics.vectors.GPU_POINT_ELEMENTS", 60_000)
+        monkeypatch.setattr("attnorm.metrics.separability.ALONG_ELEMENTS", 20_000)
         monkeypatch.setattr("attnorm.metrics.sensitivity.GPU_ELEMENTS", 40_000)
         monkeypatch.setattr("attnorm.theory.distance.PAIRS_AT_ONCE", 20_000)
         monkeypatch.setattr("attnorm.theory.rank_one_eigenvalues.GPU_BLOCK", 1_000)

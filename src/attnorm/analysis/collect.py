@@ -35,7 +35,7 @@ from attnorm.normalizers.contract import Normalizer
 
 SAMPLED = {"vectors", "sensitivity", "coverage"}  # metric groups that are measured on sampled rows
 STACKED_BYTES = 2**28  # limit for q, k, v of waiting calls, times the number of normalizers
-SAMPLED_WEIGHTS = 2**21  # limit for the weights of sampled rows that are measured together
+SAMPLED_WEIGHTS = 2**23  # limit for the weights of sampled rows that are measured together
 Before = tuple[int, int]  # numbers of heads and key/value heads in earlier calls of the same layer
 
 

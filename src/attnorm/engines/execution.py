@@ -100,19 +100,23 @@ def in_threads(measure: Callable[[range], None], parts: int, device: torch.devic
         torch.set_num_threads(threads)
 
 
-def in_new_thread(work: Callable[[], Result], device: torch.device) -> Result:
-    """Return work(), computed in a new thread on the current stream of this device."""
+def on_current_stream(work: Callable[[], Result], device: torch.device) -> Callable[[], Result]:
+    """Return `work` for another thread, which runs it on the current stream of this thread."""
     if device.type != "cuda":
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(work).result()
-    stream = torch.cuda.current_stream(device)  # a new thread does not inherit it
+        return work
+    stream = torch.cuda.current_stream(device)  # another thread does not inherit it
 
     def work_on_stream() -> Result:
         with torch.cuda.stream(stream):
             return work()
 
+    return work_on_stream
+
+
+def in_new_thread(work: Callable[[], Result], device: torch.device) -> Result:
+    """Return work(), computed in a new thread on the current stream of this device."""
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(work_on_stream).result()
+        return pool.submit(on_current_stream(work, device)).result()
 
 
 def each_in_a_thread(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:

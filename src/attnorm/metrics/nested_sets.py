@@ -32,28 +32,35 @@ class NestedSets:
     order: Tensor  # (g, r, m): the heaviest keys, heaviest first
     sizes: tuple[int, ...]  # in ascending order
     log_weights: Tensor | None = None  # up to a constant per row; -inf at hidden keys
+    ranking: Tensor | None = None  # (g, r, w): all keys, heaviest first, where they have been sorted
 
     @classmethod
     def of(
         cls, weights: Tensor, vectors: Tensor, visible: Tensor, sizes: Sequence[int], log_weights: Tensor | None
     ) -> "NestedSets":
-        order = top_n_indices(weights if log_weights is None else log_weights, max(sizes), visible)
-        return cls(weights, vectors, visible, order, tuple(sizes), log_weights)
+        numbers = weights if log_weights is None else log_weights
+        if not runs_asynchronously(weights):
+            return cls(
+                weights, vectors, visible, top_n_indices(numbers, max(sizes), visible), tuple(sizes), log_weights
+            )
+        ranking = top_n_indices(numbers, numbers.shape[-1], visible)  # a GPU sorts all keys for fewer ones too
+        return cls(weights, vectors, visible, ranking[..., : max(sizes)], tuple(sizes), log_weights, ranking)
 
     def select_rows(self, rows: Tensor | slice) -> "NestedSets":
         """Return the sets of some of the rows."""
-        logs = self.log_weights
+        logs, ranking = self.log_weights, self.ranking
         return replace(
             self,
             weights=self.weights[:, rows],
             visible=self.visible[:, rows],
             order=self.order[:, rows],
             log_weights=None if logs is None else logs[:, rows],
+            ranking=None if ranking is None else ranking[:, rows],
         )
 
     def select_vectors(self, sets: slice) -> "NestedSets":
         """Return the rows of some of the g sets of vectors."""
-        logs = self.log_weights
+        logs, ranking = self.log_weights, self.ranking
         return replace(
             self,
             weights=self.weights[sets],
@@ -61,10 +68,13 @@ class NestedSets:
             visible=self.visible[sets],
             order=self.order[sets],
             log_weights=None if logs is None else logs[sets],
+            ranking=None if ranking is None else ranking[sets],
         )
 
     def ranked_keys(self) -> Tensor:
         """Return all keys of each row, heaviest first, (g, r, w)."""
+        if self.ranking is not None:
+            return self.ranking
         numbers = self.weights if self.log_weights is None else self.log_weights
         return top_n_indices(numbers, numbers.shape[-1], self.visible)
 

@@ -7,7 +7,7 @@ kernel finds the quantiles; otherwise the numbers are sorted once.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnorm.engines.execution import runs_triton, sent_to, sent_to_cpu
+from attnorm.engines.execution import each_in_a_thread, runs_triton, sent_to, sent_to_cpu
 from attnorm.kernels.launch import device_of
 from attnorm.metrics.call import AttentionCall
 
@@ -97,6 +97,12 @@ def evenly_spaced(rows: Tensor, count: int) -> Tensor:
 def sources_of(given: torch.Generator | Sequence[Source] | None) -> list[Source]:
     """Return the sources of random numbers as a list, one per layer."""
     return [given] if given is None or isinstance(given, torch.Generator) else list(given)
+
+
+def of_each_source(draw: Callable[[Source], Tensor], sources: Sequence[Source]) -> list[Tensor]:
+    """Return draw(source) of all sources, in threads if numbers have yet to be drawn."""
+    drawn_before = all(isinstance(source, list) for source in sources)
+    return [draw(source) for source in sources] if drawn_before else each_in_a_thread(draw, sources)
 
 
 @dataclass(frozen=True)

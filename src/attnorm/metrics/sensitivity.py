@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnorm.engines.execution import each_in_a_thread, in_threads, runs_asynchronously, sent_to
+from attnorm.engines.execution import in_threads, runs_asynchronously, sent_to
 from attnorm.metrics.call import AttentionCall, LogitBlock, logit_blocks
 from attnorm.metrics.normalized import Choice, RowsBlock, as_normalizer, resolve_normalizers, rows_block
-from attnorm.metrics.sampling import Source, sources_of
+from attnorm.metrics.sampling import Source, of_each_source, sources_of
 from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import Map, Normalizer, ScaleRule, per_head
 from attnorm.normalizers.entmax import Entmax
@@ -46,7 +46,7 @@ KEY_BY_KEY = (Sigmoid, Relu, ThresholdRelu)
 THRESHOLD = (Softmax, Hard, Entmax, Kneemax)
 POWER_ROWS = 8  # rows per head for power iteration, including the last row
 SMALL_STEP = 0.01  # steps below it are measured in float64
-GPU_ELEMENTS = 2**25  # weights to compute at once on a GPU, over several temperatures and steps
+GPU_ELEMENTS = 2**26  # weights to compute at once on a GPU, over several temperatures and steps
 
 
 def has_closed_form(normalizer: Normalizer) -> bool:
@@ -301,7 +301,7 @@ def _directions(block: LogitBlock, view: RowsBlock, keys: int, sources: Sequence
             numbers = _drawn(heads // len(sources), rows, keys, source, device)
         return numbers[..., view.first_key : view.first_key + width]
 
-    visible_part = sent_to(view.logits.device, torch.cat(each_in_a_thread(draw, sources))).to(view.logits)
+    visible_part = sent_to(view.logits.device, torch.cat(of_each_source(draw, sources))).to(view.logits)
     noise = view.hide(pad(visible_part, (0, width - visible_part.shape[-1]))[None])
     length: Tensor = torch.linalg.vector_norm(noise, dim=-1, keepdim=True)
     return noise / torch.where(length > 0, length, 1.0)

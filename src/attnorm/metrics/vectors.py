@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnorm.engines.execution import each_in_a_thread, in_threads, runs_asynchronously, sent_to
+from attnorm.engines.execution import in_threads, runs_asynchronously, sent_to
 from attnorm.metrics.call import AttentionCall, LogitBlock, known_n, logit_blocks, padded_keys
 from attnorm.metrics.nested_sets import NestedSets, distances, theorem2
 from attnorm.metrics.normalized import Choice, resolve_normalizers, rows_block, weights_and_logs
-from attnorm.metrics.sampling import Source, evenly_spaced, sources_of
+from attnorm.metrics.sampling import Source, evenly_spaced, of_each_source, sources_of
 from attnorm.metrics.separability import draw_permutations, keys_by_rank, separability_and_null
 from attnorm.theory.selection import at_least_float32
 
@@ -32,6 +32,7 @@ NULL_ROWS = 16
 # Number of weights to permute at a time: for one set of vectors on a CPU, for several on a GPU.
 NULL_ELEMENTS = 2**20
 GPU_NULL_ELEMENTS = 2**23
+GPU_POINT_ELEMENTS = 2**26  # coordinates of the heaviest keys' vectors in all draws, at a time
 NUMBERS = (
     "d_tilde",
     "relative_distance",
@@ -87,7 +88,7 @@ def measure_vectors(
         local = few[(few >= block.rows.start) & (few < block.rows.stop)] - block.rows.start
         before = int((few < block.rows.start).sum())
         draw = partial(_targets, block, local, before, permutations, torch.int32 if on_device else torch.int64)
-        drawn = torch.stack(each_in_a_thread(draw, sources), 1).flatten(1, 2)
+        drawn = torch.stack(of_each_source(draw, sources), 1).flatten(1, 2)
         used = slice(sum(block.logits.shape[-1] > N for N in sizes))
         if not sizes[used]:
             continue
@@ -235,12 +236,20 @@ def _separabilities(rows: NestedSets, targets: Tensor, owner: Tensor) -> Tensor:
 
     targets (d, s, l, w): the key to which the weight of each rank goes; owner (g, p or 1): which of the s a head has.
     """
-    draws, (_, count, keys) = len(targets), rows.weights.shape
+    groups, count, keys = rows.weights.shape
+    ranked, draws = rows.ranked_keys(), len(targets)
     dealt = targets.index_select(1, owner.flatten()).unflatten(1, owner.shape).transpose(0, 1)  # (g, d, p or 1, l, w)
-    most = GPU_NULL_ELEMENTS if runs_asynchronously(targets) else NULL_ELEMENTS
+    sets_at_once, most = 1, NULL_ELEMENTS
+    if runs_asynchronously(targets):
+        of_set = count * (2 + draws) * (rows.sizes[-1] + 1) * rows.vectors.shape[-1]
+        sets_at_once, most = max(1, GPU_POINT_ELEMENTS // of_set), GPU_NULL_ELEMENTS
     draws_at_once = min(max(1, most // (count * keys)), draws)
-    sets_at_once = max(1, GPU_NULL_ELEMENTS // (count * keys * draws)) if runs_asynchronously(targets) else 1
-    return separability_and_null(rows, rows.ranked_keys(), dealt, at_once=(sets_at_once, draws_at_once))
+    at_once = (max(1, most // (count * keys * draws_at_once)), draws_at_once)
+    parts = [
+        separability_and_null(rows.select_vectors(batch), ranked[batch], dealt[batch], at_once=at_once)
+        for batch in (slice(start, start + sets_at_once) for start in range(0, groups, sets_at_once))
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _null(draws: Tensor) -> dict[str, Tensor]:
