@@ -78,14 +78,25 @@ def softpick_slopes(z, r, P: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
+def _reciprocal(x, FAST: tl.constexpr):
+    """1 / x. FAST: one GPU instruction, exact to 2^-23; a division takes five. Below 1.2e-38 the result is 0."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return 1.0 / x
+
+
+@triton.jit
 def sigmoid_weights(z, r, P: tl.constexpr, FAST: tl.constexpr):
-    p = 1.0 / (1.0 + tl.exp2(-z))
+    p = _reciprocal(1.0 + tl.exp2(-z), FAST)
     return p, p
 
 
 @triton.jit
 def sigmoid_slopes(z, r, P: tl.constexpr, FAST: tl.constexpr):
-    p = 1.0 / (1.0 + tl.exp2(-z))
+    p = _reciprocal(1.0 + tl.exp2(-z), FAST)
     return p, p * (1.0 - p), p
 
 
