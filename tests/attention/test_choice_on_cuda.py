@@ -13,6 +13,10 @@ from attnorm import mechanisms
 from attnorm.attention import choose_engine
 from attnorm.engines import execution, one_pass
 from attnorm.engines.inputs import Inputs, validate_inputs
+from attnorm.kernels import launch
+from attnorm.kernels.one_pass import _forward_tile as forward_tile
+from attnorm.kernels.threshold import tiles as tiles_of
+from attnorm.metrics.fused_rows import output_tile
 from attnorm.normalizers.contract import Normalizer
 from attnorm.training.lm.attention import _runs_on_kernels, fastest_attention
 
@@ -31,7 +35,8 @@ def capability(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[int, int]]:
     found = {"gpu": (9, 0)}
     monkeypatch.setattr(execution, "HAS_TRITON", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: found["gpu"])
-    monkeypatch.setattr(execution, "_has_capability", execution._has_capability.__wrapped__)  # remembers nothing
+    for module, name in ((execution, "_has_capability"), (launch, "_shared_memory")):
+        monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)  # remembers nothing
     return found
 
 
@@ -46,9 +51,11 @@ def on_cuda(
     width: int = 64,
     scale: float | None = None,
     keys: int = 64,
+    groups: int = 1,
 ) -> Inputs:
     with FakeTensorMode():
-        q, k = (torch.empty(1, 2, rows, width, dtype=dtype, device="cuda") for rows in (queries, keys))
+        q = torch.empty(1, 2 * groups, queries, width, dtype=dtype, device="cuda")
+        k = torch.empty(1, 2, keys, width, dtype=dtype, device="cuda")
         return validate_inputs(q, k, k, mask=None, causal=True, scale=scale, positions=None)
 
 
@@ -109,6 +116,30 @@ def test_wide_heads_in_float32_run_on_a_kernel_where_its_tiles_fit(name: str, mo
     with_shared_memory(A100, monkeypatch)
     chosen = [choice(inputs, normalizer(name)) for inputs in (wide, narrow, half)]
     assert chosen == ["flex" if name == "sigmoid" else "blocked", kernels, kernels]
+
+
+def test_tiles_that_a_gpu_does_not_hold_are_smaller_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    half, wide, single = (
+        on_cuda(*of).q_BHQD for of in ((torch.bfloat16, 64, 128), (torch.bfloat16, 64, 256), (torch.float32, 64, 128))
+    )
+    tiles = {}
+    for size in (H200, A100, RTX):
+        with_shared_memory(size, monkeypatch)
+        forward = [forward_tile(half, half, True, masked) for masked in (False, True)]
+        tiles[size] = [*forward, tiles_of(half, half).queries_on(half), output_tile(wide), output_tile(single)]
+    assert tiles[A100] == tiles[H200]
+    for large, small in zip(tiles[H200], tiles[RTX], strict=True):
+        assert small[0] * small[1] * small[3] < large[0] * large[1] * large[3]
+
+
+def test_decoding_with_more_rows_than_a_gpu_holds_runs_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = (on_cuda(torch.float32, 1, 128, keys=1024, groups=groups) for groups in (32, 33))
+    for name, elsewhere in (("sigmoid", "flex"), ("entmax15", "blocked")):
+        chosen = []
+        for size in (H200, A100, RTX):
+            with_shared_memory(size, monkeypatch)
+            chosen += [choice(inputs, normalizer(name)) for inputs in (few, many)]
+        assert chosen == ["triton", "triton", "triton", elsewhere, "triton", elsewhere]
 
 
 def test_decoding_runs_on_a_kernel_where_sdpa_would_round_q_or_copy_the_cache() -> None:

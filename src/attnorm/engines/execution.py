@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from attnorm.engines.inputs import without_autocast
+from attnorm.kernels.launch import holds
 
 
 def runs_asynchronously(tensor: Tensor) -> bool:
@@ -129,7 +130,7 @@ def each_in_a_thread(work: Callable[[Item], Result], items: Sequence[Item]) -> l
 
 LARGEST_WIDTH = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 256}  # that shared memory holds
 WIDE_FLOAT32 = 128  # wider heads in float32 need WIDE_FLOAT32_MEMORY
-WIDE_FLOAT32_MEMORY = 196_608  # bytes of a program, of 232,448 on an H200, 166,912 on an A100 and 101,376 on RTX cards
+WIDE_FLOAT32_MEMORY = 196_608  # bytes of shared memory of a program: `launch.holds`
 MIN_QUERIES = 16  # rows of the smallest tile; fewer queries, as in decoding, would leave most of it empty
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -144,20 +145,13 @@ def runs_kernels(*tensors: Tensor) -> bool:
         return False
     if first.dtype == torch.bfloat16 and not first.is_cuda:
         return False  # Triton's interpreter reads bfloat16 as integers and returns wrong numbers
-    if first.dtype == torch.float32 and is_wide_float32(*tensors) and not _holds_wide_float32(first.device):
+    if is_wide_float32(*tensors) and not holds(first.device, WIDE_FLOAT32_MEMORY):
         return False
     return runs_triton(first.device)
 
 
 def is_wide_float32(*tensors: Tensor) -> bool:
     return tensors[0].dtype == torch.float32 and max(t.shape[-1] for t in tensors) > WIDE_FLOAT32
-
-
-def _holds_wide_float32(device: torch.device) -> bool:
-    if device.type != "cuda":
-        return True
-    memory: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
-    return memory >= WIDE_FLOAT32_MEMORY
 
 
 def runs_triton(device: torch.device) -> bool:
@@ -179,7 +173,6 @@ def _runs_on(device: torch.device) -> bool:
 
 # The effect of torch.compiler.assume_constant_result, without importing the compiler, which takes seconds.
 _runs_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_holds_wide_float32._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class KernelOperator:

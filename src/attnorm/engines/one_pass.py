@@ -25,6 +25,7 @@ from torch import Tensor
 from attnorm.engines import one_pass_operators
 from attnorm.engines.execution import MIN_QUERIES, is_wide_float32, kernel_operator, runs_kernels
 from attnorm.engines.inputs import Inputs, head_numbers, row_factors, under_transform
+from attnorm.kernels.launch import holds
 from attnorm.normalizers.adaptive_temperature import EntropyRule
 from attnorm.normalizers.asentmax import AdaptiveLengthScale
 from attnorm.normalizers.contract import KernelForm, LogitRule, Normalizer, ScaleRule
@@ -36,6 +37,7 @@ POWERS = (1, 2, 3, 4)  # exponents of relu and of the polynomial kernel that the
 MIN_KEYS = 256  # in decoding; fewer keys are not worth splitting
 MAX_ROWS = 128  # in decoding: queries of all heads that share one key head
 WIDE_FLOAT32_ROWS = 16  # the same for wide heads in float32: 32 spill 1.3 KB of registers, 128 exceed the shared memory
+MANY_ROWS_MEMORY = 172_032  # bytes of shared memory for 128 rows of width 128 in float32; every GPU holds 16 KB of rows
 SEARCHED = (EntropyRule, UnitVariance, TopK)  # need a number of the row first
 
 
@@ -77,8 +79,14 @@ def _can_decode(inputs: Inputs, normalizer: Normalizer) -> bool:
 
 def fits_decoding(inputs: Inputs) -> bool:
     """Whether a tile holds the queries of all heads that share one key head."""
-    rows = inputs.groups * inputs.queries
-    return rows <= WIDE_FLOAT32_ROWS or (rows <= MAX_ROWS and not is_wide_float32(inputs.q_BHQD, inputs.v_BGKE))
+    q, rows = inputs.q_BHQD, inputs.groups * inputs.queries
+    if rows <= WIDE_FLOAT32_ROWS:
+        return True
+    if rows > MAX_ROWS or is_wide_float32(q, inputs.v_BGKE):
+        return False
+    row_bytes = max(q.shape[-1], inputs.v_BGKE.shape[-1]) * q.element_size()
+    most = MAX_ROWS if row_bytes <= 128 else MAX_ROWS // 2 if row_bytes <= 256 else MAX_ROWS // 4
+    return rows <= most or holds(q.device, MANY_ROWS_MEMORY)
 
 
 def lower(normalizer: Normalizer, inputs: Inputs, map_: KernelForm | None = None) -> LoweredNormalizer | None:

@@ -1,12 +1,14 @@
 """Arguments of every attention kernel: tensors with contiguous rows, their strides and sizes, the device.
 
-`PreparedKernels` launches kernels many times with little Python, for calls that are shorter than Triton's launcher.
+`holds` and `fitting` choose tiles for the shared memory of a GPU. `PreparedKernels` launches kernels many times with
+little Python, for calls that are shorter than Triton's launcher.
 """
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -16,6 +18,11 @@ from torch import Tensor
 from attnorm.arithmetic import ceil_div
 
 FARTHEST_ROWS = 2**24  # elements: 128 rows of a tile stay below 2^31
+Tile = tuple[int, int, int, int]  # rows, columns, warps, stages
+
+# Bytes of shared memory that a program may have on RTX cards (sm_86, sm_89, sm_120); 166,912 on an A100, 232,448 on an
+# H200. Every tile fits here, compiled by Triton 3.6 for sm_89, unless its function calls `fitting`.
+SMALLEST_MEMORY = 101_376
 
 
 @dataclass(frozen=True)
@@ -259,6 +266,28 @@ def padded(t: Tensor) -> int:
 def padded_to(width: int) -> int:
     """Return the next power of two, at least 16."""
     return max(16, 1 << (width - 1).bit_length())
+
+
+def holds(device: torch.device, needs: int) -> bool:
+    """Whether a program may have so many bytes of shared memory."""
+    return needs <= SMALLEST_MEMORY or device.type != "cuda" or needs <= _shared_memory(device)
+
+
+@lru_cache
+def _shared_memory(device: torch.device) -> int:
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+
+
+# The effect of torch.compiler.assume_constant_result, without importing the compiler, which takes seconds.
+holds._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def fitting(q: Tensor, tile: Tile, needs: int, smaller: Tile) -> Tile:
+    """Return the tile, the fastest on an H200, or the smaller one where a program may not have the bytes it needs.
+
+    needs: compiled for sm_89. The smaller tile takes at most SMALLEST_MEMORY there.
+    """
+    return tile if holds(q.device, needs) else smaller
 
 
 def tile_without_values(q: Tensor, over_keys: bool) -> tuple[int, int, int, int]:

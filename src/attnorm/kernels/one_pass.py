@@ -47,6 +47,7 @@ from attnorm.kernels.launch import (
     PreparedKernels,
     device_of,
     empty_rows,
+    fitting,
     in_rows,
     number_argument,
     number_kind,
@@ -115,7 +116,9 @@ def _forward_tile(q: Tensor, v: Tensor, scaled: bool, masked: bool) -> tuple[int
     if width <= 64:
         return 128, 64, 4, 3
     if width <= 128:
-        return (128, 128, 8, 2 if masked else 3) if scaled else (128, 64, 4, 2)
+        if not scaled:
+            return 128, 64, 4, 2
+        return fitting(q, (128, 128, 8, 2 if masked else 3), 114_688 if masked else 163_840, (128, 64, 8, 2))
     return 64, 32, 4, 2
 
 

@@ -33,7 +33,7 @@ from attnorm.kernels.blocks import (
     seen_keys,
     store_tile,
 )
-from attnorm.kernels.launch import Launch, empty_rows, in_rows, padded
+from attnorm.kernels.launch import Launch, Tile, empty_rows, fitting, in_rows, padded
 from attnorm.kernels.threshold_maps import (
     MAPS,
     ThresholdConstants,
@@ -49,8 +49,6 @@ from attnorm.kernels.threshold_maps import (
     weight_left_out,
 )
 
-Tile = tuple[int, int, int, int]  # rows, columns, warps, stages
-
 
 class Tiles(NamedTuple):
     forward: Tile
@@ -58,6 +56,11 @@ class Tiles(NamedTuple):
     keys: Tile  # gradients of k and v
     keys_with_factor: Tile | None = None  # instead of keys, if rows have a factor
     query_registers: int | None = None  # most registers of a thread of the queries' kernel
+    small_queries: Tile | None = None  # instead of queries, where they do not fit: with a mask they take 139,264 bytes
+
+    def queries_on(self, q: Tensor) -> Tile:
+        """Return the tile for the gradients of q on its GPU."""
+        return fitting(q, self.queries, 139_264, self.small_queries) if self.small_queries else self.queries
 
     def limit(self, q: Tensor) -> dict[str, int]:
         """Return the option for the compiler, where it has one."""
@@ -73,7 +76,7 @@ class Tiles(NamedTuple):
 # spills 0.5 KB of registers in either kernel of rows, with 64 keys twice as much, 1.0 KB in that of keys.
 HALF_TILES = {
     64: Tiles((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), query_registers=168),
-    128: Tiles((64, 64, 4, 3), (128, 64, 8, 3), (32, 64, 4, 3), keys_with_factor=(32, 64, 4, 4)),
+    128: Tiles((64, 64, 4, 3), (128, 64, 8, 3), (32, 64, 4, 3), (32, 64, 4, 4), small_queries=(64, 64, 8, 2)),
     256: Tiles((64, 32, 8, 2), (32, 32, 4, 2), (32, 32, 4, 2)),
 }
 FLOAT32_TILES = {

@@ -56,7 +56,7 @@ def backward(
     live_rows, live_columns, *_ = own_tiles.forward
     shared = {**call.constants, "LIVE_ROWS": live_rows, "LIVE_COLUMNS": live_columns}
     with call.device:
-        rows, columns, warps, stages = own_tiles.queries
+        rows, columns, warps, stages = own_tiles.queries_on(q)
         blocks, across = ceil_div(queries, rows), ceil_div(keys, columns)
         listed = list_of_tiles(batch * heads * blocks * across, q)
         backward_queries[(blocks * batch * heads,)](

@@ -19,10 +19,10 @@ from attnorm.engines import sparse
 from attnorm.engines.execution import kernel_operator, sent_to
 from attnorm.engines.one_pass import POWERS
 from attnorm.engines.one_pass_operators import backward, softmax_gradients
-from attnorm.kernels.launch import device_of, empty_rows, in_rows
+from attnorm.kernels.launch import Tile, device_of, empty_rows, in_rows
 from attnorm.metrics import fused_rows
 from attnorm.metrics.call import AttentionCall, logit_blocks
-from attnorm.metrics.fused_rows import EXTRA_PASSES, RowsLaunch, Tile, levels_of
+from attnorm.metrics.fused_rows import EXTRA_PASSES, RowsLaunch, levels_of
 from attnorm.metrics.normalized import MeasuredNormalizer
 from attnorm.normalizers.contract import KernelForm, Normalizer, ScaleRule, ThresholdForm
 from attnorm.theory.rank_one_eigenvalues import PICK_STEPS

@@ -18,7 +18,7 @@ from torch import Tensor
 from attnorm.arithmetic import ceil_div
 from attnorm.engines.execution import runs_kernels, sent_to
 from attnorm.engines.inputs import Inputs, under_transform
-from attnorm.kernels.launch import device_of, empty_rows, in_rows, padded
+from attnorm.kernels.launch import Tile, device_of, empty_rows, fitting, in_rows, padded
 from attnorm.metrics.call import AttentionCall, LogitBlock, Visibility
 from attnorm.metrics.normalized import MeasuredNormalizer
 from attnorm.normalizers.block import is_exporting
@@ -31,7 +31,6 @@ MASS_ROWS = 256  # rows whose heaviest keys are summed; as many of the default 5
 MASS_LOGITS = 2**23  # limit for the logits per head of these rows; above 32,768 keys there are fewer rows
 _LOG2E = 1.4426950408889634
 _BLOCK = 128  # rows per program of the kernels that read sums, one row per thread
-Tile = tuple[int, int, int, int]  # rows, keys, warps, stages
 _MASK_TILE = (16, 256)  # rows and keys whose mask a program counts at a time
 
 # Rows, keys, warps and stages by bytes of a number and padded width, which is at most the key of this table. For half
@@ -45,6 +44,10 @@ OUTPUT_TILES: dict[tuple[int, int], Tile] = {
     (4, 64): (64, 32, 4, 2),
     (4, 128): (64, 32, 4, 2),
     (4, 256): (16, 64, 8, 2),
+}
+SMALL_OUTPUT_TILES: dict[tuple[int, int], Tile] = {  # instead, where 114,688 bytes of shared memory do not fit
+    (2, 256): (64, 32, 8, 2),
+    (4, 128): (32, 32, 8, 2),
 }
 
 
@@ -323,4 +326,7 @@ def output_and_sums(launch: RowsLaunch, value: Tensor, learned_sink: Tensor | No
 
 
 def output_tile(q: Tensor) -> Tile:
-    return next(tile for (size, width), tile in OUTPUT_TILES.items() if size == q.element_size() and padded(q) <= width)
+    size = q.element_size()
+    width = min(width for known, width in OUTPUT_TILES if known == size and padded(q) <= width)
+    tile, small = OUTPUT_TILES[size, width], SMALL_OUTPUT_TILES.get((size, width))
+    return tile if small is None else fitting(q, tile, 114_688, small)
