@@ -82,10 +82,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leaves out nightly tests, and further cases of a test, unless the -m expression names them."""
     mark_further_cases(items)
     for name in ("nightly", "further_case"):
-        left_out = [item for item in items if item.get_closest_marker(name)]
-        if left_out and name not in config.option.markexpr:
-            config.hook.pytest_deselected(items=left_out)
-            items[:] = [item for item in items if not item.get_closest_marker(name)]
+        if name not in config.option.markexpr:
+            left_out = {id(item): item for item in items if item.get_closest_marker(name)}
+            config.hook.pytest_deselected(items=[*left_out.values()])
+            items[:] = [item for item in items if id(item) not in left_out]
 
 
 def pytest_collection_finish() -> None:

@@ -9,6 +9,7 @@ a parameter to the nightly run; another test of the same values begins with the 
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
+from heapq import heapify, heapreplace
 from typing import Any
 
 import pytest
@@ -46,8 +47,14 @@ def covering(cases: Sequence[dict[str, Any]]) -> set[int]:
     values = [{(name, _key(value)) for name, value in case.items()} for case in cases]
     missing: set[tuple[str, Hashable]] = set().union(*values)
     kept: set[int] = set()
+    found = [(-len(some), number) for number, some in enumerate(values)]  # at most as many of them are missing
+    heapify(found)
     while missing:
-        best = max(range(len(values)), key=lambda number: (len(values[number] & missing), -number))
+        count, best = found[0]
+        still = -len(values[best] & missing)
+        if still != count:
+            heapreplace(found, (still, best))
+            continue
         kept.add(best)
         missing -= values[best]
     return kept

@@ -11,20 +11,24 @@ from typer.main import get_command
 import attnorm
 from attnorm.cli import app
 
-mkdocs_config = pytest.importorskip("mkdocs.config")
-mkdocs_build = pytest.importorskip("mkdocs.commands.build")
-for needed in ("material", "mkdocstrings_handlers.python", "latex2mathml", "ziamath"):  # the extra [docs]
-    pytest.importorskip(needed)
-for group, name in (("themes", "material"), ("plugins", "material/offline"), ("plugins", "mkdocstrings")):
-    if not entry_points(group=f"mkdocs.{group}", name=name):  # the files are there, mkdocs does not know them
-        pytest.skip(f"mkdocs.{group} has no {name!r}; install attnorm[docs]", allow_module_level=True)
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# One test, so that parallel workers do not build the site twice.
+def _needs_the_docs_extra() -> None:
+    for needed in ("mkdocs", "material", "mkdocstrings_handlers.python", "latex2mathml", "ziamath"):
+        pytest.importorskip(needed)
+    for group, name in (("themes", "material"), ("plugins", "material/offline"), ("plugins", "mkdocstrings")):
+        if not entry_points(group=f"mkdocs.{group}", name=name):  # the files are there, mkdocs does not know them
+            pytest.skip(f"mkdocs.{group} has no {name!r}; install attnorm[docs]")
+
+
+# One test, so that parallel workers do not build the site twice; only the worker that builds it imports mkdocs.
 @pytest.mark.as_installed
 def test_the_site_builds_strictly_and_is_complete(tmp_path: Path) -> None:
+    _needs_the_docs_extra()
+    from mkdocs import config as mkdocs_config
+    from mkdocs.commands import build as mkdocs_build
+
     config = mkdocs_config.load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(tmp_path))
     config.plugins["material/search"].config.enabled = False  # its index takes a quarter of the time
     mkdocs_build.build(config)
