@@ -191,8 +191,13 @@ def test_evidence_names_what_decides_in_words_and_not_by_its_column() -> None:
     assert not [words for words in decided.values() if "_" in words]
 
 
-def test_one_window_takes_its_confidence_from_blocks_of_rows() -> None:
-    found = analyze(gpt2(), ids(128), metrics="core")
+@pytest.fixture(scope="module")
+def one_window() -> Analysis:
+    return analyze(gpt2(), ids(128), metrics="core")
+
+
+def test_one_window_takes_its_confidence_from_blocks_of_rows(one_window: Analysis) -> None:
+    found = one_window
     assert found.manifest["texts"][0]["windows"] == 1
     assert found.blocks.num_rows == 8 * found.heads.num_rows
     assert all(0 < one <= 1 for one in found.heads["confidence"].to_pylist())
@@ -230,9 +235,8 @@ def test_numbers_over_windows_are_means_of_those_of_each_window() -> None:
     assert [one["entropy_ratio"] for one in last] == alone.heads["entropy_ratio"].to_pylist()
 
 
-def test_the_number_under_a_metrics_name_is_the_one_that_is_judged() -> None:
-    found = analyze(gpt2(), ids(128), metrics="core")
-    for row in found.heads.to_pylist():
+def test_the_number_under_a_metrics_name_is_the_one_that_is_judged(one_window: Analysis) -> None:
+    for row in one_window.heads.to_pylist():
         assert row["entropy_ratio"] == row["entropy_ratio_q50"] == row["deciding_value"]
         assert row["entropy_ratio_mean"] != row["entropy_ratio"]
         assert f"Entropy is {row['entropy_ratio']:.2f}".lower() in row["evidence"].lower()

@@ -16,6 +16,7 @@ from attnorm.analysis.verdicts.reach import binding_length
 from attnorm.analysis.verdicts.rows import format_keys
 from attnorm.analysis.verdicts.rules import HeadCase, is_selecting, worst_norm
 from attnorm.analysis.verdicts.what_if import repeat_command
+from attnorm.report.page_text import what_if_table
 from attnorm.theory.dispersion import entropy_floor
 from tests.analysis.synthetic import CAST, EXPECTED, synthetic_manifest, synthetic_tables
 
@@ -507,14 +508,35 @@ def test_advice_does_not_offer_what_the_model_has(runs: str, title: str) -> None
     assert "would allow" not in advice.text, "forced, or not known"
 
 
+def test_advice_about_a_normalizer_that_the_model_does_not_run_says_so() -> None:
+    def with_only(*names: str, cast: str = "flat") -> ModelVerdict:
+        return verdict_of(synthetic_tables(cast=[[cast]], lengths=(128,), normalizers=names))
+
+    dispersed = with_only("ssmax", "entmax15").advice
+    (advice,) = (one for one in dispersed if one.title == "A sparse normalizer instead of ssmax")
+    assert what_if_table(advice.what_if, advice.baseline)["headings"] == ["", "with ssmax", "entmax15"]
+    (nothing,) = with_only("ssmax", cast="selects").advice
+    assert nothing.title == "Nothing more needs changing with ssmax"
+    assert "The model runs softmax, which was not measured." in nothing.text
+    assert "--normalizers model," in str(nothing.command)
+    assert {one.baseline for one in with_only("softmax").advice} == {"now"}
+
+
 def test_advice_tells_by_how_much_a_rescaled_softmax_falls_short() -> None:
     """Uniform logits of spread 2 among 256 keys: half of the weight takes log(255) / 2 = 2.8 times as much."""
-    model = verdict_of(synthetic_tables(cast=[["flat"] * 4], lengths=(256,), normalizers=("model", "ssmax")))
+    tables = synthetic_tables(cast=[["flat"] * 4], lengths=(256,), normalizers=("model", "ssmax"))
+    model = verdict_of(tables)
     (advice,) = (one for one in model.advice if one.title == "Not ssmax as it starts")
     assert advice.caution, "what makes heads broader is no cure"
     assert not [one for one in model.advice if "normalizer" in one.title]
     assert "ssmax multiplies their logits by 0.93 here, less than 1, so that it flattens them" in advice.text
     assert "it would take 2.8 (an s of 0.5)" in advice.text
+    other = {"model": "log_scaled", "ssmax": "ssmax"}
+    rows = [row | {"normalizer": other[row["normalizer"]]} for row in tables["heads"].to_pylist()]
+    stands_in = verdict_of({**tables, "heads": pa.Table.from_pylist(rows, schema=tables["heads"].schema)})
+    (advice,) = (one for one in stands_in.advice if one.title == "Not ssmax as it starts")
+    assert "no sharper weights than log_scaled" in advice.text
+    assert "multiplies" not in advice.text, "its factor is known only beside the logits of the model"
 
 
 def test_advice_tells_what_other_normalizers_do_to_the_same_logits() -> None:

@@ -123,14 +123,15 @@ def advice_words(advice: Advice) -> dict[str, Any]:
         "title": advice.title,
         "text": advice.text,
         "command": advice.command or "",
-        "table": what_if_table(advice.what_if) if advice.what_if else None,
+        "table": what_if_table(advice.what_if, advice.baseline) if advice.what_if else None,
     }
 
 
-def what_if_table(what_if: Sequence[WhatIf]) -> dict[str, Any]:
-    """Return a row per quantity with its value now and a column per change.
+def what_if_table(what_if: Sequence[WhatIf], baseline: str = "now") -> dict[str, Any]:
+    """Return a row per quantity with its value before and a column per change.
 
-    If "now" differs between changes, because other heads were measured, the cell shows both values.
+    If it differs between changes, because other heads were measured, the cell shows both values.
+    baseline: heading of the values before (see Advice).
     """
     changes = list(dict.fromkeys(entry.change for entry in what_if))
     rows = []
@@ -143,7 +144,7 @@ def what_if_table(what_if: Sequence[WhatIf]) -> dict[str, Any]:
             before, after = (number(entry.before), number(entry.after)) if entry else (now, MISSING)
             cells.append(after if before == now else f"{before} → {after}")
         rows.append([quantity, now, *cells])
-    return {"headings": ["", "now", *changes], "rows": rows}
+    return {"headings": ["", baseline, *changes], "rows": rows}
 
 
 def length_text(length: int | None) -> str:

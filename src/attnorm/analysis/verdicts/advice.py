@@ -5,12 +5,14 @@ that measures them. A what-if uses the model's present logits; training with ano
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
 from attnorm.analysis.manifest import input_word
 from attnorm.analysis.verdicts.rows import Row, format_keys, number, split_by_window
-from attnorm.analysis.verdicts.thresholds import DISPERSED
+from attnorm.analysis.verdicts.rules import BEYOND_NUMBERS, judged_horizon
+from attnorm.analysis.verdicts.thresholds import DISPERSED, thresholds_of
 from attnorm.analysis.verdicts.what_if import (
     Advice,
     Rows,
@@ -19,10 +21,12 @@ from attnorm.analysis.verdicts.what_if import (
     compare_medians,
     count_words,
     head_key,
+    own_normalizer,
     pair_heads,
     properties_of,
     repeat_command,
     select_verdicts,
+    stand_in,
 )
 
 MANY_PARKED = 0.25  # share of sink-dominated heads from which there is advice about them
@@ -33,8 +37,9 @@ def advise(
 ) -> list[Advice]:
     """Return all advice about a model, most important first.
 
-    chosen: judged heads of the model as it runs, one row each. tables: rows of all heads and normalizers, by
-    table. runs: the normalizer that the model runs; None if unknown or if layers differ.
+    chosen: judged heads, one row each: of the model as it runs, or with the first normalizer if only others were
+    measured. tables: rows of all heads and normalizers, by table. runs: the judged normalizer; None if unknown or if
+    layers differ.
     """
     others = {name: rows for name, rows in _other_normalizers(tables["heads"], chosen).items() if name != runs}
     candidates = (
@@ -46,7 +51,9 @@ def advise(
         _sinks(chosen, tables["heads"], others, runs, input_word(manifest)),
         _frozen(chosen),
     )
-    return [advice for advice in candidates if advice is not None] or [_no_advice(chosen)]
+    advice = [one for one in candidates if one is not None] or [_no_advice(chosen, manifest)]
+    instead = stand_in(chosen, manifest)
+    return advice if instead is None else [replace(one, baseline=f"with {instead}") for one in advice]
 
 
 def _broken(model_heads: Rows) -> Advice | None:
@@ -221,9 +228,20 @@ def _unselective_heads(rows: Rows, verdicts: Sequence[str]) -> list[Row]:
     return [row for row in rows if row["verdict"] in verdicts or row.get("saturation") == "saturated"]
 
 
-def _no_advice(model_heads: Rows) -> Advice:
-    horizons = [value for row in model_heads if (value := number(row, "horizon")) is not None]
+def _no_advice(model_heads: Rows, manifest: Mapping[str, Any]) -> Advice:
+    thresholds = thresholds_of(manifest.get("thresholds", {}))
+    judged = [value for row in model_heads if (value := judged_horizon(row, thresholds)) is not None]
+    horizons = [value for value in judged if value < BEYOND_NUMBERS]
     room = f" Half of the heads have a horizon of {format_keys(median(horizons))} keys or more." if horizons else ""
+    if (instead := stand_in(model_heads, manifest)) is not None:
+        own, measured = own_normalizer(manifest), manifest.get("settings", {}).get("normalizers") or [instead]
+        return Advice(
+            title=f"Nothing more needs changing with {instead}",
+            text=f"With {instead} no head is shown to be dispersed or saturated here.{room} "
+            + (f"The model runs {own}, which was not measured." if own else "The model's own was not measured."),
+            heads=0,
+            command=repeat_command(manifest, normalizers=["model", *measured]),
+        )
     return Advice(
         title="Nothing needs changing", text=f"No head is shown to be dispersed or saturated here.{room}", heads=0
     )

@@ -38,7 +38,7 @@ from attnorm.analysis.verdicts.thresholds import (
     Thresholds,
     thresholds_of,
 )
-from attnorm.analysis.verdicts.what_if import Advice
+from attnorm.analysis.verdicts.what_if import Advice, own_normalizer, stand_in
 
 FEW_KEYS = 128  # below it entropy, slopes and separability are mostly chance
 FEW_ROWS = 16  # below it the median row of a head is a matter of which rows were taken
@@ -406,14 +406,11 @@ def _headline_by_text(heads: Sequence[Row], runs: str | None, thresholds: Thresh
 
 def _instead_of_own(heads: Sequence[Row], manifest: Mapping[str, Any]) -> str:
     """Return the beginning of the headline if the verdict is about another normalizer than the model's own."""
-    name, own = _running_normalizer(heads, manifest), manifest.get("model", {}).get("runs", "softmax")
-    if not heads or heads[0]["normalizer"] == "model" or name == own:
-        return ""
-    return f"With {name} in place of {'its own normalizer' if own is None else own}: "
+    name = stand_in(heads, manifest)
+    return "" if name is None else f"With {name} in place of {own_normalizer(manifest) or 'its own normalizer'}: "
 
 
 def _running_normalizer(heads: Sequence[Row], manifest: Mapping[str, Any]) -> str | None:
     """Return the normalizer that the verdict is about; None if layers differ."""
     name: str | None = next((row["normalizer"] for row in heads), "model")
-    runs: str | None = manifest.get("model", {}).get("runs", "softmax")
-    return runs if name == "model" else name
+    return own_normalizer(manifest) if name == "model" else name

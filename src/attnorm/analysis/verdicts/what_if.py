@@ -37,7 +37,7 @@ USUAL: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
-    """The median of a quantity over some heads: in the model as it runs, and with a change."""
+    """The median of a quantity over some heads: as they were judged (Advice.baseline), and with a change."""
 
     change: str  # a normalizer, "top 100 instead of top 20", "T = 0.5"
     quantity: str
@@ -54,6 +54,7 @@ class Advice:
     what_if: tuple[WhatIf, ...] = ()
     command: str | None = None  # command that measures missing numbers
     caution: bool = False  # True: what not to expect. False: something to try
+    baseline: str = "now"  # what the numbers before a change belong to: the model as it runs, or "with NORMALIZER"
 
     @property
     def heading(self) -> str:
@@ -118,6 +119,18 @@ def select_verdicts(rows: Rows, verdicts: Sequence[str]) -> list[Row]:
     return [row for row in rows if row["verdict"] in verdicts]
 
 
+def stand_in(heads: Rows, manifest: Mapping[str, Any]) -> str | None:
+    """Return the judged normalizer if the model runs another one, whose numbers were not measured; else None."""
+    name = heads[0]["normalizer"] if heads else "model"
+    return None if name in ("model", own_normalizer(manifest)) else name
+
+
+def own_normalizer(manifest: Mapping[str, Any]) -> str | None:
+    """Return the normalizer that the model runs; None if unknown or if layers differ."""
+    runs: str | None = manifest.get("model", {}).get("runs", "softmax")
+    return runs
+
+
 def advise_normalizer(
     chosen: Rows, others: Mapping[str, Rows], manifest: Mapping[str, Any], runs: str | None
 ) -> list[Advice]:
@@ -129,6 +142,7 @@ def advise_normalizer(
     measured = {name: pairs for name, pairs in measured.items() if pairs}
     sharper = {name: pairs for name, pairs in measured.items() if _is_sharper(pairs)}
     broader = {name: pairs for name, pairs in measured.items() if name not in sharper}
+    instead = stand_in(chosen, manifest)
     to_measure = ["model", *(name for name in TO_MEASURE if name != runs)]
     advice = []
     if sharper or not measured:
@@ -140,8 +154,8 @@ def advise_normalizer(
         thresholds = thresholds_of(manifest.get("thresholds", {}))
         advice.append(
             Advice(
-                title=_title(runs),
-                text=" ".join([_explain_dispersed(dispersed, runs), *_describe_factors(sharper, thresholds)]),
+                title=_title(runs) + ("" if instead is None else f" instead of {instead}"),
+                text=" ".join([_explain_dispersed(dispersed, runs), *_describe_factors(sharper, thresholds, instead)]),
                 heads=len(dispersed),
                 what_if=tuple(what_if),
                 command=None if what_if else repeat_command(manifest, normalizers=to_measure),
@@ -160,14 +174,16 @@ def _caution(
     manifest: Mapping[str, Any],
 ) -> Advice:
     names = " and ".join(broader)
-    factors = _describe_factors(broader, thresholds_of(manifest.get("thresholds", {})))
+    instead = stand_in(model_heads, manifest)
+    factors = _describe_factors(broader, thresholds_of(manifest.get("thresholds", {})), instead)
+    than = "" if instead is None else f" than {instead}"
     return Advice(
         title=f"Not {names} as {'it starts' if len(broader) == 1 else 'they start'}",
         text=" ".join(
             [
                 (
                     f"On the logits of {count_words(len(dispersed), 'dispersed head')} {names} gives no sharper "
-                    "weights at this length: without training it is no cure."
+                    f"weights{than} at this length: without training it is no cure."
                 ),
                 *factors,
             ]
@@ -235,7 +251,11 @@ def _explain_dispersed(dispersed: Rows, runs: str | None) -> str:
     )
 
 
-def _describe_factors(sharper: Mapping[str, Sequence[tuple[Row, Row]]], thresholds: Thresholds) -> list[str]:
+def _describe_factors(
+    sharper: Mapping[str, Sequence[tuple[Row, Row]]], thresholds: Thresholds, instead: str | None
+) -> list[str]:
+    if instead is not None:  # horizons include its factor, so their ratio is not the factor of the model's logits
+        return []
     sentences = (_describe_factor(name, pairs, thresholds) for name, pairs in sharper.items())
     return [sentence for sentence in sentences if sentence is not None]
 
