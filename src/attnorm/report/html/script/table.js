@@ -67,7 +67,7 @@ function describeChoice() {
     h("bdi", null, words.join(", ")),
     "; ",
     h("bdi", null, choicesOf("normalizer")[state.normalizer]),
-    ". Numbers are medians over the longest rows: what the verdict is judged by.",
+    ". Numbers are medians over the longest rows; verdicts are judged by them. Where a sink holds much weight, dispersion is judged without it: see the evidence.",
   );
 }
 
