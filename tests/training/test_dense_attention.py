@@ -9,6 +9,7 @@ from transformers import AttentionInterface
 
 from attnorm.mechanisms.soft import newton_inverse
 from attnorm.models.patched_attention import KERNEL, patched_attention
+from attnorm.normalizers import threshold
 from attnorm.training.lm.attention import Attention, dense_attention, in_training, is_traceable
 from attnorm.training.lm.model import build_model
 from tests.training.conftest import tiny
@@ -53,8 +54,10 @@ def test_afterwards_the_engine_is_back() -> None:
 
 @pytest.mark.as_installed
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
-def test_it_is_traced_into_the_block_without_a_break(backend: str) -> None:
+def test_it_is_traced_into_the_block_without_a_break(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With keys enough for the sparse maps to take their groups of keys apart."""
+    monkeypatch.setattr(threshold, "FIXED_STEPS", 10)  # a graph of all steps takes longer to trace
+    monkeypatch.setattr(threshold, "STEPS_AFTER_LEADERS", 6)
     torch._dynamo.reset()
     settings = tiny(architecture="llama", normalizer="kneemax", context=264, layers=1)
     model = build_model(settings, vocabulary=300, end_of_text=0)
