@@ -278,8 +278,8 @@ def choose_engine(inputs: Inputs, normalizer: Normalizer) -> Engine:
 
 def _choose(inputs: Inputs, normalizer: Normalizer) -> tuple[Engine, Computation]:
     """Return that engine and its function."""
-    on_sdpa, rounds_q = fused.applies(inputs, normalizer), fused.rounds_q(inputs, normalizer)
-    keeps_q = on_sdpa and not rounds_q
+    on_sdpa = fused.applies(inputs, normalizer)
+    keeps_q = on_sdpa and not fused.rounds_q(inputs, normalizer)
     if not inputs.q_BHQD.is_cuda or is_exporting():  # an exported graph cannot contain our kernels
         return ("fused", fused.fused) if keeps_q else ("blocked", blocked)
     if on_sdpa and normalizer.sink is None and (keeps_q or fused.is_worth_rounding(inputs, normalizer)):

@@ -85,10 +85,10 @@ def test_what_decoding_has_no_kernel_for() -> None:
 
 def test_the_operator_is_described_to_the_compiler() -> None:
     q, k, v = (t.detach() for t in draw(ONE))
-    options = ("softmax", 1, 0.0, "none", None, True, None, 0.25)
+    options = ("softmax", 1, 0.0, "none", None, True, None, 0.25, 0.0, 0.0)
     utilities = ("test_schema", "test_faketensor")
     operator = torch.ops.attnorm.decode_attention.default
-    torch.library.opcheck(operator, (q, k, v, *[None] * 7, *options), test_utils=utilities)
+    torch.library.opcheck(operator, (q, k, v, *[None] * 8, *options), test_utils=utilities)
 
 
 @each_depth
@@ -101,11 +101,11 @@ from attnorm.kernels.maps import MAPS, RULES
 map_ = MAPS["softpick"]
 constants = dict(
     MAP=map_.weights, SLOPES=map_.slopes, RULE=RULES["linear"], P=1, FAST=True, REFERENCE=int(map_.reference),
-    NORMALISED=True, RULED=3, CAPPED=False, FACTORED=1, SHIFTED=4, SINK=2, CAUSAL=True, WINDOWED=True, MASKED=True,
-    PRECISION="tf32", WIDTH=16, SIZE=16, V_WIDTH=16, V_SIZE=12, ROWS=16, COLUMNS=32, LIFT=1.0,
+    NORMALISED=True, RULED=3, CAPPED=False, FACTORED=1, EXPONENT=2, SHIFTED=4, SINK=2, CAUSAL=True, WINDOWED=True,
+    MASKED=True, PRECISION="tf32", WIDTH=16, SIZE=16, V_WIDTH=16, V_SIZE=12, ROWS=16, COLUMNS=32, LIFT=1.0,
 )
-types = dict(mask="*u8") | dict.fromkeys(("shift", "scale", "cap", "floor"), "fp32")
-types |= dict.fromkeys(("factor", "parameters", "sink", "work"), "*fp32")
+types = dict(mask="*u8") | dict.fromkeys(("shift", "scale", "cap", "log2_base", "delta", "floor"), "fp32")
+types |= dict.fromkeys(("factor", "exponent", "parameters", "sink", "work"), "*fp32")
 types |= dict.fromkeys(("q", "k", "v", "out"), "*bf16")
 compiles(one_pass.decode_parts, constants, types)
 compiles(one_pass.join_parts, constants, types, lowered=True)

@@ -228,10 +228,10 @@ def test_a_compiled_call_is_one_graph() -> None:
 
 def test_the_operator_is_described_to_the_compiler() -> None:
     q, k, v = drawn((1, 2, 1, 2, 70, 16, 24))
-    options = ("none", None, True, None, 0.25, "top", [], [], 3)
+    options = ("none", None, True, None, 0.25, 0.0, 0.0, "top", [], [], 3)
     utilities = ("test_schema", "test_faketensor")
     operator = torch.ops.attnorm.decode_from_logits.default
-    torch.library.opcheck(operator, (q, k, v, *[None] * 8, *options), test_utils=utilities)
+    torch.library.opcheck(operator, (q, k, v, *[None] * 9, *options), test_utils=utilities)
 
 
 def test_what_is_searched() -> None:

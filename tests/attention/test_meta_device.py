@@ -125,8 +125,13 @@ def test_shapes_of_one_pass(map_: str, scaled: bool, normalised: bool, precise: 
 
 
 def test_shapes_of_decoding() -> None:
-    assert shapes(one_pass_operators.decode.operator(Q, K, V, *[None] * 7, *options("softmax"))) == like(OUTPUT)
-    found = decoding._decode.operator(Q, K, V, *[None] * 8, "none", None, True, None, 0.5, "entmax15", [], [], None)
+    assert shapes(one_pass_operators.decode.operator(Q, K, V, *[None] * 8, *options("softmax"), 0.0, 0.0)) == like(
+        OUTPUT
+    )
+    numbers = (0.5, 0.0, 0.0)
+    found = decoding._decode.operator(
+        Q, K, V, *[None] * 9, "none", None, True, None, *numbers, "entmax15", [], [], None
+    )
     assert shapes(found) == like(OUTPUT)
 
 

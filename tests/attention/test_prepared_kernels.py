@@ -1,7 +1,6 @@
 """Kernels that are launched many times: which launches share a compiled kernel, and where numbers of rows come from."""
 
 import inspect
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +9,8 @@ import torch
 from torch import Tensor
 
 import attnorm
-from attnorm.kernels.launch import LAUNCHERS, KernelConstants, PreparedKernels, kinds_of
-from attnorm.kernels.linear_algebra import length_power
+from attnorm.kernels.launch import LAUNCHERS, KernelConstants, LaunchPlan, PreparedKernels, kinds_of
+from attnorm.kernels.linear_algebra import length_powers
 from attnorm.normalizers.asentmax import AdaptiveLengthScale
 from tests.attention.kernel_calls import DEVICE, draw
 
@@ -36,9 +35,8 @@ def test_arguments_of_one_kind_are_the_same_to_triton() -> None:
     calls = [((source,), ()) for source in SOURCES] + [((), (number,)) for number in NUMBERS]
     of_kind: dict[object, set[object]] = {}
     for sources, numbers in calls:
-        addresses = [source.data_ptr() if isinstance(source, Tensor) else source for source in sources]
         to_triton = native_specialize_impl(type(backend), (*sources, *numbers)[0], False, True, True)
-        of_kind.setdefault(kinds_of(sources, addresses, numbers), set()).add(to_triton)
+        of_kind.setdefault(kinds_of(sources, numbers), set()).add(to_triton)
     assert all(len(kernels) == 1 for kernels in of_kind.values()), of_kind
     assert len(of_kind) < len(calls) / 2, "too many kinds: hardly any launch would be one of a known kind"
 
@@ -94,10 +92,17 @@ def prepared(launches: list[Any], compiled: type[Compiled] = Compiled) -> Prepar
     )
 
 
+def launch(kernels: PreparedKernels, programs: tuple[int, int], sources: tuple[Any, ...], *numbers: int) -> LaunchPlan:
+    """Launch once by a new plan, as a call of other shapes has."""
+    plan = LaunchPlan(kernels, -1, programs, numbers)
+    plan.launch(sources)
+    return plan
+
+
 def test_launches_of_a_known_kind_take_the_compiled_kernels(streams: dict[int, int]) -> None:
     launches: list[Any] = []
     kernels, x = prepared(launches), torch.zeros(8)
-    kernels.launch((5, 6), (x, 0.5), (16, 3))
+    plan = launch(kernels, (5, 6), (x, 0.5), 16, 3)
     options = {"num_warps": 4, "num_stages": 3}
     assert launches == [
         ("triton", (5,), (x, 3), {"FIRST": 1, "SECOND": 2, **options}),
@@ -105,11 +110,25 @@ def test_launches_of_a_known_kind_take_the_compiled_kernels(streams: dict[int, i
     ]
     launches.clear()
     streams[-1] = 13
-    kernels.launch((7, 8), (x, 0.25), (32, 5))
+    launch(kernels, (7, 8), (x, 0.25), 32, 5)
     assert launches == [
         ("first", (7, 1, 1), 13, (("warps",), None, None, None, x.data_ptr(), 5, 2, 1)),
         ("last", (8, 1, 1), 13, (("warps",), None, None, None, 0.25, x.data_ptr(), 32, 5, 3)),
     ]
+    for address, by in ((x[4:], "last"), (x[1:], "triton"), (x[5:], "last"), (x, "last")):  # 16, 4, 20 and 0 bytes on
+        plan.launch((address, 0.75))
+        assert launches[-1][0] == by
+        if by == "last":
+            assert launches[-1][-1][4:] == (0.75, address.data_ptr(), 16, 3, 3)
+
+
+def test_a_kernel_gets_the_first_source_in_place_of_an_absent_one(streams: dict[int, int]) -> None:
+    launches: list[Any] = []
+    kernel = Kernel("y z x n", launches, Compiled("only", launches))
+    kernels = PreparedKernels(("x", "y", "z", "n"), KernelConstants(kernel, {}, 4), absent=["y"])
+    x, z = torch.zeros(8), torch.zeros(8)
+    LaunchPlan(kernels, -1, (1,), (3,)).launch((x, z))
+    assert [argument is expected for argument, expected in zip(launches[0][2], (x, z, x, 3), strict=True)] == [True] * 4
 
 
 @pytest.mark.parametrize("change", ["n = 1", "n = 16", "n = 2**31", "x = x.double()", "x = x[1:]", "y = x"])
@@ -118,7 +137,7 @@ def test_another_kind_of_an_argument_is_another_kernel(streams: dict[int, int], 
     kernels = prepared(launches)
     values: dict[str, Any] = {"x": torch.zeros(8), "y": 0.5, "n": 3}
     for _ in range(2):
-        kernels.launch((5, 6), (values["x"], values["y"]), (16, values["n"]))
+        launch(kernels, (5, 6), (values["x"], values["y"]), 16, values["n"])
         exec(change, {}, values)
     assert [name for name, *_ in launches] == ["triton"] * 4
 
@@ -131,9 +150,8 @@ def test_the_launcher_of_the_installed_triton_is_known() -> None:
 
 def test_triton_launches_where_its_launcher_is_another(streams: dict[int, int]) -> None:
     launches: list[Any] = []
-    kernels = prepared(launches, OtherLauncher)
-    for _ in range(2):
-        kernels.launch((5, 6), (torch.zeros(8), 0.5), (16, 3))
+    plan = launch(prepared(launches, OtherLauncher), (5, 6), (torch.zeros(8), 0.5), 16, 3)
+    plan.launch((torch.zeros(8), 0.5))
     assert [name for name, *_ in launches] == ["triton"] * 4
 
 
@@ -141,10 +159,10 @@ def test_triton_launches_while_a_profiler_watches(streams: dict[int, int], monke
     from triton import knobs
 
     launches: list[Any] = []
-    kernels, x = prepared(launches), torch.zeros(8)
+    plan, x = LaunchPlan(prepared(launches), -1, (5, 6), (16, 3)), torch.zeros(8)
 
     def launched_by() -> str:
-        kernels.launch((5, 6), (x, 0.5), (16, 3))
+        plan.launch((x, 0.5))
         return str(launches[-1][0])
 
     assert [launched_by(), launched_by()] == ["triton", "last"]
@@ -225,10 +243,13 @@ def test_factors_of_asentmax_have_the_digits_of_float32(delta: float) -> None:
     rule.raw_gamma.data = torch.tensor([0.0, 1e-3, -50.0, 0.5, 50.0, -0.5, 2.0])
     exact = rule.double().factor(torch.full((1, 1), 1000.0, dtype=torch.float64), None, None)[:, 0, 0]
     given = [p.detach().to(DEVICE, torch.float32) for p in (rule.raw_beta, rule.raw_gamma)]
-    found = length_power(*given, math.log(1001), delta)
+    found = length_powers(*given, delta, [1, 7, 1], 1000, False)[0, :, 0]
     assert found.dtype == torch.float32
     tolerance = 1e-6 if DEVICE == "cpu" else 1e-5  # a GPU's exponential of -30 has fewer digits
     torch.testing.assert_close(found.double().cpu(), exact.detach(), rtol=tolerance, atol=0.0)
-    first = length_power(given[0][0], given[1][0], math.log(1001), delta)
-    assert first.shape == ()
-    torch.testing.assert_close(first, found[0])
+    normalizer = attnorm.compose("sigmoid", scale=rule.float())  # whose weights are functions of one logit each
+    q, k = (torch.full((1, 7, keys, 16), 1e-3, device=DEVICE) for keys in (1, 1000))
+    with torch.no_grad():
+        decoded = attnorm.attention(q, k, k, normalizer.to(DEVICE), engine="triton")
+        expected = attnorm.attention(q.double(), k.double(), k.double(), normalizer.double())
+    torch.testing.assert_close(decoded.double(), expected, rtol=tolerance, atol=0.0)

@@ -16,6 +16,7 @@ from torch import Tensor
 from attnorm.engines.execution import MIN_QUERIES, kernel_operator, runs_kernels
 from attnorm.engines.inputs import Inputs, row_factors, under_transform
 from attnorm.engines.one_pass import (
+    CommonFactor,
     LoweredNormalizer,
     common_factor,
     common_length,
@@ -26,7 +27,7 @@ from attnorm.engines.one_pass import (
     sink_numbers,
 )
 from attnorm.normalizers.adaptive_temperature import EntropyRule
-from attnorm.normalizers.contract import KernelForm, Normalizer
+from attnorm.normalizers.contract import KernelForm, Normalizer, ThresholdForm
 from attnorm.normalizers.norm_softmax import MIN_DEVIATION, UnitVariance
 from attnorm.normalizers.stick_breaking import StickBreaking
 
@@ -42,6 +43,7 @@ class DecodingPlan(NamedTuple):
     kind: str
     numbers: tuple[float, ...] = ()
     steps: tuple[float, ...] = ()
+    threshold: ThresholdForm | None = None
 
 
 def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
@@ -62,7 +64,7 @@ def plan_call(inputs: Inputs, normalizer: Normalizer) -> DecodingPlan | None:
 
 def plan(inputs: Inputs, normalizer: Normalizer) -> DecodingPlan | None:
     """Translate a normalizer to the terms of the kernels; None if they do not have it or it needs no search."""
-    map_, rules = normalizer.map, normalizer.rules
+    map_ = normalizer.map
     if isinstance(map_, StickBreaking):
         if inputs.positions is not None and not map_.attend_current:
             return None
@@ -70,12 +72,13 @@ def plan(inputs: Inputs, normalizer: Normalizer) -> DecodingPlan | None:
         return None if form is None else DecodingPlan(form, "stick" if map_.attend_current else "stick_rest")
     if (threshold := map_.threshold_form()) is not None:
         form = lower(normalizer, inputs, KernelForm(threshold.map, counts_keys=threshold.parameter is not None))
-        return None if form is None else DecodingPlan(form, threshold.map)
+        return None if form is None else DecodingPlan(form, threshold.map, threshold=threshold)
     form = lower(normalizer, inputs)
     if form is None:
         return None
     if form.map.ranged:
         return DecodingPlan(form, "range")
+    rules = normalizer.rules
     last = rules[-1] if rules else None
     if isinstance(last, EntropyRule | UnitVariance):
         if form.window is not None:  # the statistic is that of all visible keys
@@ -90,44 +93,48 @@ def decode(inputs: Inputs, normalizer: Normalizer, found: DecodingPlan | None = 
     """Return the output (B, H, Q, E) of a normalizer for which `applies` is true. found: from `plan_call`."""
     found = found or plan(inputs, normalizer)
     assert found is not None
-    form, shape, n = found.form, inputs.q_BHQD.shape[:3], common_length(inputs)
+    form, n = found.form, common_length(inputs)
     mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
-    known = None if n is None else common_factor(inputs, normalizer, form, n)
-    number, factor = (1.0, per_row(row_factors(inputs, normalizer), shape)) if known is None else known
+    known = None if n is None else common_factor(inputs, form, n)
+    factor = known or CommonFactor(1.0, per_row(row_factors(inputs, normalizer), inputs.q_BHQD.shape[:3]))
     parameter = common_parameter = count = None
-    if (threshold := normalizer.map.threshold_form()) is not None and threshold.parameter is not None:
+    if (threshold := found.threshold) is not None and threshold.parameter is not None:
         if n is not None and threshold.takes_numbers:
-            common_parameter = threshold.parameter(float(n))
+            common_parameter = float(threshold.parameter(float(n)))
         else:
+            shape = inputs.q_BHQD.shape[:3]
             parameter = per_row(threshold.parameter(inputs.n().float().expand(*shape, 1)), shape)
-    if form.top is not None and not isinstance(form.top.k, int):
-        count = form.top.counts(inputs.n())[..., 0].to(torch.int32).expand(shape)
-    top = None if form.top is None else form.top.k if isinstance(form.top.k, int) else inputs.keys
+    if (top := None if form.top is None else form.top.k) is not None and not isinstance(top, int):
+        assert form.top is not None
+        count = form.top.counts(inputs.n())[..., 0].to(torch.int32).expand(inputs.q_BHQD.shape[:3])
+        top = inputs.keys
     output: Tensor = _decode(
-        inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, mask, factor, sink_numbers(inputs, normalizer),
-        *rule_numbers(inputs, form), parameter, common_parameter, count, form.rule, form.softcap, inputs.causal,
-        form.window, inputs.scale * number, found.kind, found.numbers, found.steps, top,
+        inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, mask, factor.tensor, factor.exponent,
+        sink_numbers(inputs, form.sink), *rule_numbers(inputs, form), parameter, common_parameter, count, form.rule,
+        form.softcap, inputs.causal, form.window, inputs.scale * factor.number, factor.log2_base, factor.delta,
+        found.kind, found.numbers, found.steps, top,
     )  # fmt: skip
     return output
 
 
 @kernel_operator("attnorm::decode_from_logits")
 def _decode(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, sink: Tensor | None,
-    rule_parameters: Tensor | None, rule_parameter: float | None, parameter: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, exponent: Tensor | None,
+    sink: Tensor | None, rule_parameters: Tensor | None, rule_parameter: float | None, parameter: Tensor | None,
     common_parameter: float | None, count: Tensor | None, rule: str, softcap: float | None, causal: bool,
-    window: int | None, scale: float, kind: str, numbers: list[float], steps: list[float], top: int | None,
+    window: int | None, scale: float, log2_base: float, delta: float, kind: str, numbers: list[float],
+    steps: list[float], top: int | None,
 ) -> Tensor:  # fmt: skip
-    from attnorm.kernels import decoding as kernels  # loads Triton
+    from attnorm.kernels.decoding import RowSearch, decode  # loads Triton
     from attnorm.kernels.one_pass import Form
 
-    form = Form(map="softmax", rule=rule, softcap=softcap, causal=causal, window=window, scale=scale)
-    search = kernels.RowSearch(kind=kind, numbers=tuple(numbers), steps=tuple(steps), top=top)
+    form = Form("softmax", 1, 0.0, rule, softcap, causal, window, scale, log2_base, delta)
+    search = RowSearch(kind, tuple(numbers), tuple(steps), top)
     sources = (
-        q, k, v, mask, factor, sink, rule_parameter if rule_parameters is None else rule_parameters,
+        q, k, v, mask, factor, exponent, sink, rule_parameter if rule_parameters is None else rule_parameters,
         common_parameter if parameter is None else parameter, count,
     )  # fmt: skip
-    return _decode_in_pieces(partial(kernels.decode, form=form, search=search), sources)
+    return _decode_in_pieces(partial(decode, form=form, search=search), sources)
 
 
 def _decode_in_pieces(run: Callable[..., Tensor], sources: tuple[Any, ...]) -> Tensor:
@@ -154,9 +161,10 @@ def _decode_in_pieces(run: Callable[..., Tensor], sources: tuple[Any, ...]) -> T
 
 @_decode.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, sink: Tensor | None,
-    rule_parameters: Tensor | None, rule_parameter: float | None, parameter: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, exponent: Tensor | None,
+    sink: Tensor | None, rule_parameters: Tensor | None, rule_parameter: float | None, parameter: Tensor | None,
     common_parameter: float | None, count: Tensor | None, rule: str, softcap: float | None, causal: bool,
-    window: int | None, scale: float, kind: str, numbers: list[float], steps: list[float], top: int | None,
+    window: int | None, scale: float, log2_base: float, delta: float, kind: str, numbers: list[float],
+    steps: list[float], top: int | None,
 ) -> Tensor:  # fmt: skip
     return q.new_empty(*q.shape[:-1], v.shape[-1])

@@ -20,6 +20,8 @@ from attnorm.normalizers.contract import Normalizer, ScaleRule
 HALF = (torch.float16, torch.bfloat16)
 FLOAT16_HEADROOM = 2.0**8  # factor that moves from q into the scale in float16, see `with_rounded_queries`
 
+NOTHING = nullcontext()  # has no state, so that all calls share it
+
 # Elements of the boolean mask built for one step of queries.
 MASK_ELEMENTS = 2**24
 
@@ -217,7 +219,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
-    return nullcontext()
+    return NOTHING
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -264,7 +266,7 @@ def validate_inputs(
 
     Keys and values that no query sees, and queries that see no key, become zeros.
     """
-    _check_tensors(q=q, k=k, v=v)
+    _check_tensors(q, k, v)
     return _checked_inputs(q, k, v, mask, causal, scale, positions, hidden_states)
 
 
@@ -279,7 +281,7 @@ def validate_queries_and_keys(
     hidden_states: Tensor | None = None,
 ) -> Inputs:
     """The same for a call without values: the keys take their place, and errors do not name them."""
-    _check_tensors(q=q, k=k)
+    _check_tensors(q, k)
     return _checked_inputs(q, k, k, mask, causal, scale, positions, hidden_states)
 
 
@@ -295,7 +297,8 @@ def _checked_inputs(
 ) -> Inputs:
     if scale is not None and not (hasattr(scale, "__float__") and math.isfinite(scale)):
         raise ValueError(f"scale must be a finite number, got {scale!r}; leave it out for 1/sqrt(width)")
-    q, k, v = (_to_four_dimensions(t) for t in (q, k, v))
+    if q.dim() != 4:
+        q, k, v = (_to_four_dimensions(t) for t in (q, k, v))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     inputs = Inputs(q, k, v, None, causal, scale, positions, hidden_states)
     if mask is None:
@@ -322,35 +325,49 @@ def _zero_unseen(inputs: Inputs) -> Inputs:
     return replace(inputs, q_BHQD=torch.where(inputs.n() > 0, q, 0.0), k_BGKD=k, v_BGKE=v)
 
 
-def _check_tensors(**tensors: Tensor) -> None:
-    """Check q, k and, if it is given, v; the keywords name them in errors.
+def _check_tensors(q: Any, k: Any, v: Any = None) -> None:
+    """Check q, k and, if it is given, v.
 
     Text is built for an error only: under torch.compile a shape in a text becomes a constant of the graph.
     """
-    q, k, v = tensors["q"], tensors["k"], tensors.get("v", tensors["k"])
-    if not all(isinstance(t, Tensor) for t in (q, k, v)):
+    values = k if v is None else v
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(values, Tensor)):
+        tensors = _named(q, k, v)
         raise TypeError(
             f"{_each(tensors)} must be torch tensors, got {_each(type(t).__name__ for t in tensors.values())}"
         )
-    if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
+    if not q.is_floating_point() or not q.dtype == k.dtype == values.dtype:
+        tensors = _named(q, k, v)
         raise TypeError(
             f"{_each(tensors)} must share one floating dtype, got {_each(t.dtype for t in tensors.values())}"
         )
-    problem = None
-    if not q.dim() == k.dim() == v.dim() or q.dim() not in (2, 3, 4):
-        problem = f"{_each(tensors)} must all be (batch, heads, length, width), or lack leading dimensions"
-    elif q.shape[-1] != k.shape[-1]:
-        problem = f"q and k must have the same width, got {q.shape[-1]} and {k.shape[-1]}"
-    elif k.shape[:-1] != v.shape[:-1]:
-        problem = "k and v must agree in all but the width"
-    elif k.shape[-2] == 0 or k.shape[-1] == 0:
-        problem = "there must be at least one key to attend to, at least one wide"
-    elif q.dim() == 4 and q.shape[0] != k.shape[0]:
-        problem = "q and k must have the same batch size"
-    elif q.dim() > 2 and (k.shape[-3] == 0 or q.shape[-3] % k.shape[-3]):
-        problem = "the query heads must be a multiple of the key heads"
+    problem = _problem_of_shapes(q.shape, k.shape, values.shape)
     if problem is not None:
-        raise ValueError(f"{problem}; got {_each(f'{name} {tuple(t.shape)}' for name, t in tensors.items())}")
+        tensors = _named(q, k, v)
+        names = _each(tensors)
+        shapes = _each(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
+        raise ValueError(f"{problem.format(names=names)}; got {shapes}")
+
+
+def _problem_of_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> str | None:
+    dims = len(q)
+    if not dims == len(k) == len(v) or dims not in (2, 3, 4):
+        return "{names} must all be (batch, heads, length, width), or lack leading dimensions"
+    if q[-1] != k[-1]:
+        return f"q and k must have the same width, got {q[-1]} and {k[-1]}"
+    if k != v and k[:-1] != v[:-1]:
+        return "k and v must agree in all but the width"
+    if k[-2] == 0 or k[-1] == 0:
+        return "there must be at least one key to attend to, at least one wide"
+    if dims == 4 and q[0] != k[0]:
+        return "q and k must have the same batch size"
+    if dims > 2 and (k[-3] == 0 or q[-3] % k[-3]):
+        return "the query heads must be a multiple of the key heads"
+    return None
+
+
+def _named(q: Any, k: Any, v: Any) -> dict[str, Any]:
+    return {"q": q, "k": k} if v is None else {"q": q, "k": k, "v": v}
 
 
 def _each(parts: Iterable[object]) -> str:

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from attnorm.engines import one_pass_operators
-from attnorm.engines.execution import MIN_QUERIES, is_wide_float32, kernel_operator, runs_kernels
+from attnorm.engines.execution import MIN_QUERIES, is_wide_float32, runs_kernels
 from attnorm.engines.inputs import Inputs, head_numbers, row_factors, under_transform
 from attnorm.kernels.launch import holds
 from attnorm.normalizers.adaptive_temperature import EntropyRule
 from attnorm.normalizers.asentmax import AdaptiveLengthScale
-from attnorm.normalizers.contract import KernelForm, LogitRule, Normalizer, ScaleRule
+from attnorm.normalizers.contract import KernelForm, LogitRule, Normalizer, ScaleRule, Sink
 from attnorm.normalizers.norm_softmax import UnitVariance
 from attnorm.normalizers.softcap import Softcap
 from attnorm.normalizers.topk import TopK
@@ -50,6 +50,8 @@ class LoweredNormalizer(NamedTuple):
     window: int | None = None
     softcap: float | None = None  # of the model, or of the first rule
     top: TopK | None = None  # applied after the window
+    scales: tuple[ScaleRule, ...] = ()  # factors of rows
+    sink: Sink | None = None
 
 
 def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
@@ -70,9 +72,10 @@ def lower_for_call(inputs: Inputs, normalizer: Normalizer) -> LoweredNormalizer 
 
 def _can_decode(inputs: Inputs, normalizer: Normalizer) -> bool:
     """Whether a call with few queries can split its keys over programs: no gradients, and no search kernel first."""
+    for part in (*normalizer.rules, *normalizer.selections):
+        if isinstance(part, SEARCHED):
+            return False
     if inputs.keys < MIN_KEYS or not fits_decoding(inputs) or inputs.needs_grad:
-        return False
-    if any(isinstance(part, SEARCHED) for part in (*normalizer.rules, *normalizer.selections)):
         return False
     return not (torch.is_grad_enabled() and any(p.requires_grad for p in normalizer.parameters()))
 
@@ -94,28 +97,14 @@ def lower(normalizer: Normalizer, inputs: Inputs, map_: KernelForm | None = None
 
     map_: the form of its map (default: the one in the one-pass kernels).
     """
-    map_ = map_ or normalizer.map.kernel_form()
-    if map_ is None or map_.power not in POWERS or (normalizer.sink is not None and map_.map != "softmax"):
+    map_, sink, selections = map_ or normalizer.map.kernel_form(), normalizer.sink, normalizer.selections
+    if map_ is None or map_.power not in POWERS or (sink is not None and map_.map != "softmax"):
         return None
-    selections = normalizer.selections
     if (map_.counts_keys and selections) or (inputs.q_BHQD.dtype == torch.float16 and not map_.float16):
         return None
-    cap, rules = _split_leading_softcap(inputs, normalizer)
-    if map_.ranged and not all(isinstance(rule, ScaleRule) for rule in rules):
-        return None
-    if not all(isinstance(rule, ScaleRule) for rule in rules[:-1]):
-        return None
-    rule: tuple[str, float | Tensor] = ("none", 0.0)
-    last = rules[-1] if rules else None
-    if last is not None and (named := last.kernel_rule()) is not None:
-        # The kernels apply the rule after the factor and the shift of a row, but those of a map belong after its rules.
-        if inputs.positions is not None or map_.row_factor is not None or map_.row_shift is not None:
-            return None
-        rule = named
-    elif isinstance(last, EntropyRule | UnitVariance):
-        if map_.map != "softmax" or normalizer.sink is not None or cap is not None:
-            return None
-    elif last is not None and not isinstance(last, ScaleRule):
+    cap, rules = _split_leading_softcap(inputs, normalizer.rules)
+    rule = _lower_rules(rules, inputs, map_, capped=cap is not None, sunk=sink is not None) if rules else NO_RULE
+    if rule is None:
         return None
     window: int | None = None
     top: TopK | None = None
@@ -130,18 +119,39 @@ def lower(normalizer: Normalizer, inputs: Inputs, map_: KernelForm | None = None
         if selection.kernel_window is None or not inputs.causal or inputs.positions is not None:
             return None
         window = min(selection.kernel_window, window or selection.kernel_window)
-    return LoweredNormalizer(map_, *rule, window=window, softcap=cap, top=top)
+    scales = tuple([rule for rule in rules if isinstance(rule, ScaleRule)])
+    return LoweredNormalizer(map_, *rule, window, cap, top, scales, sink)
 
 
-def _split_leading_softcap(inputs: Inputs, normalizer: Normalizer) -> tuple[float | None, list[LogitRule]]:
+NO_RULE: tuple[str, float | Tensor] = ("none", 0.0)
+
+
+def _split_leading_softcap(inputs: Inputs, rules: list[LogitRule]) -> tuple[float | None, list[LogitRule]]:
     """Return the cap of the model or of a first softcap rule, and the other rules.
 
     The kernels apply one softcap, before all rules.
     """
-    rules = normalizer.rules
     if rules and isinstance(rules[0], Softcap) and inputs.softcap is None:
         return rules[0].cap, rules[1:]
     return inputs.softcap, rules
+
+
+def _lower_rules(
+    rules: list[LogitRule], inputs: Inputs, map_: KernelForm, *, capped: bool, sunk: bool
+) -> tuple[str, float | Tensor] | None:
+    """Return name and parameter of the rule that the kernels apply; None if they cannot apply all of these."""
+    last = rules[-1]
+    if not all(isinstance(rule, ScaleRule) for rule in rules[:-1]):
+        return None
+    if map_.ranged and not isinstance(last, ScaleRule):
+        return None
+    if (named := last.kernel_rule()) is not None:
+        # The kernels apply the rule after the factor and the shift of a row, but those of a map belong after its rules.
+        takes = inputs.positions is None and map_.row_factor is None and map_.row_shift is None
+        return named if takes else None
+    if isinstance(last, EntropyRule | UnitVariance):
+        return NO_RULE if map_.map == "softmax" and not sunk and not capped else None
+    return NO_RULE if isinstance(last, ScaleRule) else None
 
 
 def one_pass(inputs: Inputs, normalizer: Normalizer, form: LoweredNormalizer | None = None) -> Tensor:
@@ -155,7 +165,7 @@ def one_pass(inputs: Inputs, normalizer: Normalizer, form: LoweredNormalizer | N
         return _attend_with_entropy_rule(inputs, normalizer.rules[-1], factor, form)
     if normalizer.rules and isinstance(normalizer.rules[-1], UnitVariance):
         return _attend_with_unit_variance(inputs, normalizer.rules[-1], factor, form)
-    sink = sink_logits(inputs, normalizer)
+    sink = sink_logits(inputs, normalizer.sink)
     if form.map.ranged:
         low, high = _logit_range(inputs, factor, form)
         width = high - low
@@ -165,11 +175,11 @@ def one_pass(inputs: Inputs, normalizer: Normalizer, form: LoweredNormalizer | N
     return _launch(inputs, inputs.v_BGKE, factor, shift, sink, form, cutoff)
 
 
-def sink_logits(inputs: Inputs, normalizer: Normalizer) -> Tensor | None:
+def sink_logits(inputs: Inputs, sink: Sink | None) -> Tensor | None:
     """Return the logits of the sink, (H,) in float32; None without a sink."""
-    if normalizer.sink is None:
+    if sink is None:
         return None
-    logit, heads = normalizer.sink.logit, inputs.q_BHQD.shape[1]
+    logit, heads = sink.logit, inputs.q_BHQD.shape[1]
     if logit.dim() == 1 and logit.shape[0] != heads:
         raise ValueError(f"the sink has logits for {logit.shape[0]} heads, but q has {heads} heads")
     return logit.to(inputs.q_BHQD.device, torch.float32).expand(heads).contiguous()
@@ -312,22 +322,21 @@ def _launch(
 def _decode(inputs: Inputs, normalizer: Normalizer, form: LoweredNormalizer) -> Tensor:
     mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
     map_, n = form.map, common_length(inputs)
-    known = None if n is None else common_factor(inputs, normalizer, form, n)
+    known = None if n is None else common_factor(inputs, form, n)
     shift = common_shift = None
     if n is None or known is None or not (map_.takes_numbers or map_.row_factor is map_.row_shift is None):
-        factor, shift = row_factor_and_shift(inputs, normalizer, map_)
-        scale = inputs.scale
+        tensor, shift = row_factor_and_shift(inputs, normalizer, map_)
+        factor, scale = CommonFactor(tensor=tensor), inputs.scale
     else:
-        number, factor = known
-        scale = inputs.scale * number
+        factor, scale = known, inputs.scale * known.number
         if map_.row_factor is not None:
             scale *= map_.row_factor(float(n))
         if map_.row_shift is not None:
-            common_shift = map_.row_shift(float(n))
+            common_shift = float(map_.row_shift(float(n)))
     output: Tensor = one_pass_operators.decode(
-        inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, mask, factor, shift, common_shift,
-        sink_numbers(inputs, normalizer), *rule_numbers(inputs, form), map_.map, map_.power, map_.floor, form.rule,
-        form.softcap, inputs.causal, form.window, scale,
+        inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, mask, factor.tensor, factor.exponent, shift, common_shift,
+        sink_numbers(inputs, form.sink), *rule_numbers(inputs, form), map_.map, map_.power, map_.floor, form.rule,
+        form.softcap, inputs.causal, form.window, scale, factor.log2_base, factor.delta,
     )  # fmt: skip
     return output
 
@@ -339,50 +348,44 @@ def common_length(inputs: Inputs) -> int | None:
     return inputs.keys
 
 
-def common_factor(
-    inputs: Inputs, normalizer: Normalizer, form: LoweredNormalizer, n: int
-) -> tuple[float, Tensor | None] | None:
-    """Return a number and a tensor of one element or one per head, whose product is the factor of all rows.
+class CommonFactor(NamedTuple):
+    """The factor of all rows: the number times the tensor, or with an exponent times a power (blocks.load_factor)."""
+
+    number: float = 1.0
+    tensor: Tensor | None = None
+    exponent: Tensor | None = None
+    log2_base: float = 0.0
+    delta: float = 0.0
+
+
+ONE = CommonFactor()
+
+
+def common_factor(inputs: Inputs, form: LoweredNormalizer, n: int) -> CommonFactor | None:
+    """Return the factor of all rows, from tensors of one element or one per head; None if that is not possible.
 
     Decoding pays for every operation of torch, so that the number moves into the scale and the kernel reads the
-    tensor as it is. None if that is not possible.
+    tensors as they are.
     """
-    number, tensor = 1.0, None
-    for rule in normalizer.rules:
-        if not isinstance(rule, ScaleRule):
-            continue
-        known = None if form.softcap is not None or inputs.positions is not None else _known_factor(inputs, rule, n)
-        if known is None or (
-            known[1] is not None and (tensor is not None or not _has_number_of_heads(inputs, known[1]))
-        ):
+    product = ONE
+    for rule in form.scales:
+        known = None if form.softcap is not None or inputs.positions is not None else _known_factor(rule, n)
+        if known is None:
             return None
-        number *= known[0]
-        tensor = tensor if known[1] is None else known[1]
-    return number, tensor
+        tensors = [tensor for tensor in (known.tensor, known.exponent) if tensor is not None]
+        if tensors and (product.tensor is not None or not all(_has_number_of_heads(inputs, t) for t in tensors)):
+            return None
+        product = (known if tensors else product)._replace(number=product.number * known.number)
+    return product
 
 
-def _known_factor(inputs: Inputs, rule: ScaleRule, n: int) -> tuple[float, Tensor | None] | None:
-    """Return rule.common_factor(n), or the same from a kernel where it would take several operations of torch."""
-    if not isinstance(rule, AdaptiveLengthScale):
-        return rule.common_factor(n)
-    if rule.from_hidden is not None or rule.raw_beta.shape != rule.raw_gamma.shape:
-        return None
-    if not (_has_number_of_heads(inputs, rule.raw_beta) and _has_number_of_heads(inputs, rule.raw_gamma)):
-        return None
-    return 1.0, _length_power(rule.raw_beta, rule.raw_gamma, math.log(n + 1), rule.delta)
-
-
-@kernel_operator("attnorm::length_power")
-def _length_power(b: Tensor, c: Tensor, base: float, delta: float) -> Tensor:
-    """Return delta + softplus(b) base^(2 tanh(c)) in float32."""
-    from attnorm.kernels import linear_algebra  # loads Triton
-
-    return linear_algebra.length_power(b, c, base, delta)
-
-
-@_length_power.register_fake
-def _(b: Tensor, c: Tensor, base: float, delta: float) -> Tensor:
-    return torch.empty(b.shape, dtype=torch.float32, device=b.device)
+def _known_factor(rule: ScaleRule, n: int) -> CommonFactor | None:
+    if isinstance(rule, AdaptiveLengthScale):
+        if rule.from_hidden is not None:
+            return None
+        return CommonFactor(1.0, rule.raw_beta, rule.raw_gamma, math.log2(math.log(n + 1)), float(rule.delta))
+    known = rule.common_factor(n)
+    return None if known is None else CommonFactor(*known)
 
 
 def _has_number_of_heads(inputs: Inputs, numbers: Tensor) -> bool:
@@ -393,11 +396,11 @@ def _has_number_of_heads(inputs: Inputs, numbers: Tensor) -> bool:
     )
 
 
-def sink_numbers(inputs: Inputs, normalizer: Normalizer) -> Tensor | None:
+def sink_numbers(inputs: Inputs, sink: Sink | None) -> Tensor | None:
     """Return the logits of the sink as the kernels of decoding take them: as they are, if possible."""
-    if normalizer.sink is not None and _has_number_of_heads(inputs, normalizer.sink.logit):
-        return normalizer.sink.logit
-    return sink_logits(inputs, normalizer)
+    if sink is not None and _has_number_of_heads(inputs, sink.logit):
+        return sink.logit
+    return sink_logits(inputs, sink)
 
 
 def rule_numbers(inputs: Inputs, form: LoweredNormalizer) -> tuple[Tensor | None, float | None]:
@@ -405,6 +408,6 @@ def rule_numbers(inputs: Inputs, form: LoweredNormalizer) -> tuple[Tensor | None
     if form.rule == "none":
         return None, None
     if not isinstance(form.parameter, Tensor):
-        return None, form.parameter
+        return None, float(form.parameter)
     as_it_is = _has_number_of_heads(inputs, form.parameter)
     return form.parameter if as_it_is else head_numbers(form.parameter, inputs), None

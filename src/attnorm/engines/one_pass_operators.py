@@ -187,27 +187,28 @@ def _(
 
 @kernel_operator("attnorm::decode_attention")
 def decode(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
-    common_shift: float | None, sink: Tensor | None, parameters: Tensor | None, common_parameter: float | None,
-    map: str, power: int, floor: float, rule: str, softcap: float | None, causal: bool, window: int | None,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, exponent: Tensor | None,
+    shift: Tensor | None, common_shift: float | None, sink: Tensor | None, parameters: Tensor | None,
+    common_parameter: float | None, map: str, power: int, floor: float, rule: str, softcap: float | None, causal: bool,
+    window: int | None, scale: float, log2_base: float, delta: float,
 ) -> Tensor:  # fmt: skip
     """Return the output. common_shift and common_parameter: the same for all rows, in place of a tensor."""
-    from attnorm.kernels import one_pass
+    from attnorm.kernels.one_pass import Form
+    from attnorm.kernels.one_pass import decode as decode_by_kernel
 
-    form = _form(map, power, floor, rule, softcap, causal, window, scale)
-    return one_pass.decode(
-        q, k, v, mask, factor, common_shift if shift is None else shift, sink,
+    form = Form(map, power, floor, rule, softcap, causal, window, scale, log2_base, delta)
+    return decode_by_kernel(
+        q, k, v, mask, factor, exponent, common_shift if shift is None else shift, sink,
         common_parameter if parameters is None else parameters, form,
     )  # fmt: skip
 
 
 @decode.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
-    common_shift: float | None, sink: Tensor | None, parameters: Tensor | None, common_parameter: float | None,
-    map: str, power: int, floor: float, rule: str, softcap: float | None, causal: bool, window: int | None,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, exponent: Tensor | None,
+    shift: Tensor | None, common_shift: float | None, sink: Tensor | None, parameters: Tensor | None,
+    common_parameter: float | None, map: str, power: int, floor: float, rule: str, softcap: float | None, causal: bool,
+    window: int | None, scale: float, log2_base: float, delta: float,
 ) -> Tensor:  # fmt: skip
     return q.new_empty(*q.shape[:-1], v.shape[-1])
 

@@ -232,6 +232,34 @@ def load_number(source, row_at, head, inside, KIND: tl.constexpr, other: tl.cons
 
 
 @triton.jit
+def load_factor(factor, exponent, log2_base, delta, own, FACTORED: tl.constexpr, EXPONENT: tl.constexpr):
+    """Return the factor of each row; with an exponent, delta + softplus(factor) base^(2 tanh(exponent)).
+
+    FACTORED, EXPONENT: kinds of numbers. As operations of torch the power is five launches, which take longer than the
+    attention of one query.
+    """
+    value = load_number(factor, own.row_at, own.head, own.inside, FACTORED, 1.0)
+    if EXPONENT != 0:
+        power = 2.0 * tanh(load_number(exponent, own.row_at, own.head, own.inside, EXPONENT, 0.0))
+        value = delta + softplus(value) * tl.exp2(power * log2_base)
+    return value
+
+
+@triton.jit
+def softplus(x):
+    small = tl.exp(-tl.abs(x))
+    one_more = 1.0 + small
+    # log(1 + small) with the digits that 1 + small has lost
+    rest = tl.where(one_more == 1.0, small, tl.log(one_more) * small / tl.where(one_more == 1.0, 1.0, one_more - 1.0))
+    return tl.maximum(x, 0.0) + rest
+
+
+@triton.jit
+def tanh(x):
+    return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+
+
+@triton.jit
 def seen_keys(i, j, sight, C: tl.constexpr):
     """Return whether query i sees key j, for i and j that broadcast to a tile."""
     seen = (i < sight.queries) & (j < sight.keys)

@@ -29,6 +29,7 @@ from attnorm.kernels.blocks import (
     MapConstants,
     Matrix,
     Sight,
+    load_factor,
     load_number,
     load_queries,
     load_tile,
@@ -37,17 +38,30 @@ from attnorm.kernels.blocks import (
     seen_keys,
 )
 from attnorm.kernels.launch import (
+    GivenLayout,
     KernelConstants,
+    LaunchPlan,
+    Layout,
+    LayoutFields,
     PreparedKernels,
-    device_of,
-    in_rows,
-    number_argument,
     number_kind,
     padded_to,
     product_precision,
 )
 from attnorm.kernels.maps import LN2, LOG2E, RULES
-from attnorm.kernels.one_pass import TOGETHER, Form, join_parts, parts_in, parts_of_keys
+from attnorm.kernels.one_pass import (
+    PLANS,
+    TOGETHER,
+    DecodePlan,
+    Form,
+    device_of_all,
+    join_parts,
+    mask_strides,
+    needs_copies,
+    parts_in,
+    parts_of_keys,
+    run_planned,
+)
 from attnorm.kernels.order_statistics import LOWEST, number_of, ordered
 from attnorm.kernels.stick_breaking import part_of, shares, sum_after
 from attnorm.kernels.threshold_maps import MAPS, ThresholdConstants, newton_step, weight_of
@@ -82,58 +96,64 @@ def family_of(kind: str) -> int:
 
 
 def decode(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, sink: Tensor | None,
-    parameters: Tensor | float | None, parameter: Tensor | float | None, count: Tensor | None, form: Form,
-    search: RowSearch,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, exponent: Tensor | None,
+    sink: Tensor | None, parameters: Tensor | float | None, parameter: Tensor | float | None, count: Tensor | None,
+    form: Form, search: RowSearch,
 ) -> Tensor:  # fmt: skip
     """Return the output (B, H, Q, E).
 
-    factor, sink, parameters of the rule, parameter of a threshold map: as `launch.number_kind` has them. count: how
-    many logits to keep, (B, H, Q) in int32, where this differs between rows.
+    factor, its exponent, sink, parameters of the rule, parameter of a threshold map: as `launch.number_kind` has them.
+    count: how many logits to keep, (B, H, Q) in int32, where this differs between rows.
     """
-    q, k, v = in_rows(q), in_rows(k), in_rows(v)
-    batch, heads, queries, width = q.shape
-    _, key_heads, keys, v_width = v.shape
+    mask = None if mask is None else mask.view(torch.uint8)
+    options = form, search, product_precision(q.dtype)
+    return run_planned(_plan, options, q, k, v, mask, factor, exponent, parameters, parameter, count, sink)
+
+
+@lru_cache(maxsize=PLANS)
+def _plan(
+    form: Form, search: RowSearch, precision: str, q_: LayoutFields, k_: LayoutFields, v_: LayoutFields,
+    mask: GivenLayout, factor: GivenLayout, exponent: GivenLayout, parameters: GivenLayout, parameter: GivenLayout,
+    count: GivenLayout, sink: GivenLayout,
+) -> DecodePlan:  # fmt: skip
+    numbers = factor, exponent, parameters, parameter, count, sink
+    device, q, k, v = device_of_all(q_, k_, v_, mask, *numbers), Layout(*q_), Layout(*k_), Layout(*v_)
+    (batch, heads, queries, width), (_, key_heads, keys, v_width) = q.shape, v.shape
     groups, rows, family = heads // key_heads, batch * heads * queries, search.family
     kernels = _kernels(
         form.rule, form.softcap is not None, form.causal, form.window is not None, mask is not None,
-        number_kind(factor), number_kind(sink), number_kind(parameters), number_kind(parameter), count is not None,
+        number_kind(factor), number_kind(exponent), number_kind(sink), number_kind(parameters),
+        number_kind(parameter), count is not None,
         search.kind, search.numbers, search.steps, search.top is not None, q.dtype, width, v_width, groups * queries,
-        product_precision(q.dtype), q.is_cuda,
+        precision, device >= 0,
     )  # fmt: skip
-    begin, logit_span, logit_splits = parts_of_keys(q, keys, key_heads, form.window, kernels.columns, DENSE_PROGRAMS)
+    begin, logit_span, logit_splits = parts_of_keys(q, v, form.window, kernels.columns, DENSE_PROGRAMS)
     span, splits = logit_span, logit_splits
     if family != SOFT or search.top is not None:
-        _, span, splits = parts_of_keys(q, keys, key_heads, form.window, kernels.columns, SPARSE_PROGRAMS)
+        _, span, splits = parts_of_keys(q, v, form.window, kernels.columns, SPARSE_PROGRAMS)
     stored = kernels.lists * round_up(keys, ALIGNED.value)
-    out = torch.empty((batch, heads, queries, v_width), dtype=q.dtype, device=q.device)
-    work = torch.empty(rows * (splits * (v_width + 2) + stored + STATES), dtype=torch.float32, device=q.device)
-    mask, mask_strides = (q, (0, 0, 0, 0)) if mask is None else (mask.view(torch.uint8), mask.stride())
-    with device_of(q):
-        kernels.prepared.launch(
-            (
-                logit_splits * batch * key_heads, rows * splits if family == STICK else rows,
-                splits * batch * key_heads, rows,
-            ),
-            (
-                q, k, v, mask, number_argument(factor, q), number_argument(parameters, q),
-                number_argument(parameter, q), number_argument(count, q), number_argument(sink, q), work, out,
-            ),
-            (
-                *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides, heads, groups, queries, keys,
-                form.window or 0, form.scale * LOG2E.value, (form.softcap or 1.0) * LOG2E.value, begin, logit_span,
-                logit_splits, span, splits, search.top or 0, TOLERANCE, stored, 0.0,
-            ),
-        )  # fmt: skip
-    return out
+    launches = LaunchPlan(
+        kernels.prepared, device,
+        (
+            logit_splits * batch * key_heads, rows * splits if family == STICK else rows, splits * batch * key_heads,
+            rows,
+        ),
+        (
+            *q.strides[:3], *k.strides[:3], *v.strides[:3], *mask_strides(mask), heads, groups, queries, keys,
+            form.window or 0, form.scale * LOG2E.value, (form.softcap or 1.0) * LOG2E.value, form.log2_base,
+            form.delta, begin, logit_span, logit_splits, span, splits, search.top or 0, TOLERANCE, stored, 0.0,
+        ),
+    )  # fmt: skip
+    work = rows * (splits * (v_width + 2) + stored + STATES)
+    return DecodePlan((batch, heads, queries, v_width), work, launches, needs_copies(q, k, v, numbers))
 
 
 ARGUMENTS = (
-    "q", "k", "v", "mask", "factor", "parameters", "parameter", "count", "sink", "work", "out",
+    "q", "k", "v", "mask", "factor", "exponent", "parameters", "parameter", "count", "sink", "work", "out",
     "q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row",
     "mask_batch", "mask_head", "mask_row", "mask_column",
-    "heads", "groups", "queries", "keys", "window", "scale", "cap", "begin", "logit_span", "logit_splits", "span",
-    "splits", "top", "tolerance", "stored", "floor",
+    "heads", "groups", "queries", "keys", "window", "scale", "cap", "log2_base", "delta", "begin", "logit_span",
+    "logit_splits", "span", "splits", "top", "tolerance", "stored", "floor",
 )  # fmt: skip
 
 
@@ -145,9 +165,9 @@ class _Kernels(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _kernels(
-    rule: str, capped: bool, causal: bool, windowed: bool, masked: bool, factor: int, sink: int, parameters: int,
-    parameter: int, counted: bool, kind: str, numbers: tuple[float, ...], steps: tuple[float, ...], selected: bool,
-    dtype: torch.dtype, width: int, v_width: int, rows: int, precision: str, on_gpu: bool,
+    rule: str, capped: bool, causal: bool, windowed: bool, masked: bool, factor: int, exponent: int, sink: int,
+    parameters: int, parameter: int, counted: bool, kind: str, numbers: tuple[float, ...], steps: tuple[float, ...],
+    selected: bool, dtype: torch.dtype, width: int, v_width: int, rows: int, precision: str, on_gpu: bool,
 ) -> _Kernels:  # fmt: skip
     """Return the kernels of a call. factor to parameter: kinds of numbers."""
     padded_width, padded_v_width = padded_to(width), padded_to(v_width)
@@ -158,8 +178,8 @@ def _kernels(
     places = {"LISTS": lists, "V_SIZE": v_width}
     logits = {
         "RULE": RULES[rule], "FAST": fast, "RULED": parameters, "CAPPED": capped, "FACTORED": factor,
-        "CAUSAL": causal, "WINDOWED": windowed, "MASKED": masked, "PRECISION": precision, "ROWS": tile_rows,
-        "COLUMNS": columns, "WIDTH": padded_width, "SIZE": width, **places,
+        "EXPONENT": exponent, "CAUSAL": causal, "WINDOWED": windowed, "MASKED": masked, "PRECISION": precision,
+        "ROWS": tile_rows, "COLUMNS": columns, "WIDTH": padded_width, "SIZE": width, **places,
     }  # fmt: skip
     if family == SOFT:
         statistic = {"entropy": ENTROPY, "variance": VARIANCE, "range": RANGE}.get(kind, 0)
@@ -188,12 +208,17 @@ def _kernels(
         "REFERENCE": 1 if family == SOFT else 0, "NORMALISED": family != STICK, "SINK": sink, "LIFT": 1.0,
         "V_WIDTH": padded_v_width, "V_SIZE": v_width,
     }  # fmt: skip
+    kinds = {
+        "mask": masked, "factor": factor, "exponent": exponent, "parameters": parameters, "parameter": parameter,
+        "count": counted, "sink": sink,
+    }  # fmt: skip
     prepared = PreparedKernels(
         ARGUMENTS,
         KernelConstants(store_logits, logits, warps, stages),
         search,
         KernelConstants(weigh_parts, weigh, warps, stages),
         KernelConstants(join_parts, join, 1 if v_width <= 64 else 4),
+        absent=[name for name, kind in kinds.items() if not kind],
     )
     return _Kernels(columns, lists, prepared)
 
@@ -234,18 +259,18 @@ def workspace(work, row_count, keys, splits, LISTS: tl.constexpr, V_SIZE: tl.con
 
 @triton.jit
 def store_logits(
-    q, k, mask, factor, parameters, work,
+    q, k, mask, factor, exponent, parameters, work,
     q_batch, q_head, q_row, k_batch, k_head, k_row, mask_batch, mask_head, mask_row, mask_column,
-    heads, groups, queries, keys, window, scale, cap, begin, logit_span, logit_splits, splits,
+    heads, groups, queries, keys, window, scale, cap, log2_base, delta, begin, logit_span, logit_splits, splits,
     RULE: tl.constexpr, FAST: tl.constexpr, RULED: tl.constexpr, CAPPED: tl.constexpr, FACTORED: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    EXPONENT: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
     LISTS: tl.constexpr, V_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Write the logits of one part of the keys of a key head, for all rows that share it.
 
-    RULED, FACTORED: kinds of numbers. logit_span, logit_splits: keys and number of these parts; splits: number of
-    the parts of `weigh_parts`.
+    RULED, FACTORED, EXPONENT: kinds of numbers. logit_span, logit_splits: keys and number of these parts; splits:
+    number of the parts of `weigh_parts`.
     """
     C: tl.constexpr = Constants(CAUSAL, WINDOWED, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, WIDTH == SIZE)
     M: tl.constexpr = MapConstants(
@@ -259,7 +284,7 @@ def store_logits(
     mask += own.batch * mask_batch + (own.head * mask_head)[:, None]
     offset = keys - queries
     sight = Sight(mask, mask_row, mask_column, queries, keys, offset, window)
-    row_factor = load_number(factor, own.row_at, own.head, own.inside, FACTORED, 1.0)
+    row_factor = load_factor(factor, exponent, log2_base, delta, own, FACTORED, EXPONENT)
     row = LogitRows(row_factor, row_factor, row_factor)
     parameter = load_number(parameters, own.row_at, own.head, own.inside, RULED, 0.0)[:, None]
     i = own.query[:, None]

@@ -5,7 +5,7 @@ little Python, for calls that are shorter than Triton's launcher.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attnorm.arithmetic import ceil_div
 
+NOTHING = nullcontext()  # has no state, so that all launches share it
 FARTHEST_ROWS = 2**24  # elements: 128 rows of a tile stay below 2^31
 Tile = tuple[int, int, int, int]  # rows, columns, warps, stages
 
@@ -105,47 +106,95 @@ class PreparedKernels:
     """Triton kernels that a call launches one after the other, from one list of arguments that they share by name.
 
     Triton compiles a kernel for each kind of arguments, and takes 20 us per launch to find the kind of about 40 of
-    them. Here the compiled kernels are kept with the kind of all arguments (`kinds_of`). They are launched as
-    torch.compile launches kernels, with addresses in place of tensors, which the launcher would look up. While a
-    profiler has hooks in Triton, and if Triton's launcher is not the one that we know, Triton launches the kernels.
+    them. Here the compiled kernels are kept with the kind of all arguments (`kinds_of`).
     """
 
-    def __init__(self, names: Sequence[str], *kernels: KernelConstants) -> None:
-        """names: of the arguments, which are sources (tensors, or floats in their place) and then numbers."""
+    def __init__(self, names: Sequence[str], *kernels: KernelConstants, absent: Collection[str] = ()) -> None:
+        """names: of the arguments, which are sources (tensors, or floats in their place) and then numbers.
+
+        absent: names of sources that are not given. A kernel gets the first source in their place and does not read it.
+        """
+        given = [name for name in names if name not in absent]
+        places = {name: 0 if name in absent else given.index(name) for name in names}
+        self.kernels = kernels
+        self.arguments, self.constants = [], []
+        for kernel, constants, _, _ in kernels:
+            first_constant = len(kernel.arg_names) - len(constants)
+            self.arguments.append(itemgetter(*(places[name] for name in kernel.arg_names[:first_constant])))
+            self.constants.append([constants[name] for name in kernel.arg_names[first_constant:]])
+        self._compiled: dict[tuple[object, ...], list[CompiledKernel]] = {}
+
+    def find(self, device: int, sources: Sequence[Any], numbers: Sequence[float]) -> "list[CompiledKernel] | None":
+        """Return the compiled kernels of such a launch; None if there was no launch of its kind yet."""
+        return self._compiled.get((device, *kinds_of(sources, numbers)))
+
+    def launch_by_triton(
+        self, device: int, programs: Sequence[int], sources: Sequence[Any], numbers: Sequence[float]
+    ) -> None:
+        """Launch and keep the compiled kernels, which Triton returns but in its interpreter."""
+        values = (*sources, *numbers)
+        found = [
+            CompiledKernel.of(
+                one.kernel[grid,](*arguments(values), **one.constants, num_warps=one.warps, num_stages=one.stages)
+            )
+            for grid, one, arguments in zip(programs, self.kernels, self.arguments, strict=True)
+        ]
+        if None not in found:
+            self._compiled[(device, *kinds_of(sources, numbers))] = [one for one in found if one is not None]
+
+
+KnownLaunch = tuple[Callable[..., object], int, int, object, Callable[..., tuple[Any, ...]], list[object]]
+
+
+class LaunchPlan:
+    """Launches that agree in all numbers and in the layouts of all sources (`layout_of`), and differ in addresses.
+
+    The kernels are launched as torch.compile launches them, with addresses in place of tensors, which the launcher
+    would look up. While a profiler has hooks in Triton, and if Triton's launcher is not the one that we know, Triton
+    launches the kernels.
+    """
+
+    def __init__(
+        self, kernels: PreparedKernels, device: int, programs: Sequence[int], numbers: tuple[float, ...]
+    ) -> None:
+        """device: of the sources, which is -1 for a CPU. programs: of each kernel."""
         from triton import knobs  # engines import this file where Triton is not installed
         from triton.runtime import driver
 
         self._driver, self._hooks = driver, knobs.runtime
-        self._kernels = kernels
-        self._arguments, self._constants = [], []
-        for kernel, constants, _, _ in kernels:
-            first_constant = len(kernel.arg_names) - len(constants)
-            self._arguments.append(itemgetter(*map(names.index, kernel.arg_names[:first_constant])))
-            self._constants.append([constants[name] for name in kernel.arg_names[first_constant:]])
-        self._compiled: dict[tuple[object, ...], list[CompiledKernel]] = {}
+        self._kernels, self._device, self._programs, self._numbers = kernels, device, programs, numbers
+        self._aligned: list[KnownLaunch] | None = None  # for sources that all lie at multiples of 16 bytes
 
-    def launch(self, programs: Sequence[int], sources: tuple[Any, ...], numbers: tuple[float, ...]) -> None:
-        """Launch them on the current device, which is that of the first source. programs: of each kernel."""
-        device = sources[0].get_device()
-        addresses = [source.data_ptr() if isinstance(source, Tensor) else source for source in sources]
-        kind = (device, *kinds_of(sources, addresses, numbers))
-        compiled = self._compiled.get(kind)
-        if compiled is None or self._has_hooks():
-            found = [CompiledKernel.of(made) for made in self._launch_by_triton(programs, (*sources, *numbers))]
-            if None not in found:
-                self._compiled[kind] = [one for one in found if one is not None]
+    def launch(self, sources: Sequence[Any]) -> None:
+        """Launch the kernels on the current device. sources: in the order of the names of `PreparedKernels`."""
+        addresses, bits = [], 0
+        for source in sources:
+            if isinstance(source, Tensor):
+                address = source.data_ptr()
+                bits |= address
+                addresses.append(address)
+            else:
+                addresses.append(source)
+        launches = self._aligned if bits & 15 == 0 else None
+        if launches is None:
+            launches = self._find(sources)
+            self._aligned = launches if bits & 15 == 0 else self._aligned
+        if launches is None or self._has_hooks():
+            self._kernels.launch_by_triton(self._device, self._programs, sources, self._numbers)
             return
-        stream, values = self._driver.active.get_current_stream(device), (*addresses, *numbers)
-        for grid, one, arguments, constants in zip(programs, compiled, self._arguments, self._constants, strict=True):
-            one.run(
-                grid, 1, 1, stream, one.function, one.metadata, None, None, None, *arguments(values), *constants
-            )  # fmt: skip
+        stream, values = self._driver.active.get_current_stream(self._device), (*addresses, *self._numbers)
+        for run, grid, function, metadata, arguments, constants in launches:
+            run(grid, 1, 1, stream, function, metadata, None, None, None, *arguments(values), *constants)
 
-    def _launch_by_triton(self, programs: Sequence[int], values: tuple[Any, ...]) -> list[Any]:
-        """Return what Triton returns: the compiled kernels, or None in its interpreter."""
+    def _find(self, sources: Sequence[Any]) -> "list[KnownLaunch] | None":
+        kernels, compiled = self._kernels, self._kernels.find(self._device, sources, self._numbers)
+        if compiled is None:
+            return None
         return [
-            one.kernel[grid,](*arguments(values), **one.constants, num_warps=one.warps, num_stages=one.stages)
-            for grid, one, arguments in zip(programs, self._kernels, self._arguments, strict=True)
+            (one.run, grid, one.function, one.metadata, arguments, constants)
+            for one, grid, arguments, constants in zip(
+                compiled, self._programs, kernels.arguments, kernels.constants, strict=True
+            )
         ]
 
     def _has_hooks(self) -> bool:
@@ -180,17 +229,15 @@ class CompiledKernel(NamedTuple):
         return cls(made.run, made.function, made.packed_metadata, made) if known else None
 
 
-def kinds_of(
-    sources: tuple[Any, ...], addresses: list[Any], numbers: tuple[float, ...]
-) -> tuple[tuple[object, ...], tuple[object, ...]]:
+def kinds_of(sources: Sequence[Any], numbers: Sequence[float]) -> tuple[tuple[object, ...], tuple[object, ...]]:
     """Return what Triton compiles a kernel for: equal for two launches on a device only if they share a kernel.
 
     These are dtype and alignment of a tensor, and whether an integer is 1, a multiple of 16 or longer than 32 bits
-    (compared with Triton in tests/attention/test_prepared_kernels.py). addresses: of the sources.
+    (compared with Triton in tests/attention/test_prepared_kernels.py).
     """
     of_sources = [
-        (source.dtype, address & 15 == 0) if isinstance(source, Tensor) else type(source)
-        for source, address in zip(sources, addresses, strict=True)
+        (source.dtype, source.data_ptr() & 15 == 0) if isinstance(source, Tensor) else type(source)
+        for source in sources
     ]
     # One expression for the usual integers: a call of a function per number would take three times as long.
     of_numbers = [
@@ -203,27 +250,42 @@ def _kind_of_number(a: float) -> object:
     return (a & 15 == 0, a >= -(2**31), a < 2**31, a < 2**63) if type(a) is int else type(a)
 
 
+class Layout(NamedTuple):
+    """Everything that a plan may depend on of a tensor."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: int  # -1 is a CPU
+
+
+LayoutFields = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int]
+GivenLayout = LayoutFields | type[float] | None
+
+
+def layout_of(source: Tensor | float | None) -> GivenLayout:
+    """Return the fields of Layout for a tensor, float for a number; plain tuples take half the time of named ones."""
+    if isinstance(source, Tensor):
+        return source.shape, source.stride(), source.dtype, source.get_device()
+    return None if source is None else float
+
+
 NO_NUMBER, ROW_NUMBERS, HEAD_NUMBERS, ONE_TENSOR, ONE_NUMBER = range(5)  # for blocks.load_number
 
 
-def number_kind(source: Tensor | float | None) -> int:
+def number_kind(layout: GivenLayout) -> int:
     """Return where a kernel finds the numbers of its rows: in a tensor (B, H, Q), (H,) or (), or in an argument."""
-    if source is None:
+    if layout is None:
         return NO_NUMBER
-    if not isinstance(source, Tensor):
+    if not isinstance(layout, tuple):
         return ONE_NUMBER
-    return {3: ROW_NUMBERS, 1: HEAD_NUMBERS, 0: ONE_TENSOR}[source.dim()]
-
-
-def number_argument(source: Tensor | float | None, unused: Tensor) -> Tensor | float:
-    """Return what the kernel takes; without numbers another tensor, which it does not read."""
-    return unused if source is None else source.contiguous() if isinstance(source, Tensor) else float(source)
+    return {3: ROW_NUMBERS, 1: HEAD_NUMBERS, 0: ONE_TENSOR}[len(layout[0])]
 
 
 def device_of(t: Tensor) -> AbstractContextManager[object]:
     """Make the tensor's device the current one, where Triton launches kernels."""
     if not t.is_cuda or t.get_device() == torch.cuda.current_device():  # torch.cuda.device takes as long as a launch
-        return nullcontext()
+        return NOTHING
     return torch.cuda.device(t.device)
 
 
@@ -232,7 +294,11 @@ def in_rows(t: Tensor) -> Tensor:
 
     Kernels compute places within a tile in 32 bits, so rows may not be too far apart.
     """
-    return t if t.stride(-1) == 1 and t.stride(-2) < FARTHEST_ROWS else t.contiguous()
+    return t if are_rows(t.stride()) else t.contiguous()
+
+
+def are_rows(strides: Sequence[int]) -> bool:
+    return strides[-1] == 1 and strides[-2] < FARTHEST_ROWS
 
 
 def empty_rows(t: Tensor, width: int | None = None, dtype: torch.dtype | None = None) -> Tensor:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 import triton
@@ -10,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from attnorm.arithmetic import ceil_div
-from attnorm.kernels.blocks import load_tile, matrix_of_head, store_tile
-from attnorm.kernels.launch import KernelConstants, PreparedKernels, device_of, empty_rows, in_rows, padded, padded_to
+from attnorm.kernels.blocks import load_tile, matrix_of_head, softplus, store_tile, tanh
+from attnorm.kernels.launch import device_of, empty_rows, in_rows, padded
 
 ROWS = 64  # of one program
 POWERS = 1024  # of one program
@@ -93,48 +92,6 @@ def _scaled_rows(
         tl.store(dots + (batch * heads + head) * queries + rows, sums, mask=rows < queries)
 
 
-def length_power(b: Tensor, c: Tensor, base: float, delta: float) -> Tensor:
-    """Return delta + softplus(b) base^(2 tanh(c)) in float32; b and c: one number each, or one per head.
-
-    As operations of torch these are five launches, which take longer than the attention of one query.
-    """
-    b, c = b.contiguous(), c.contiguous()
-    factor = torch.empty(b.shape, dtype=torch.float32, device=b.device)
-    with device_of(b):
-        _length_power_kernel(padded_to(b.numel())).launch((1,), (b, c, factor), (b.numel(), math.log2(base), delta))
-    return factor
-
-
-@lru_cache
-def _length_power_kernel(size: int) -> PreparedKernels:
-    names = ("b", "c", "factor", "count", "log2_base", "delta")
-    return PreparedKernels(names, KernelConstants(_length_power, {"SIZE": size}, 1))
-
-
-@triton.jit
-def _length_power(b, c, factor, count, log2_base, delta, SIZE: tl.constexpr):
-    index = tl.arange(0, SIZE)
-    inside = index < count
-    x = tl.load(b + index, mask=inside, other=0.0).to(tl.float32)
-    y = tl.load(c + index, mask=inside, other=0.0).to(tl.float32)
-    value = delta + _softplus(x) * tl.exp2(2.0 * _tanh(y) * log2_base)
-    tl.store(factor + index, value, mask=inside)
-
-
-@triton.jit
-def _softplus(x):
-    small = tl.exp(-tl.abs(x))
-    one_more = 1.0 + small
-    # log(1 + small) with the digits that 1 + small has lost
-    rest = tl.where(one_more == 1.0, small, tl.log(one_more) * small / tl.where(one_more == 1.0, 1.0, one_more - 1.0))
-    return tl.maximum(x, 0.0) + rest
-
-
-@triton.jit
-def _tanh(x):
-    return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
-
-
 def length_powers(b: Tensor, c: Tensor, delta: float, rows: Sequence[int], keys: int, causal: bool) -> Tensor:
     """Return delta + softplus(b) log(n + 1)^(2 tanh(c)) of all rows (B, H, Q) in float32, n being their visible keys.
 
@@ -176,7 +133,7 @@ def _power_of_length(y, query, queries, keys, CAUSAL: tl.constexpr):
     """Return log(n + 1)^(2 tanh(y)), and log2 of log(n + 1)."""
     n = query + (keys - queries + 1) if CAUSAL else query * 0 + keys
     logarithm = tl.log2(tl.log(tl.maximum(n, 1).to(tl.float32) + 1.0))
-    return tl.exp2(2.0 * _tanh(y) * logarithm), logarithm
+    return tl.exp2(2.0 * tanh(y) * logarithm), logarithm
 
 
 @triton.jit
@@ -190,7 +147,7 @@ def _length_powers(
     x = tl.load(b + head, mask=inside, other=0.0).to(tl.float32)
     y = tl.load(c + head, mask=inside, other=0.0).to(tl.float32)
     power, _logarithm = _power_of_length(y, index % queries, queries, keys, CAUSAL)
-    tl.store(factor + index, delta + _softplus(x) * power, mask=inside)
+    tl.store(factor + index, delta + softplus(x) * power, mask=inside)
 
 
 @triton.jit
@@ -211,10 +168,10 @@ def _length_powers_backward(
         term = tl.load(grad + at, mask=index < batch * queries, other=0.0) * power
         by_b += term
         by_c += term * logarithm
-    tanh = _tanh(y)
-    slope = 2.0 * LN2 * (1.0 - tanh * tanh)
+    saturated = tanh(y)
+    slope = 2.0 * LN2 * (1.0 - saturated * saturated)
     tl.store(found + head, tl.sum(by_b, 0) / (1.0 + tl.exp(-x)))
-    tl.store(found + heads + head, tl.sum(by_c, 0) * _softplus(x) * slope)
+    tl.store(found + heads + head, tl.sum(by_c, 0) * softplus(x) * slope)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ programs: a program takes one part of the keys of a key head, for all queries of
 rows of its tile; a second kernel joins the parts of each row. one_pass_backward.py has the gradients.
 """
 
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -29,6 +30,7 @@ from attnorm.kernels.blocks import (
     Matrix,
     Sight,
     key_range,
+    load_factor,
     load_number,
     load_queries,
     load_tile,
@@ -42,14 +44,19 @@ from attnorm.kernels.blocks import (
     store_tile,
 )
 from attnorm.kernels.launch import (
+    GivenLayout,
     KernelConstants,
     Launch,
+    LaunchPlan,
+    Layout,
+    LayoutFields,
     PreparedKernels,
+    are_rows,
     device_of,
     empty_rows,
     fitting,
     in_rows,
-    number_argument,
+    layout_of,
     number_kind,
     padded,
     padded_to,
@@ -58,6 +65,7 @@ from attnorm.kernels.launch import (
 from attnorm.kernels.maps import LOG2E, MAPS, RULES, Reference
 
 TOGETHER = tl.constexpr(16)  # parts that are read at a time
+PLANS = 1024  # kept; a model needs one per kind of layer for every length of its cache
 MIN_SPLIT = 256  # keys of a program; with fewer, joining the parts would cost more than reading keys
 
 
@@ -72,6 +80,8 @@ class Form(NamedTuple):
     causal: bool = False
     window: int | None = None  # a query sees this many keys, itself the last
     scale: float = 1.0
+    log2_base: float = 0.0  # of a factor with an exponent, as delta: blocks.load_factor
+    delta: float = 0.0
 
 
 class Saved(NamedTuple):
@@ -123,56 +133,117 @@ def _forward_tile(q: Tensor, v: Tensor, scaled: bool, masked: bool) -> tuple[int
 
 
 def decode(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | float | None,
-    sink: Tensor | None, parameters: Tensor | float | None, form: Form,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, exponent: Tensor | None,
+    shift: Tensor | float | None, sink: Tensor | None, parameters: Tensor | float | None, form: Form,
 ) -> Tensor:  # fmt: skip
     """Return the output like `forward`, for few queries.
 
-    factor, shift, sink and parameters: as `launch.number_kind` has them; the sink and the parameters of the rule not by
-    row.
+    factor, exponent, shift, sink and parameters: as `launch.number_kind` has them; the sink and the parameters of the
+    rule not by row.
     """
-    q, k, v = in_rows(q), in_rows(k), in_rows(v)
-    batch, heads, queries, width = q.shape
-    _, key_heads, keys, v_width = v.shape
-    groups = heads // key_heads
-    columns, kernels = _decode_kernels(
-        form.map, form.power, form.rule, form.softcap is not None, form.causal, form.window is not None,
-        mask is not None, number_kind(factor), number_kind(shift), number_kind(parameters), number_kind(sink),
-        q.dtype, width, v_width, groups * queries, product_precision(q.dtype), q.is_cuda,
-    )  # fmt: skip
-    begin, span, splits = parts_of_keys(q, keys, key_heads, form.window, columns, 2)
-    out = torch.empty((batch, heads, queries, v_width), dtype=q.dtype, device=q.device)
-    work = torch.empty(batch * heads * queries * splits * (v_width + 2), dtype=torch.float32, device=q.device)
-    mask, mask_strides = (q, (0, 0, 0, 0)) if mask is None else (mask.view(torch.uint8), mask.stride())
+    mask = None if mask is None else mask.view(torch.uint8)
+    options = form, product_precision(q.dtype)
+    return run_planned(_decode_plan, options, q, k, v, mask, factor, exponent, shift, parameters, sink)
+
+
+class DecodePlan(NamedTuple):
+    """What the layouts of its tensors determine of a call with few queries: it runs for others of these layouts."""
+
+    output: tuple[int, ...]  # shape
+    work: int  # numbers between the kernels
+    launches: LaunchPlan
+    copies: bool  # whether a tensor has another layout than the kernels read
+
+
+def run_planned(
+    find_plan: Callable[..., DecodePlan], options: tuple[Hashable, ...], q: Tensor, k: Tensor, v: Tensor,
+    mask: Tensor | None, *numbers: Tensor | float | None,
+) -> Tensor:  # fmt: skip
+    """Return the output of a call. mask: in uint8. numbers: of rows, heads or the call.
+
+    find_plan: a cached function of the options and the layouts of all tensors, so that nothing else enters a plan.
+    """
+    sources = q, k, v, mask, *numbers
+    plan = find_plan(*options, *[None if source is None else layout_of(source) for source in sources])
+    if plan.copies:
+        numbers = tuple(t.contiguous() if isinstance(t, Tensor) else t for t in numbers)
+        sources = in_rows(q), in_rows(k), in_rows(v), mask, *numbers
+        plan = find_plan(*options, *map(layout_of, sources))
+    out = torch.empty(plan.output, dtype=q.dtype, device=q.device)
+    work = torch.empty(plan.work, dtype=torch.float32, device=q.device)
     with device_of(q):
-        kernels.launch(
-            (splits * batch * key_heads, batch * heads * queries),
-            (
-                q, k, v, mask, number_argument(factor, q), number_argument(shift, q), number_argument(parameters, q),
-                number_argument(sink, q), work, out,
-            ),
-            (
-                *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *mask_strides, heads, groups, queries, keys,
-                form.window or 0, form.scale * LOG2E.value, (form.softcap or 1.0) * LOG2E.value, begin, span, splits,
-                0, form.floor,
-            ),
-        )  # fmt: skip
+        plan.launches.launch([*[source for source in sources if source is not None], work, out])
     return out
 
 
+def needs_copies(q: Layout, k: Layout, v: Layout, numbers: Iterable[GivenLayout]) -> bool:
+    """Whether kernels need copies: rows of q, k and v that are not contiguous, or such numbers."""
+    if not all(are_rows(layout.strides) for layout in (q, k, v)):
+        return True
+    return any(isinstance(layout, tuple) and not _is_contiguous(*layout[:2]) for layout in numbers)
+
+
+def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def device_of_all(*layouts: GivenLayout) -> int:
+    """Return the device of all tensors: kernels get addresses, which another device cannot read."""
+    devices = {layout[3] for layout in layouts if isinstance(layout, tuple)}
+    if len(devices) > 1:
+        raise ValueError(f"expected all tensors on one device, got the devices {sorted(devices)} (-1 is the CPU)")
+    return devices.pop()
+
+
+@lru_cache(maxsize=PLANS)
+def _decode_plan(
+    form: Form, precision: str, q_: LayoutFields, k_: LayoutFields, v_: LayoutFields, mask: GivenLayout,
+    factor: GivenLayout, exponent: GivenLayout, shift: GivenLayout, parameters: GivenLayout, sink: GivenLayout,
+) -> DecodePlan:  # fmt: skip
+    numbers = factor, exponent, shift, parameters, sink
+    device, q, k, v = device_of_all(q_, k_, v_, mask, *numbers), Layout(*q_), Layout(*k_), Layout(*v_)
+    (batch, heads, queries, width), (_, key_heads, keys, v_width) = q.shape, v.shape
+    groups, rows = heads // key_heads, batch * heads * queries
+    columns, kernels = _decode_kernels(
+        form.map, form.power, form.rule, form.softcap is not None, form.causal, form.window is not None,
+        mask is not None, *map(number_kind, numbers), q.dtype, width, v_width, groups * queries, precision, device >= 0,
+    )  # fmt: skip
+    begin, span, splits = parts_of_keys(q, v, form.window, columns, 2)
+    launches = LaunchPlan(
+        kernels, device, (splits * batch * key_heads, rows),
+        (
+            *q.strides[:3], *k.strides[:3], *v.strides[:3], *mask_strides(mask), heads, groups, queries, keys,
+            form.window or 0, form.scale * LOG2E.value, (form.softcap or 1.0) * LOG2E.value, form.log2_base,
+            form.delta, begin, span, splits, 0, form.floor,
+        ),
+    )  # fmt: skip
+    copies = needs_copies(q, k, v, numbers)
+    return DecodePlan((batch, heads, queries, v_width), rows * splits * (v_width + 2), launches, copies)
+
+
+def mask_strides(mask: GivenLayout) -> tuple[int, ...]:
+    return mask[1] if isinstance(mask, tuple) else (0, 0, 0, 0)
+
+
 DECODE_ARGUMENTS = (
-    "q", "k", "v", "mask", "factor", "shift", "parameters", "sink", "work", "out",
+    "q", "k", "v", "mask", "factor", "exponent", "shift", "parameters", "sink", "work", "out",
     "q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row",
     "mask_batch", "mask_head", "mask_row", "mask_column",
-    "heads", "groups", "queries", "keys", "window", "scale", "cap", "begin", "span", "splits", "stored", "floor",
+    "heads", "groups", "queries", "keys", "window", "scale", "cap", "log2_base", "delta", "begin", "span", "splits",
+    "stored", "floor",
 )  # fmt: skip
 
 
 @lru_cache(maxsize=256)
 def _decode_kernels(
     map_name: str, power: int, rule: str, capped: bool, causal: bool, windowed: bool, masked: bool, factor: int,
-    shift: int, parameters: int, sink: int, dtype: torch.dtype, width: int, v_width: int, rows: int, precision: str,
-    on_gpu: bool,
+    exponent: int, shift: int, parameters: int, sink: int, dtype: torch.dtype, width: int, v_width: int, rows: int,
+    precision: str, on_gpu: bool,
 ) -> tuple[int, PreparedKernels]:  # fmt: skip
     """Return the columns of a tile, `decode_parts` and `join_parts`. factor to sink: kinds of numbers."""
     map_, padded_width, padded_v_width = MAPS[map_name], padded_to(width), padded_to(v_width)
@@ -184,13 +255,17 @@ def _decode_kernels(
     constants = {
         **shared, "MAP": map_.weights, "SLOPES": map_.slopes, "RULE": RULES[rule], "P": power,
         "FAST": on_gpu and dtype != torch.float32, "RULED": parameters, "CAPPED": capped, "FACTORED": factor,
-        "SHIFTED": shift, "CAUSAL": causal, "WINDOWED": windowed, "MASKED": masked, "PRECISION": precision,
-        "ROWS": tile_rows, "COLUMNS": columns, "WIDTH": padded_width, "SIZE": width,
+        "EXPONENT": exponent, "SHIFTED": shift, "CAUSAL": causal, "WINDOWED": windowed, "MASKED": masked,
+        "PRECISION": precision, "ROWS": tile_rows, "COLUMNS": columns, "WIDTH": padded_width, "SIZE": width,
+    }  # fmt: skip
+    kinds = {
+        "mask": masked, "factor": factor, "exponent": exponent, "shift": shift, "parameters": parameters, "sink": sink,
     }  # fmt: skip
     return columns, PreparedKernels(
         DECODE_ARGUMENTS,
         KernelConstants(decode_parts, constants, warps, stages),
         KernelConstants(join_parts, shared | {"SINK": sink}, 1 if v_width <= 64 else 4),
+        absent=[name for name, kind in kinds.items() if not kind],
     )
 
 
@@ -200,22 +275,21 @@ def _decode_tile(width: int, v_width: int, item_size: int, queries: int) -> tupl
     return max(16, int(triton.next_power_of_2(queries))), 32 if wide else 64, 4, 2 if item_size > 2 else 3
 
 
-def parts_of_keys(
-    q: Tensor, keys: int, key_heads: int, window: int | None, columns: int, programs: int
-) -> tuple[int, int, int]:
+def parts_of_keys(q: Layout, v: Layout, window: int | None, columns: int, programs: int) -> tuple[int, int, int]:
     """Return the first key that a query sees, the keys of a part and the number of parts.
 
     programs: per processor, for the parts of all key heads together.
     """
+    batch, key_heads, keys, _ = v.shape
     begin = 0 if window is None else max(keys - q.shape[2] - window + 1, 0) // columns * columns
-    splits = programs * _processors(q.device) // (q.shape[0] * key_heads)
+    splits = programs * _processors(q.device) // (batch * key_heads)
     span = round_up(max(MIN_SPLIT, ceil_div(keys - begin, max(splits, 1))), columns)
     return begin, span, ceil_div(keys - begin, span)
 
 
 @lru_cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+def _processors(device: int) -> int:
+    return 4 if device < 0 else int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @dataclass(frozen=True)
@@ -328,20 +402,20 @@ def forward_kernel(
 
 @triton.jit
 def decode_parts(
-    q, k, v, mask, factor, shift, parameters, work,
+    q, k, v, mask, factor, exponent, shift, parameters, work,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     mask_batch, mask_head, mask_row, mask_column,
-    heads, groups, queries, keys, window, scale, cap, begin, span, splits,
+    heads, groups, queries, keys, window, scale, cap, log2_base, delta, begin, span, splits,
     MAP: tl.constexpr, SLOPES: tl.constexpr, RULE: tl.constexpr, P: tl.constexpr, FAST: tl.constexpr,
     REFERENCE: tl.constexpr, NORMALISED: tl.constexpr, RULED: tl.constexpr,
-    CAPPED: tl.constexpr, FACTORED: tl.constexpr, SHIFTED: tl.constexpr,
+    CAPPED: tl.constexpr, FACTORED: tl.constexpr, EXPONENT: tl.constexpr, SHIFTED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     SIZE: tl.constexpr, V_SIZE: tl.constexpr, LIFT: tl.constexpr,
 ):  # fmt: skip
     """Compute the state of each row over one part of the keys: `parts_in` says where it is written.
 
-    RULED, FACTORED, SHIFTED: kinds of numbers.
+    RULED, FACTORED, EXPONENT, SHIFTED: kinds of numbers.
     """
     FULL: tl.constexpr = WIDTH == SIZE
     V_FULL: tl.constexpr = V_WIDTH == V_SIZE
@@ -357,7 +431,7 @@ def decode_parts(
     mask += own.batch * mask_batch + (own.head * mask_head)[:, None]
     q_tile = load_queries(q, own, q_batch, q_head, q_row, SIZE, WIDTH)
     row_shift = load_number(shift, own.row_at, own.head, own.inside, SHIFTED, 0.0) * LOG2E
-    row = LogitRows(load_number(factor, own.row_at, own.head, own.inside, FACTORED, 1.0), row_shift, row_shift)
+    row = LogitRows(load_factor(factor, exponent, log2_base, delta, own, FACTORED, EXPONENT), row_shift, row_shift)
     parameter = load_number(parameters, own.row_at, own.head, own.inside, RULED, 0.0)[:, None]
 
     acc = tl.zeros([ROWS, V_WIDTH], tl.float32)

@@ -166,7 +166,7 @@ def output_and_statistics_by_kernel(
             )
         else:
             output, n, numbers, _ = fused_maps.output_and_statistics(
-                *tensors, *row_factor_and_shift(inputs, normalizer, form), sink_logits(inputs, normalizer),
+                *tensors, *row_factor_and_shift(inputs, normalizer, form), sink_logits(inputs, normalizer.sink),
                 inputs.scale, inputs.causal, inputs.softcap, form.map, form.power, form.floor, by_sdpa, names,
             )  # fmt: skip
     return output, AttentionStatistics._make([n, *numbers.unbind(), numbers.new_empty((*n.shape, 0))])
