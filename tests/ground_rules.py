@@ -90,7 +90,8 @@ if EVERYWHERE:
     CHECKED = {room.name for room in pkgutil.iter_modules([str(ROOT / "src" / "attnorm")])} - {"kernels"}
 check_shapes_in(*(f"attnorm.{room}" for room in sorted(CHECKED)))
 
-from attnorm.normalizers import registry  # noqa: E402  # after the checks are in place
+from attnorm.engines.execution import known_calls  # noqa: E402  # after the checks are in place
+from attnorm.normalizers import registry  # noqa: E402
 from tests.fast_interpreter import speed_up_interpreter  # noqa: E402
 
 if not torch.cuda.is_available():
@@ -103,7 +104,10 @@ jaxtyping.config.update("jaxtyping_disable", DISABLED or ROOT not in CHECKING)
 
 @pytest.fixture(autouse=True)
 def _ground_rules(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Seeds, registrations that end with the test, checks, pictures: one fixture, since each costs 0.1 ms per test."""
+    """Seeds, registrations and known calls that end with the test, checks, pictures.
+
+    One fixture, since each costs 0.1 ms per test.
+    """
     global _coarse
     _seed()
     before = jaxtyping.config.jaxtyping_disable
@@ -115,6 +119,7 @@ def _ground_rules(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.backends.mkldnn.enabled = as_installed or ONE_DNN
     registered = registry._registered
     registry._registered = dict(registered)
+    known_calls.forget()
     yield
     registry._registered = registered
     torch.backends.mkldnn.enabled = ONE_DNN

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from attnorm.engines import fused
 from attnorm.engines.blocked import attend_with_weights, blocked, in_one_block
+from attnorm.engines.execution import known_calls, may_be_known
 from attnorm.engines.inputs import Inputs, in_dtype, under_transform, validate_inputs, without_autocast
 from attnorm.normalizers.block import Positions, is_exporting
 from attnorm.normalizers.contract import Mechanism, Normalizer
@@ -243,6 +244,12 @@ def _unknown_options_message(unknown: Iterable[str]) -> str:
 
 def attend(inputs: Inputs, normalizer: Normalizer, engine: Engine = "auto") -> Tensor:
     """Return the output (B, H, Q, E) of validated inputs from the cheapest engine, or from the given one."""
+    if not may_be_known(inputs):
+        return _attend(inputs, normalizer, engine)
+    return known_calls.attend(inputs, normalizer, engine, partial(_attend, inputs, normalizer, engine))
+
+
+def _attend(inputs: Inputs, normalizer: Normalizer, engine: Engine) -> Tensor:
     with without_autocast(inputs.q_BHQD.device):
         return _run_engine(inputs, normalizer, engine)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import attnorm
 from attnorm.engines import decoding
+from attnorm.engines.execution import known_calls
 from attnorm.engines.inputs import Inputs, validate_inputs
 from attnorm.normalizers.contract import Normalizer
 from tests.attention.kernel_calls import DEVICE, HALF, draw, mask_of
@@ -202,6 +203,7 @@ def test_logits_of_more_rows_than_fit_take_the_memory_of_a_few(
         for number, parameter in enumerate(normalizer.parameters()):
             parameter += torch.linspace(0.1, 0.4 + number, max(1, parameter.numel())).to(DEVICE).view(parameter.shape)
         expected = attnorm.attention(*tensors, normalizer, mask=mask, causal=True, engine="triton")
+        known_calls.forget()
         monkeypatch.setattr(decoding, "MAX_LOGIT_BYTES", decoding.LOGIT_BYTES * 2 * 40)
         found = attnorm.attention(*tensors, normalizer, mask=mask, causal=True, engine="triton")
     assert sizes == [(3, 6, 3, 3), *[(1, 2, 1, 1)] * 9]

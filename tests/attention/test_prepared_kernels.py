@@ -1,5 +1,7 @@
 """Kernels that are launched many times: which launches share a compiled kernel, and where numbers of rows come from."""
 
+import copy
+import importlib
 import inspect
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +11,14 @@ import torch
 from torch import Tensor
 
 import attnorm
-from attnorm.kernels.launch import LAUNCHERS, KernelConstants, LaunchPlan, PreparedKernels, kinds_of
+from attnorm.engines.execution import KnownCalls, known_calls
+from attnorm.engines.inputs import validate_inputs
+from attnorm.kernels.launch import LAUNCHERS, KernelConstants, LaunchPlan, PreparedKernels, kinds_of, layout_of
 from attnorm.kernels.linear_algebra import length_powers
+from attnorm.kernels.one_pass import device_of_all
 from attnorm.normalizers.asentmax import AdaptiveLengthScale
+from attnorm.normalizers.entmax import Entmax
+from attnorm.normalizers.softmax import Temperature
 from tests.attention.kernel_calls import DEVICE, draw
 
 BYTES = torch.zeros(128, dtype=torch.uint8)
@@ -180,6 +187,18 @@ def test_triton_launches_while_a_profiler_watches(streams: dict[int, int], monke
 FAST = {"causal": True, "engine": "triton"}
 
 
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the normalizers for which a call was more than a launch that is known."""
+    module, names = importlib.import_module("attnorm.attention"), []
+    attend = module._attend
+    monkeypatch.setattr(
+        module, "_attend", lambda inputs, chosen, engine: (names.append(chosen.name), attend(inputs, chosen, engine))[1]
+    )
+    known_calls.forget()
+    return names
+
+
 @pytest.mark.as_installed
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -198,8 +217,11 @@ FAST = {"causal": True, "engine": "triton"}
         ("entmax", {"alpha": 1.3}),
     ],
 )
-def test_numbers_of_rows_reach_the_kernels_as_they_are(name: str, options: dict[str, Any]) -> None:
-    """Per head, one for all, or computed from n: the same as with a mask that hides nothing, which counts keys."""
+def test_numbers_of_rows_reach_the_kernels_as_they_are(name: str, options: dict[str, Any], computed: list[str]) -> None:
+    """Per head, one for all, or computed from n: the same as with a mask that hides nothing, which counts keys.
+
+    The call of a copy with other parameters is known, unless torch computes numbers from parameters.
+    """
     q, k, v = (t.detach() for t in draw((1, 4, 2, 1, 300, 16, 16)))
     normalizer = attnorm.get(name, **options).to(DEVICE)
     everything = torch.ones(1, 1, 1, 300, dtype=torch.bool, device=DEVICE)
@@ -212,9 +234,123 @@ def test_numbers_of_rows_reach_the_kernels_as_they_are(name: str, options: dict[
         torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-6)
         torch.testing.assert_close(counted, expected, rtol=2e-4, atol=2e-6)
         for parameter in normalizer.parameters():
-            parameter.mul_(1.5)
+            parameter.data.mul_(1.5)
+            other = copy.deepcopy(normalizer)
             changed = attnorm.attention(q, k, v, normalizer, causal=True, engine="blocked")
-            torch.testing.assert_close(attnorm.attention(q, k, v, normalizer, **FAST), changed, rtol=2e-4, atol=2e-6)
+            computed.clear()
+            torch.testing.assert_close(attnorm.attention(q, k, v, other, **FAST), changed, rtol=2e-4, atol=2e-6)
+            assert computed == (["kneemax"] if name == "kneemax" else [])
+
+
+CHANGES: dict[str, Any] = {
+    "another attribute": lambda call: setattr(call["normalizer"].map, "alpha", 1.4),
+    "another scale": lambda call: call.update(scale=0.1),
+    "another engine": lambda call: call.update(engine="blocked"),
+    "a mask": lambda call: call.update(mask=torch.arange(300, device=DEVICE) < 200),
+    "positions": lambda call: call.update(positions=torch.tensor([300], device=DEVICE)),
+    "fewer keys": lambda call: call.update({name: call[name][:, :, :280] for name in "kv"}),
+    "other strides": lambda call: call.update(k=torch.cat([call["k"]] * 2, -1)[..., :16]),
+    "keys in columns": lambda call: call.update(k=call["k"].mT.contiguous().mT),
+    "another dtype": lambda call: call.update({name: call[name].half() for name in "qkv"}),
+    "one more rule": lambda call: call["normalizer"].scale.append(Temperature(0.5)),
+    "parameters of another shape": lambda call: setattr(
+        call["normalizer"].scale[0], "raw_beta", torch.nn.Parameter(torch.tensor(0.3, device=DEVICE))
+    ),
+    "a class of another package": lambda call: setattr(call["normalizer"], "map", OtherEntmax(1.5)),
+}
+
+
+# The others are no calls of plain inputs on kernels, or have numbers from torch or parts that we do not know.
+KNOWN_AFTERWARDS = (
+    "another attribute", "another scale", "fewer keys", "other strides", "another dtype", "parameters of another shape",
+)  # fmt: skip
+
+
+class OtherEntmax(Entmax):
+    """Not known to do what its attributes say."""
+
+
+@pytest.mark.as_installed
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_call_that_differs_from_a_known_one_is_computed(change: str, computed: list[str]) -> None:
+    q, k, v = (t.detach() for t in draw((1, 2, 1, 1, 300, 16, 16)))
+    call: dict[str, Any] = {"q": q, "k": k, "v": v, "causal": True, "engine": "triton"}
+    call["normalizer"] = attnorm.get("asentmax", heads=2, gamma=0.7).to(DEVICE)
+    with torch.no_grad():
+        for _ in range(2):
+            attnorm.attention(**call)
+        assert computed == ["asentmax"]
+        CHANGES[change](call)
+        computed.clear()
+        found = attnorm.attention(**call)
+        assert computed == ["asentmax"]
+        expected = attnorm.attention(**{**call, "engine": "blocked"})
+        tolerance = 1e-3 if found.dtype == torch.float16 else 1e-5
+        torch.testing.assert_close(found, expected, rtol=20 * tolerance, atol=tolerance)
+        computed.clear()
+        assert torch.equal(attnorm.attention(**call), found)
+        assert computed == ([] if change in KNOWN_AFTERWARDS else ["asentmax"])
+
+
+@pytest.mark.as_installed
+def test_known_calls_of_one_normalizer_are_not_those_of_another(computed: list[str]) -> None:
+    """With the same attributes and layouts: of other classes, and with a parameter or a buffer of the same name."""
+    q, k, v = (t.detach() for t in draw((1, 2, 1, 1, 260, 16, 16)))
+    names = ["softmax", "softpick", "sink", "softmax1"]
+    with torch.no_grad():
+        for name in names:
+            found = attnorm.attention(q, k, v, name, **FAST)
+            torch.testing.assert_close(found, attnorm.attention(q, k, v, name, engine="blocked"), rtol=2e-4, atol=1e-5)
+        assert computed == [name for name in names for _ in range(2)]
+        with pytest.raises(ValueError, match="hard"):  # has no kernel, and no attributes, as softmax
+            attnorm.attention(q, k, v, "hard", **FAST)
+
+
+@pytest.mark.as_installed
+def test_a_known_call_is_not_repeated_with_gradients_or_where_more_was_done(computed: list[str]) -> None:
+    q, k, v = (t.detach() for t in draw((1, 1, 1, 1, 260, 16, 16)))
+    inputs, normalizer = (
+        validate_inputs(q, k, v, mask=None, causal=False, scale=None, positions=None),
+        attnorm.get("relu"),
+    )
+    run = importlib.import_module("attnorm.attention")._attend
+    with torch.no_grad():
+        output = attnorm.attention(q, k, v, normalizer, engine="triton")
+        for _ in range(2):
+            negated = known_calls.attend(inputs, normalizer, "-", lambda: -run(inputs, normalizer, "triton"))
+            assert torch.equal(negated, -output)
+    with pytest.raises(ValueError, match="with gradients"):
+        attnorm.attention(q.requires_grad_(), k, v, normalizer, engine="triton")
+
+
+@pytest.mark.as_installed
+def test_a_call_whose_parts_share_a_parameter_is_not_taken_for_one_of_two(computed: list[str]) -> None:
+    q, k, v = (t.detach() for t in draw((1, 2, 1, 1, 260, 16, 16)))
+    shared, own = (attnorm.get("asentmax", heads=2, gamma=0.7).to(DEVICE) for _ in range(2))
+    shared.scale[0].raw_gamma = shared.scale[0].raw_beta
+    with torch.no_grad():
+        for normalizer in (shared, shared, own, shared):
+            found = attnorm.attention(q, k, v, normalizer, **FAST)
+            expected = attnorm.attention(q, k, v, normalizer, causal=True, engine="blocked")
+            torch.testing.assert_close(found, expected, rtol=2e-4, atol=1e-5)
+
+
+def test_kernels_get_no_addresses_of_two_devices() -> None:
+    on_cpu = layout_of(torch.zeros(3))
+    assert isinstance(on_cpu, tuple)
+    assert device_of_all(on_cpu, None, float, on_cpu) == -1
+    with pytest.raises(ValueError, match=r"\[-1, 0\]"):
+        device_of_all(on_cpu, (*on_cpu[:3], 0))
+
+
+@pytest.mark.as_installed
+def test_only_so_many_calls_are_kept(computed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KnownCalls, "LIMIT", 2)
+    q, k, v = (t.detach() for t in draw((1, 1, 1, 1, 260, 16, 16)))
+    with torch.no_grad():
+        for keys in (258, 259, 258, 260, 258):
+            attnorm.attention(q, k[:, :, :keys], v[:, :, :keys], "entmax15", engine="triton")
+    assert len(computed) == 4  # 258 was kept once, and then forgotten with 259
 
 
 @pytest.mark.as_installed

@@ -38,6 +38,7 @@ from attnorm.kernels.blocks import (
     seen_keys,
 )
 from attnorm.kernels.launch import (
+    DecodePlan,
     GivenLayout,
     KernelConstants,
     LaunchPlan,
@@ -52,7 +53,6 @@ from attnorm.kernels.maps import LN2, LOG2E, RULES
 from attnorm.kernels.one_pass import (
     PLANS,
     TOGETHER,
-    DecodePlan,
     Form,
     device_of_all,
     join_parts,

@@ -5,8 +5,9 @@ little Python, for calls that are shorter than Triton's launcher.
 """
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import itemgetter
@@ -203,6 +204,52 @@ class LaunchPlan:
         return bool(
             (enter is not None and getattr(enter, "calls", 1)) or (leave is not None and getattr(leave, "calls", 1))
         )
+
+
+class DecodePlan(NamedTuple):
+    """What the layouts of its tensors determine of a call with few queries: it runs for others of these layouts."""
+
+    output: tuple[int, ...]  # shape
+    work: int  # numbers between the kernels
+    launches: LaunchPlan
+    copies: bool  # whether a tensor has another layout than the kernels read
+
+    def run(self, sources: Sequence[Tensor | float]) -> Tensor:
+        """Return the output. sources: q, k, v, and the others that are given."""
+        q: Any = sources[0]
+        out = torch.empty(self.output, dtype=q.dtype, device=q.device)
+        work = torch.empty(self.work, dtype=torch.float32, device=q.device)
+        with device_of(q):
+            self.launches.launch([*sources, work, out])
+        return out
+
+
+class PlannedRun(NamedTuple):
+    plan: DecodePlan
+    sources: list[Tensor | float]
+    output: Tensor
+
+
+class _Recording(threading.local):
+    runs: list[PlannedRun] | None = None
+
+
+_recording = _Recording()
+
+
+@contextmanager
+def recorded_runs() -> Iterator[list[PlannedRun]]:
+    """Collect the plans that run in this thread, with their tensors."""
+    before, _recording.runs = _recording.runs, []
+    try:
+        yield _recording.runs
+    finally:
+        _recording.runs = before
+
+
+def record_run(run: PlannedRun) -> None:
+    if _recording.runs is not None:
+        _recording.runs.append(run)
 
 
 # Parameters of Triton's launcher, in 3.6 and in 3.9. Both take the same arguments.

@@ -44,15 +44,16 @@ from attnorm.kernels.blocks import (
     store_tile,
 )
 from attnorm.kernels.launch import (
+    DecodePlan,
     GivenLayout,
     KernelConstants,
     Launch,
     LaunchPlan,
     Layout,
     LayoutFields,
+    PlannedRun,
     PreparedKernels,
     are_rows,
-    device_of,
     empty_rows,
     fitting,
     in_rows,
@@ -61,6 +62,7 @@ from attnorm.kernels.launch import (
     padded,
     padded_to,
     product_precision,
+    record_run,
 )
 from attnorm.kernels.maps import LOG2E, MAPS, RULES, Reference
 
@@ -146,15 +148,6 @@ def decode(
     return run_planned(_decode_plan, options, q, k, v, mask, factor, exponent, shift, parameters, sink)
 
 
-class DecodePlan(NamedTuple):
-    """What the layouts of its tensors determine of a call with few queries: it runs for others of these layouts."""
-
-    output: tuple[int, ...]  # shape
-    work: int  # numbers between the kernels
-    launches: LaunchPlan
-    copies: bool  # whether a tensor has another layout than the kernels read
-
-
 def run_planned(
     find_plan: Callable[..., DecodePlan], options: tuple[Hashable, ...], q: Tensor, k: Tensor, v: Tensor,
     mask: Tensor | None, *numbers: Tensor | float | None,
@@ -169,11 +162,10 @@ def run_planned(
         numbers = tuple(t.contiguous() if isinstance(t, Tensor) else t for t in numbers)
         sources = in_rows(q), in_rows(k), in_rows(v), mask, *numbers
         plan = find_plan(*options, *map(layout_of, sources))
-    out = torch.empty(plan.output, dtype=q.dtype, device=q.device)
-    work = torch.empty(plan.work, dtype=torch.float32, device=q.device)
-    with device_of(q):
-        plan.launches.launch([*[source for source in sources if source is not None], work, out])
-    return out
+    given = [source for source in sources if source is not None]
+    output = plan.run(given)
+    record_run(PlannedRun(plan, given, output))
+    return output
 
 
 def needs_copies(q: Layout, k: Layout, v: Layout, numbers: Iterable[GivenLayout]) -> bool:

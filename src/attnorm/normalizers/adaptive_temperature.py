@@ -35,7 +35,7 @@ class EntropyRule(LogitRule):
         self.coefficients = tuple(float(c) for c in coefficients)
         self.monotone = monotone
         turns = _turning_points(self.coefficients) if monotone else []  # eigenvalues, which no export can contain
-        self.turning_points = [MIN_ENTROPY, *(turn for turn in turns if turn > MIN_ENTROPY)]
+        self.turning_points = (MIN_ENTROPY, *(turn for turn in turns if turn > MIN_ENTROPY))
 
     def beta(self, entropy: Tensor) -> Tensor:
         """The factor for rows of this entropy, in nats."""

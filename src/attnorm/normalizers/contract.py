@@ -286,14 +286,20 @@ class Normalizer(nn.Module):
             block = block.narrowed(selection(block))
         return block
 
+    @property
+    def parts(self) -> list[nn.Module]:
+        """Return the map, all rules and selections, and the sink if there is one."""
+        sink = self._modules.get("sink")
+        return [self.map, *self.rules, *self.selections, *([] if sink is None else [sink])]
+
     # Not list(self.scale): looking up a submodule by attribute takes 2 us, and decoding asks eight times per call.
     @property
     def rules(self) -> list[LogitRule]:
-        return [*self._modules["scale"]._modules.values()]  # type: ignore[union-attr]
+        return list(self._modules["scale"]._modules.values())  # type: ignore[union-attr, arg-type]
 
     @property
     def selections(self) -> list[Selection]:
-        return [*self._modules["select"]._modules.values()]  # type: ignore[union-attr]
+        return list(self._modules["select"]._modules.values())  # type: ignore[union-attr, arg-type]
 
     @property
     def properties(self) -> Properties:
