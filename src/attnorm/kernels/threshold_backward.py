@@ -181,7 +181,7 @@ def _fold_queries(
         ds = u * (dp - delta)
         rounded = ds.to(k_tile.dtype)
         if FACTORED:
-            if SHARED:  # summed by the matrix units: to convert them back would take longer than the rest of the loop
+            if SHARED:  # the matrix units need no conversion back to float32
                 ones = tl.full([C.COLUMNS, ONES], 1.0, k_tile.dtype)
                 grad_factor = tl.dot(rounded, ones, grad_factor, input_precision=C.PRECISION)
             else:
