@@ -4,7 +4,9 @@ import json
 import re
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -130,6 +132,22 @@ def test_bench_without_a_suite_says_first_what_it_runs_and_how_to_run_less(monke
     assert re.match(r"Running \d+ suites: normalizers, attention, .*many minutes.*attnorm bench NAME", said)
     assert ("Skipping cuda-attention" in said) is not torch.cuda.is_available()
     assert "Running" not in runner.invoke(app, ["bench", "normalizers"]).stderr
+
+
+def test_an_interrupted_bench_says_where_finished_comparisons_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def cut_short(**_: Any) -> Iterator[Ratio]:
+        yield Ratio(topic="race", what="hare", against="tortoise", ours_ms=1, theirs_ms=3, speedup=3.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(suites, "compare_normalizers", cut_short)
+    for options, kept in (["--out", str(tmp_path)], str(tmp_path / "results.jsonl")), ([], "--out DIR"):
+        result = runner.invoke(app, ["bench", "normalizers", *options])
+        assert result.exit_code == 130
+        assert "hare: 3.00x the speed of tortoise (race)" in result.stderr
+        assert kept in result.stderr
+    assert "tortoise" in (tmp_path / "results.jsonl").read_text()
 
 
 def test_bench_prints_json_and_markdown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,7 +217,7 @@ Result = Ratio | Footprint | Duration | ModelRun | Growth | CostCurve | Approxim
 def summary(result: Result) -> str:
     """Return a line of progress: what was measured and, where it is one number, the number."""
     if isinstance(result, Ratio):
-        return f"{result.what}: {result.speedup:.2f}x the speed of {result.against}"
+        return f"{result.what}: {result.speedup:.2f}x the speed of {result.against} ({result.topic})"
     return f"{result.what}: {result.seconds:.3g} s" if isinstance(result, Duration) else result.what
 
 

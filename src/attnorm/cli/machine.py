@@ -20,7 +20,7 @@ from attnorm.attention import attention, choose_engine
 from attnorm.bench.attention import dense
 from attnorm.bench.suites import Suite
 from attnorm.bench.timing import Machine, this_machine
-from attnorm.cli.output import Json, ProgressBar, say, say_result, show, show_json, usage_errors
+from attnorm.cli.output import Json, ProgressBar, failures, say, say_result, show, show_json
 from attnorm.engines.inputs import validate_inputs
 from attnorm.files import append_jsonl, finite
 from attnorm.normalizers.check import check_normalizer
@@ -296,7 +296,7 @@ def bench(
     All suites together take many minutes, so choose one. The suite cuda runs all suites whose names begin with cuda-.
     DIR/results.jsonl keeps what a run measured that was cut short.
 
-    Exit code 1: a promised limit is exceeded.
+    Exit codes: 1 a promised limit is exceeded, or no disk space or memory; 2 wrong usage; 130 interrupted.
 
     Example: attnorm bench normalizers --quick
     """
@@ -314,10 +314,22 @@ def bench(
     if suite == "all":
         say(_all_suites(quick=quick))
     lines = None if out is None else out / "results.jsonl"
-    with ProgressBar("measuring") as progress, usage_errors():
+    is_first = True
+
+    def when_interrupted() -> str:
+        if is_first:
+            return "Interrupted before the first comparison ended."
+        kept = (
+            "To keep finished comparisons, pass --out DIR."
+            if lines is None
+            else f"Finished comparisons are in {lines}."
+        )
+        return f"Interrupted. {kept}"
+
+    out_of_memory = "Run one suite alone, or pass --quick."
+    with failures(when_interrupted, out, out_of_memory), ProgressBar("measuring") as progress:
         if lines is not None:
             lines.parent.mkdir(parents=True, exist_ok=True)
-        is_first = True
 
         def finished(result: "Result") -> None:
             nonlocal is_first

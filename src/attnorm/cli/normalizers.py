@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from attnorm.cli.output import ByWidth, Json, ProgressBar, say, show, show_json, usage_errors
+from attnorm.cli.output import ByWidth, Json, ProgressBar, failures, say, show, show_json, usage_errors
 from attnorm.normalizers.contract import Mechanism, RowSum
 from attnorm.normalizers.registry import NormalizerEntry, as_normalizer, entries
 
@@ -48,7 +48,7 @@ def dispersion(
     from attnorm.bench.dispersion import dispersion as measure
     from attnorm.bench.dispersion import dispersion_table
 
-    with ProgressBar() as progress, usage_errors():
+    with failures(out_of_memory="Use fewer --draws."), ProgressBar() as progress:
         measured = measure(
             gap=gap, noise=noise, draws=draws, seed=seed, progress=lambda name: progress(f"measuring {name}")
         )
