@@ -257,7 +257,12 @@ def test_a_third_partys_normalizer_is_checked_by_name(monkeypatch: pytest.Monkey
             value = block.hide(1 / (1 + block.logits**2))
             return value / value.sum(-1, keepdim=True).clamp(min=1e-30)
 
-    assert check_normalizer("cauchy").normalizer == "cauchy"
+    report = check_normalizer("cauchy")
+    assert report.normalizer == "cauchy"
+    assert [check.name for check in report.checks if check.detail] == ["reference"], "it passes, and says it is empty"
+    del Cauchy.properties
+    with pytest.raises(TypeError, match=r"Cauchy.*properties = attnorm\.Properties\("):
+        check_normalizer("cauchy")
 
 
 def test_the_normalizer_itself_is_left_as_it_was() -> None:

@@ -234,6 +234,11 @@ class Normalizer(nn.Module):
         name: str = "custom",
     ) -> None:
         super().__init__()
+        if not hasattr(map, "properties"):
+            raise TypeError(
+                f"expected properties of {type(map).__name__}, got none. Add a line to the class, for example "
+                'properties = attnorm.Properties(row_sum="one")'
+            )
         if sink is not None and not map.properties.permutation_equivariant:
             raise ValueError(
                 f"{type(map).__name__} reads the order or the positions of the keys, so that it cannot have a sink; "
