@@ -547,7 +547,7 @@ def test_advice_tells_what_other_normalizers_do_to_the_same_logits() -> None:
     frozen = gains["entmax15", "frozen, of all heads"]
     assert frozen.after > frozen.before, "the price is told too"
     for name in ("ssmax", "entmax15"):
-        fates = [one.after for (change, quantity), one in gains.items() if change == name and "of these" in quantity]
+        fates = [one.after for (change, quantity), one in gains.items() if change == name and "become" in quantity]
         assert sum(fates) + gains[name, "dispersed heads"].after == 6, "no head goes missing"
     quantities = [{quantity for change, quantity in gains if change == name} for name in ("ssmax", "entmax15")]
     assert quantities[0] == quantities[1], "a count of 0 is told, not left out"

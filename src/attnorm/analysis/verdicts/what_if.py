@@ -294,7 +294,10 @@ def _verdict_changes(name: str, sharper: Mapping[str, Sequence[tuple[Row, Row]]]
     fates = [verdict for verdict in (*_BETTER_FIRST, None) if any(counts[verdict] for counts in verdicts.values())]
     return [
         _count_change(name, "dispersed heads", heads, sum(mine[verdict] for verdict in DISPERSED), heads),
-        *(_count_change(name, f"of these {verdict or 'not judged'}", 0, mine[verdict], heads) for verdict in fates),
+        *(
+            _count_change(name, f"become {verdict}" if verdict else "are no longer judged", 0, mine[verdict], heads)
+            for verdict in fates
+        ),
     ]
 
 
