@@ -166,7 +166,7 @@ def test_every_call(map_: str, name: str) -> None:
     assert_close_to_float64(call, make(map_))
 
 
-@pytest.mark.parametrize("name", SOME_MAPS)
+@pytest.mark.parametrize("name", often(SOME_MAPS))
 def test_some_rows_only(name: str) -> None:
     assert_close_to_float64(CALLS["long"], make(name), rows=torch.tensor([0, 3, 4, 70, 150, 151, 152, 299]))
 
@@ -194,6 +194,21 @@ def test_every_tile_has_a_key_above_all_before_it(name: str) -> None:
     call.query_BHQD.fill_(0.3)
     call.key_BGKD.copy_(0.02 * torch.arange(260.0)[:, None] - 2.5 + 0.1 * call.key_BGKD)
     assert_close_to_float64(call, make(name))
+
+
+@pytest.mark.parametrize(("name", "key", "gap"), [("softpick", 150, 90.0), ("entmax near 1", 0, 18.0)])
+def test_weights_so_small_that_their_inverse_is_infinite(name: str, key: int, gap: float) -> None:
+    """One key is above all others by `gap` to 1.15 of it, where these have weights around 1e-40."""
+    call = make_call(160, batch=1, causal=False, scale=1.0)
+    call = replace(call, query_BHQD=torch.ones_like(call.query_BHQD[:, :2, :30]), key_BGKD=call.key_BGKD[:, :1])
+    call.query_BHQD[..., 0] = gap * torch.linspace(1, 1.15, 30)
+    call.key_BGKD.mul_(1e-3)[..., 0] = 0.0
+    call.key_BGKD[:, :, key, 0] = 1.0
+    found = by_kernel(call, make(name) if name in MAPS else get("entmax", alpha=1.05))
+    assert not found.broken.any()
+    for column in ("max_weight", "effective_keys"):
+        torch.testing.assert_close(found.values[column], torch.ones_like(found.values[column]))
+    assert (found.values["entropy_nats"] < 1e-5).all()
 
 
 def test_many_weights_of_one_row_need_newton_passes_over_the_keys() -> None:

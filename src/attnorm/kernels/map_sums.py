@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from attnorm.kernels.blocks import Constants, keys_of_head, load_row, load_tile, matrix_of_head, store_tile
-from attnorm.kernels.maps import LN2, times_log2
+from attnorm.kernels.maps import INVERTIBLE, LN2, times_log2
 from attnorm.kernels.one_pass import inverse_of, reference_of
 from attnorm.kernels.row_tiles import (
     CLASSES,
@@ -173,7 +173,7 @@ def _fold(
         e_log_e = ratio * (e_log_e + bits * others)
         others = others * ratio
         squares = squares * ratio * ratio
-        inverse = 1.0 / tl.where(top > 0, top, float("inf"))
+        inverse = 1.0 / tl.where(top > INVERTIBLE, top, float("inf"))
         others, e_log_e, squares = _add(demoted, inverse, others, e_log_e, squares, M.FAST)
         others, e_log_e, squares = _add(smaller(even, odd), inverse, others, e_log_e, squares, M.FAST)
         winners = larger(even, odd)

@@ -23,6 +23,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+INVERTIBLE = tl.constexpr(1.2e-38)  # smaller numbers count as 0 where 1 / x might be infinite
 
 
 @triton.jit

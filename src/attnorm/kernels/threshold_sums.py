@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from attnorm.kernels.blocks import Constants, load_row
-from attnorm.kernels.maps import LN2, times_log2
+from attnorm.kernels.maps import INVERTIBLE, LN2, times_log2
 from attnorm.kernels.row_tiles import (
     CLASSES,
     by_class,
@@ -178,7 +178,7 @@ def threshold_sums(
         sink_p, _u, _n = weight_of(sink_y, t, a, T)
         top_p, _u, _n = weight_of(top_y, t, a, T)
         _p, third, _n = weight_of(three_y, t, a, T)
-        inverse = tl.where(top_p > 0, 1.0 / tl.where(top_p > 0, top_p, 1.0), 0.0)
+        inverse = 1.0 / tl.where(top_p > INVERTIBLE, top_p, float("inf"))
         third_inverse = tl.where(third > 1e-30, 1.0 / tl.where(third > 1e-30, third, 1.0), 0.0)
         tiles, row = ListedTiles(listed, whole, number, edges), SolvedRows(size, peak, t, a)
         sums = _sum_units(unused, tiles, first, top, inverse, third_inverse, given, row, C, T)
