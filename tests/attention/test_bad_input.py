@@ -31,6 +31,7 @@ CALLS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         {"q": tensor(2, 4, 5, 8, dtype=torch.long)}, TypeError, ["torch.int64", "one floating dtype"],
     ),
     "no tensor": ({"k": Q.numpy()}, TypeError, ["torch tensors", "Tensor, ndarray, Tensor"]),
+    "no values": ({"v": None}, TypeError, ["torch tensors", "Tensor, Tensor, NoneType"]),
     "two dtypes": ({"k": Q.double()}, TypeError, ["torch.float32, torch.float64", "one floating dtype"]),
     "widths differ": ({"k": tensor(2, 4, 5, 7)}, ValueError, ["8 and 7", "same width", "(2, 4, 5, 7)"]),
     "lengths of k and v differ": ({"v": tensor(2, 4, 6, 8)}, ValueError, ["(2, 4, 6, 8)", "all but the width"]),

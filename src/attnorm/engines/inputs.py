@@ -325,25 +325,25 @@ def _zero_unseen(inputs: Inputs) -> Inputs:
     return replace(inputs, q_BHQD=torch.where(inputs.n() > 0, q, 0.0), k_BGKD=k, v_BGKE=v)
 
 
-def _check_tensors(q: Any, k: Any, v: Any = None) -> None:
+def _check_tensors(q: Any, k: Any, *given: Any) -> None:
     """Check q, k and, if it is given, v.
 
     Text is built for an error only: under torch.compile a shape in a text becomes a constant of the graph.
     """
-    values = k if v is None else v
-    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(values, Tensor)):
-        tensors = _named(q, k, v)
+    v = given[0] if given else k
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        tensors = _named(q, k, *given)
         raise TypeError(
             f"{_each(tensors)} must be torch tensors, got {_each(type(t).__name__ for t in tensors.values())}"
         )
-    if not q.is_floating_point() or not q.dtype == k.dtype == values.dtype:
-        tensors = _named(q, k, v)
+    if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
+        tensors = _named(q, k, *given)
         raise TypeError(
             f"{_each(tensors)} must share one floating dtype, got {_each(t.dtype for t in tensors.values())}"
         )
-    problem = _problem_of_shapes(q.shape, k.shape, values.shape)
+    problem = _problem_of_shapes(q.shape, k.shape, v.shape)
     if problem is not None:
-        tensors = _named(q, k, v)
+        tensors = _named(q, k, *given)
         names = _each(tensors)
         shapes = _each(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
         raise ValueError(f"{problem.format(names=names)}; got {shapes}")
@@ -366,8 +366,8 @@ def _problem_of_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> str | Non
     return None
 
 
-def _named(q: Any, k: Any, v: Any) -> dict[str, Any]:
-    return {"q": q, "k": k} if v is None else {"q": q, "k": k, "v": v}
+def _named(*tensors: Any) -> dict[str, Any]:
+    return dict(zip("qkv", tensors, strict=False))
 
 
 def _each(parts: Iterable[object]) -> str:
