@@ -244,7 +244,7 @@ def _unknown_options_message(unknown: Iterable[str]) -> str:
 
 def attend(inputs: Inputs, normalizer: Normalizer, engine: Engine = "auto") -> Tensor:
     """Return the output (B, H, Q, E) of validated inputs from the cheapest engine, or from the given one."""
-    if not may_be_known(inputs):
+    if not may_be_known(inputs, engine):
         return _attend(inputs, normalizer, engine)
     return known_calls.attend(inputs, normalizer, engine, partial(_attend, inputs, normalizer, engine))
 

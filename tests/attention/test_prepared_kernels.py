@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import attnorm
+from attnorm.engines import execution
 from attnorm.engines.execution import KnownCalls, known_calls
 from attnorm.engines.inputs import validate_inputs
 from attnorm.kernels.launch import LAUNCHERS, KernelConstants, LaunchPlan, PreparedKernels, kinds_of, layout_of
@@ -333,6 +334,13 @@ def test_a_call_whose_parts_share_a_parameter_is_not_taken_for_one_of_two(comput
             found = attnorm.attention(q, k, v, normalizer, **FAST)
             expected = attnorm.attention(q, k, v, normalizer, causal=True, engine="blocked")
             torch.testing.assert_close(found, expected, rtol=2e-4, atol=1e-5)
+
+
+def test_a_call_on_a_cpu_does_not_import_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "runs_triton", lambda device: pytest.fail("imports Triton"))
+    q = torch.ones(1, 1, 1, 8)
+    with torch.no_grad():
+        assert torch.equal(attnorm.attention(q, q, q, "sparsemax"), q)
 
 
 def test_kernels_get_no_addresses_of_two_devices() -> None:

@@ -333,9 +333,11 @@ class KnownCalls:
         return KnownCall(run.plan, tuple(found)) if sorted(read) == sorted(places) else None
 
 
-def may_be_known(inputs: Inputs) -> bool:
+def may_be_known(inputs: Inputs, engine: str) -> bool:
     """Whether this is a call of few queries on kernels, in eager mode, without gradients and anything seldom."""
     q = inputs.q_BHQD
+    if not (q.is_cuda or engine == "triton"):  # on a CPU no other engine runs kernels, and Triton is not imported
+        return False
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or q.shape[-2] >= MIN_QUERIES:
         return False
     if inputs.mask is not None or inputs.bias is not None or inputs.positions is not None or inputs.dropout > 0:
