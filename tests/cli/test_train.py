@@ -129,6 +129,17 @@ def test_an_interruption_exits_with_130_and_a_full_disk_with_1(
     assert "No space left on device: model.safetensors" in result.stderr
 
 
+def test_quick_needs_no_folder_and_says_what_its_loss_is_worth(monkeypatch: pytest.MonkeyPatch) -> None:
+    train_lm = Mock(return_value={})
+    monkeypatch.setattr(trainer, "train_lm", train_lm)
+    for steps, noted in ([], True), (["--steps", "500"], False):
+        result = runner.invoke(app, ["train", "lm", "--quick", "--json", *steps])
+        assert result.exit_code == 0, result.output
+        assert train_lm.call_args.args[2] == Path("quick-lm")
+        assert ("20 steps of a tiny model" in result.stderr) == noted
+        assert "wrote quick-lm" in result.stderr
+
+
 def test_the_package_itself_is_the_command() -> None:
     done = run_fresh("import runpy; runpy.run_module('attnorm', run_name='__main__')", "train", "--help")
     assert "lm" in done.stdout

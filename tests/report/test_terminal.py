@@ -64,8 +64,11 @@ def test_the_summary_tells_verdict_ceiling_rate_heads_and_advice() -> None:
 
 def test_a_head_over_an_image_reads_patches() -> None:
     pixels = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    analysis = attnorm.analyze(vit(), {"pixel_values": pixels}, metrics="core")  # 4 x 4 patches after the class token
+    analysis = attnorm.analyze(  # 4 x 4 patches after the class token
+        vit(), {"pixel_values": pixels}, metrics="core", normalizers=["softmax1"]
+    )
     read = shown(analysis_summary(analysis)).partition("sharpest heads read")[2].partition("What to try")[0]
+    assert "weight with softmax1)" in read
     assert " 11 (row 3, column 3) " in read, "the row: the patch in the middle"
     assert "(no text)" not in read
     named = {

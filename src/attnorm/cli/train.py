@@ -109,7 +109,7 @@ def lm(
     sample: Annotated[int, typer.Option(help="Number of tokens to generate into sample.txt.")] = 0,
     note: Annotated[str, typer.Option(help="Source and licence of the text, for the model card.")] = "",
     quick: Annotated[
-        bool, typer.Option("--quick", help="A tiny model on a bundled text, instead of TEXT and --valid: seconds.")
+        bool, typer.Option("--quick", help="Try it: a tiny model, 20 steps, a bundled text instead of TEXT: seconds.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -185,6 +185,8 @@ def lm(
         show(_loss_table(record["result"]))
         if record["result"]["rise"]:
             say(f"warning: the loss rose: {rise_in_words(record['result']['rise'])}")
+    if quick and settings.steps == _LM_QUICK["steps"]:
+        say(f"note: {settings.steps} steps of a tiny model show that training runs; its loss says nothing more")
     say(f"wrote {out}")
 
 

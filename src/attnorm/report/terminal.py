@@ -217,7 +217,9 @@ def _reads_table(analysis: Analysis, heads: Sequence[Row]) -> Table | None:
             top_keys_per_head.append((row, top_keys(reads, -1)))
     if not top_keys_per_head:
         return None
-    title = "What some of the sharpest heads read (last listed row; position, token or patch, weight)"
+    names = dict.fromkeys(row["normalizer"] for row, _ in top_keys_per_head if row["normalizer"] != "model")
+    weight = f"weight with {', '.join(names)}" if names else "weight"
+    title = f"What some of the sharpest heads read (last listed row; position, token or patch, {weight})"
     table = titled_table(title, "head", "row", "reads")
     for row, reading in sorted(top_keys_per_head, key=lambda read: (read[1].layer, read[1].head)):
         picture = (analysis.manifest.get("pictures") or {}).get(row["text"])
