@@ -3,6 +3,7 @@
 import copy
 import importlib
 import inspect
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 import attnorm
 from attnorm.engines import execution
 from attnorm.engines.execution import KnownCalls, known_calls
-from attnorm.engines.inputs import validate_inputs
+from attnorm.engines.inputs import Inputs, validate_inputs
 from attnorm.kernels.launch import LAUNCHERS, KernelConstants, LaunchPlan, PreparedKernels, kinds_of, layout_of
 from attnorm.kernels.linear_algebra import length_powers
 from attnorm.kernels.one_pass import device_of_all
@@ -322,6 +323,29 @@ def test_a_known_call_is_not_repeated_with_gradients_or_where_more_was_done(comp
             assert torch.equal(negated, -output)
     with pytest.raises(ValueError, match="with gradients"):
         attnorm.attention(q.requires_grad_(), k, v, normalizer, engine="triton")
+
+
+@pytest.mark.as_installed
+def test_softmax_is_known_only_where_sdpa_does_not_compute_it(computed: list[str]) -> None:
+    q, k, v = (t.detach() for t in draw((1, 1, 1, 1, 260, 16, 16)))
+    plain = validate_inputs(q, k, v, mask=None, causal=False, scale=None, positions=None)
+    normalizer, run = attnorm.get("softmax"), importlib.import_module("attnorm.attention")._attend
+    with torch.no_grad():
+        for inputs, times in ((replace(plain, softcap=2.0), 1), (plain, 2)):
+            computed.clear()
+            first, second = (
+                known_calls.attend(inputs, normalizer, "auto", lambda inputs=inputs: run(inputs, normalizer, "triton"))
+                for _ in range(2)
+            )
+            assert torch.equal(first, second)
+            assert len(computed) == times
+
+
+def test_a_known_call_knows_every_field_of_its_inputs() -> None:
+    """One that is added belongs into the key, or into `may_be_known`."""
+    assert " ".join(field.name for field in fields(Inputs)) == (
+        "q_BHQD k_BGKD v_BGKE mask causal scale positions hidden_states softcap bias dropout"
+    )
 
 
 @pytest.mark.as_installed

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from types import NoneType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -257,7 +257,7 @@ class KnownCalls:
     _IMMUTABLE = frozenset((bool, int, float, str, NoneType, Properties))
 
     def __init__(self) -> None:
-        self._calls: dict[tuple[Any, ...], KnownCall | None] = {}  # None: must be computed every time
+        self._calls: dict[tuple[Any, ...], KnownCall | Literal[False]] = {}  # False: must be computed every time
 
     def forget(self) -> None:
         self._calls.clear()
@@ -265,21 +265,19 @@ class KnownCalls:
     def attend(self, inputs: Inputs, normalizer: Normalizer, engine: str, compute: Callable[[], Tensor]) -> Tensor:
         """Return the output of a call for which `may_be_known`. compute: how to get it if it is not known."""
         parts = normalizer.parts
-        by_sdpa = engine == "auto" and len(parts) == 1 and type(parts[0]) is Softmax
+        by_sdpa = engine == "auto" and inputs.plain_logits and len(parts) == 1 and type(parts[0]) is Softmax
         key = None if by_sdpa or type(normalizer) is not Normalizer else self._key(inputs, parts, engine)
         if key is None:
             return compute()
-        known = self._calls.get(key, "new")  # one lookup: another thread may make all forgotten
-        if known is None:
-            return compute()
-        if not isinstance(known, str):
-            return known.run(inputs, parts)
+        known = self._calls.get(key)  # one lookup: another thread may make all forgotten
+        if known is not None:
+            return known.run(inputs, parts) if known else compute()
         with recorded_runs() as runs:
             output = compute()
         if len(self._calls) >= self.LIMIT:
             self.forget()
         was_all = len(runs) == 1 and runs[0].output is output
-        self._calls[key] = self._known(inputs, parts, runs[0]) if was_all else None
+        self._calls[key] = (was_all and self._known(inputs, parts, runs[0])) or False
         return output
 
     def _key(self, inputs: Inputs, parts: Sequence[nn.Module], engine: str) -> tuple[Any, ...] | None:
