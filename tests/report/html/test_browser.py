@@ -312,7 +312,7 @@ def test_nothing_that_is_put_into_the_page_can_run(open_report: Open) -> None:
 def test_the_core_group_alone_makes_a_whole_page(open_report: Open) -> None:
     page = open_report(core_only(), address="#head=0.1")
     assert page.locator(".chart .empty").count() == 4  # mass, separability, distance, sensitivity
-    expect(page.locator("#coverage-chart")).to_contain_text("Not measured")
+    expect(page.locator("#coverage-chart code")).to_have_text("--metrics coverage")
     assert "jacobian_norm" not in page.locator("#choose-metric option").evaluate_all("all => all.map(o => o.value)")
     expect(page.locator(".chart", has_text="Entropy against length").locator("svg")).to_be_visible()
     expect(page.locator(".reads")).to_contain_text("--tokens 8")

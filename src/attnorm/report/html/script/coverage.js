@@ -7,7 +7,7 @@ function drawCoverage() {
   const rows = known.filter((row) => KEY.every((name, i) => row[i] === state[name]));
   const sizes = [...new Set(rows.map((row) => row[5]))].sort((a, b) => a - b);
   if (!sizes.length) {
-    box.replaceChildren(h("p", { class: "empty" }, "Not measured. Run the analysis with --metrics coverage."));
+    box.replaceChildren(h("p", { class: "empty" }, notMeasured("--metrics coverage")));
     return;
   }
   if (!sizes.includes(coverageN)) coverageN = sizes.at(-1);

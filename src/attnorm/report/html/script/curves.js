@@ -114,7 +114,7 @@ function separabilityChart(row) {
     how:
       "Above the grey band, the selected keys are more distinguishable than with permuted weights; inside it, they are " +
       "not. The moment bounds are a heuristic at the radius of the data.",
-    absent: "Not measured. Run the analysis with --metrics vectors.",
+    absent: notMeasured("--metrics vectors"),
     x: setAxis(xs),
     y: { domain: [0, 1] },
     format: (value) => share(value),
@@ -141,7 +141,7 @@ function distanceChart(row) {
     how:
       "Far keys with little weight have the value 1. The band contains the values of a random set of N keys. “Printed” " +
       "bounds are as published; the one for random sets has a misprint.",
-    absent: "Not measured. Run the analysis with --metrics vectors.",
+    absent: notMeasured("--metrics vectors"),
     x: setAxis(xs),
     y: { logarithmic: wide, zero: !wide },
     bands: [{ xs, low: of("random_lower"), high: of("random_upper"), look: "null-band" }],
@@ -167,7 +167,7 @@ function sensitivityChart(row) {
     title: "Sensitivity against temperature",
     unit: "largest singular value",
     how: `The exact norm stays below K/T. A random step of size ε has a much smaller effect (g).${wrong}`,
-    absent: "Not measured. Run the analysis with --metrics sensitivity.",
+    absent: notMeasured("--metrics sensitivity"),
     x: { label: "temperature T, in addition to the model's own, logarithmic", name: "T", ticks: xs.length <= 7 ? xs : null, base: 10 },
     y: { logarithmic: true },
     series: [

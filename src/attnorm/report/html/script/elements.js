@@ -19,6 +19,10 @@ function s(tag, attributes, ...children) {
   return filled(document.createElementNS(SVG, tag), attributes, children);
 }
 
+function notMeasured(option) {
+  return ["Not measured. Run the analysis with ", h("code", null, option), "."];
+}
+
 function verdictClass(word) {
   return /^[a-z-]+$/.test(word.name) ? `v-${word.name}` : "v-unknown";
 }
