@@ -23,9 +23,10 @@ from attnorm.theory.search import Counterexample, Finding, table_stands
 
 COLOUR = {"refuted": "yellow", "survived": "green", "says nothing": "yellow", "argument": "dim"}
 CAPTION = (
-    "ratio: quantity / upper bound or lower bound / quantity, above 1 where the claim fails. tried: rows, an ascent "
-    "counts as the row it ends at. tightness: 5, 50 and 95 % of the ratio over random rows. smallest counterexample: "
-    "keys n, top N, width d, temperature T; make it again with attnorm verify --replay CLAIM:SEED:ROUND:ROW. "
+    "worst: largest ratio of quantity / upper bound, or of lower bound / quantity, above 1 where the claim fails. "
+    "tried: rows, an ascent counts as the row it ends at. tightness: 5, 50 and 95 % of the ratio over random rows. "
+    "smallest counterexample: keys n, top N, width d, temperature T; make it again with attnorm verify --replay "
+    "CLAIM:SEED:ROUND:ROW. "
     "A bound that rows are known to reach must be reached, or it has become looser: NOT ATTAINED."
 )
 
