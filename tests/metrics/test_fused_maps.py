@@ -204,11 +204,13 @@ def test_weights_so_small_that_their_inverse_is_infinite(name: str, key: int, ga
     call.query_BHQD[..., 0] = gap * torch.linspace(1, 1.15, 30)
     call.key_BGKD.mul_(1e-3)[..., 0] = 0.0
     call.key_BGKD[:, :, key, 0] = 1.0
+    call = replace(call, query_BHQD=call.query_BHQD.half(), key_BGKD=call.key_BGKD.half())
     found = by_kernel(call, make(name) if name in MAPS else get("entmax", alpha=1.05))
     assert not found.broken.any()
     for column in ("max_weight", "effective_keys"):
         torch.testing.assert_close(found.values[column], torch.ones_like(found.values[column]))
     assert (found.values["entropy_nats"] < 1e-5).all()
+    assert (found.values["jacobian_norm"] < 1e-5).all()
 
 
 def test_many_weights_of_one_row_need_newton_passes_over_the_keys() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from attnorm.theory.rank_one_eigenvalues import (
     improved_root,
     rank_one_eigenvalue,
+    rank_one_root,
     rank_one_root_of_moments,
     rank_two_singular_value,
     softpick_singular_value,
@@ -51,6 +52,12 @@ def test_the_largest_eigenvalue_is_that_of_the_matrix(name: str, sink: float | N
     torch.testing.assert_close(several, found * torch.tensor([1.0, 1.0, 3.0], dtype=torch.float64))
     single = rank_one_eigenvalue(u.float(), None if at_zero is None else at_zero.float())
     assert float(single) == pytest.approx(float(found), rel=1e-5, abs=1e-7)
+
+
+def test_rows_of_less_precision_than_a_sink_that_they_do_not_hold() -> None:
+    first, sink = torch.ones(1, 1, dtype=torch.float64), torch.full((1, 1), 1e-46, dtype=torch.float64)
+    found = rank_one_root(first, torch.zeros_like(first), torch.zeros(1, 3), sink)
+    torch.testing.assert_close(found, sink, rtol=1e-5, atol=0.0)
 
 
 TOPS = [[1.0, 0.9, 0.5], [1.0, 0.3, 0.3], [1.0, 0.99, 0.98], [1.0, 0.1, 0.05], [1.0, 0.999, 0.2], [3.0, 1.5, 0.4]]

@@ -400,7 +400,7 @@ def _jacobian_root(
         value_squares = (tl.sum(squares, 1) + sink_pole * sink_pole - extra * extra).to(tl.float64)
         x = x_root.to(tl.float64)
         d = x - second_w
-        better = (second_w < first_w) & (second_w > 0) & (d > 0)
+        better = (second_w < first_w) & (second_w > 1e-30) & (d > 0)  # of smaller u float32 has no pole
         d = tl.where(better, d, 1.0)
         d = rational_step(first_w, first_w - second_w, d, value, d / tl.where(better, x, 1.0) * (value + value_squares))
         root = tl.where(better & (d > 0) & (d <= first_w - second_w), second_w + d, root)

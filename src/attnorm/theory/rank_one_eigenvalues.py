@@ -84,6 +84,7 @@ def rank_one_root(
     terms = torch.empty_like(rest) if scratch is None else scratch
     # A d below the rounding of u_2 does not show in x; a pole must not be hit for that.
     above_pole = second * (1 + 2 * torch.finfo(dtype).eps)
+    smallest = torch.finfo(dtype).tiny * torch.finfo(dtype).eps  # where x is less, all rows are 0, and 0 / 0 is NaN
     width = first - second
     total = rest.sum(-1, keepdim=True).to(first.dtype)
     total = total if at_zero is None else total + at_zero
@@ -94,7 +95,8 @@ def rank_one_root(
     passes, enough = (PASSES_FLOAT64, ENOUGH_FLOAT64) if dtype == torch.float64 else (PASSES_FLOAT32, ENOUGH_FLOAT32)
     for _ in range(passes):
         x = second + d
-        torch.div(rest, torch.sub(torch.maximum(x, above_pole).to(dtype), rest, out=terms), out=terms)
+        in_rows = torch.maximum(x, above_pole).to(dtype).clamp(min=smallest)
+        torch.div(rest, torch.sub(in_rows, rest, out=terms), out=terms)
         value = terms.sum(-1, keepdim=True).to(first.dtype)
         value = value if at_zero is None else value + at_zero / x
         # sum u_j/(x - u_j)^2 = (sum q + sum q^2)/x with q = u_j/(x - u_j); a sink has the pole x = 0 and no q^2
