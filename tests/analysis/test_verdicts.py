@@ -47,12 +47,12 @@ def head(**numbers: Any) -> dict[str, Any]:
 SMEARED = {"entropy_ratio": 0.9, "entropy_nats": 0.9 * math.log(1024), "gap_slope": 0.1, "max_weight": 0.01}
 
 
-def told(runs: str | None = "softmax", **numbers: Any) -> Judgement:
+def judgement_of(runs: str | None = "softmax", **numbers: Any) -> Judgement:
     return judge_head(HeadCase(row=head(**numbers), thresholds=Thresholds(), runs=runs))
 
 
 def verdict(runs: str | None = "softmax", **numbers: Any) -> str | None:
-    return told(runs, **numbers).verdict
+    return judgement_of(runs, **numbers).verdict
 
 
 def test_every_verdict_is_found_on_heads_made_for_it() -> None:
@@ -82,7 +82,7 @@ def test_dispersed_is_forced_beyond_the_horizon_and_by_choice_before_it() -> Non
 def test_a_head_near_its_entropy_floor_is_never_dispersed() -> None:
     near = {**SMEARED, "entropy_floor": 0.9 * math.log(1024) - 0.01, "horizon": 3.0}
     assert verdict(**near) == "healthy"
-    assert "floor" in told(**near).evidence
+    assert "floor" in judgement_of(**near).evidence
     assert verdict(**{**near, "entropy_floor": 5.0}) == "dispersed-forced"
 
 
@@ -90,11 +90,11 @@ def test_the_floor_is_compared_with_the_entropy_of_the_same_row() -> None:
     """The median of rows with 725 to 1,024 keys has 875: at its floor it is sharp, whatever log 1,024 would say."""
     floor = 0.95 * math.log(875)
     at_floor = {"entropy_ratio": 0.95, "entropy_nats": floor, "entropy_floor": floor, "gap_slope": 0.1, "n_low": 725}
-    assert "only 0% of the way" in told(**at_floor).evidence
+    assert "only 0% of the way" in judgement_of(**at_floor).evidence
     spread = 2.0
     content = float(entropy_floor(spread, 874)) / math.log(874)
     beside = {"sink_mass": 0.4, "gap_slope_without_sink": 0.0, "horizon_without_sink": 1 + math.exp(spread)}
-    assert "only 0% of the way" in told(**at_floor, **beside, entropy_ratio_without_sink=content).evidence
+    assert "only 0% of the way" in judgement_of(**at_floor, **beside, entropy_ratio_without_sink=content).evidence
 
 
 def test_beside_a_sink_the_floor_is_that_of_the_other_keys() -> None:
@@ -116,8 +116,8 @@ def test_high_entropy_alone_is_not_dispersion_where_the_gap_keeps_up() -> None:
 
 
 def test_a_broad_head_that_keeps_up_is_not_said_to_select() -> None:
-    assert told(**{**SMEARED, "gap_slope": 0.9}).evidence.endswith("broad, but it keeps up with the length.")
-    assert "broad" not in told().evidence
+    assert judgement_of(**{**SMEARED, "gap_slope": 0.9}).evidence.endswith("broad, but it keeps up with the length.")
+    assert "broad" not in judgement_of().evidence
     tables = dict(synthetic_tables(cast=[["selects", "selects", "flat"]], **SMALL))
     changed = {"gap_slope": 0.9, "gap_slope_error": 0.01}
     rows = [row | (changed if row["head"] == 2 else {}) for row in tables["heads"].to_pylist()]
@@ -138,11 +138,11 @@ def test_a_head_at_its_floor_selects_however_broad_it_is() -> None:
 def test_a_sink_does_not_make_a_smear_look_sharp() -> None:
     looks_sharp = {"sink_mass": 0.4, "max_weight": 0.4, "entropy_ratio": 0.6, "gap_slope": 1.0}
     beside = {"entropy_ratio_without_sink": 0.98, "gap_slope_without_sink": 0.05, "horizon_without_sink": 8.4}
-    forced = told(**looks_sharp, **beside)
+    forced = judgement_of(**looks_sharp, **beside)
     assert forced.verdict == "dispersed-forced"
     assert "horizon of 8.4 keys without the sink (1 million with it)" in forced.evidence
     assert verdict(**looks_sharp, **{**beside, "horizon_without_sink": 1e5}) == "dispersed-by-choice"
-    assert "without the sink" not in told(**SMEARED).evidence
+    assert "without the sink" not in judgement_of(**SMEARED).evidence
     assert verdict(**looks_sharp) == "healthy", "what is beside the sink selects"
 
 
@@ -154,15 +154,17 @@ def test_most_of_the_mass_on_the_first_key_is_sink_dominated_even_if_it_froze_th
     frozen = {"max_weight": 0.999, "jacobian_norm": 0.001, "jacobian_norm_q75": 0.002}
     assert verdict(sink_mass=0.51) == "sink-dominated"
     assert verdict(sink_mass=0.49) == "healthy"
-    both = told(sink_mass=0.999, **frozen)
+    both = judgement_of(sink_mass=0.999, **frozen)
     assert (both.verdict, both.flags) == ("sink-dominated", ("sink-dominated", "frozen"))
     assert verdict(**frozen) == "frozen"
 
 
 def test_mass_on_a_learned_sink_is_not_said_to_lie_on_the_first_key() -> None:
-    assert told(sink_mass=0.9, row_sum=1.0).evidence.startswith("90% of the weight lies on the first of 1,024 keys")
-    assert "70% on the learned one" in told(sink_mass=0.9, row_sum=0.3).evidence
-    assert "learned" not in told(runs="sigmoid", sink_mass=0.9, row_sum=0.3).evidence
+    assert judgement_of(sink_mass=0.9, row_sum=1.0).evidence.startswith(
+        "90% of the weight lies on the first of 1,024 keys"
+    )
+    assert "70% on the learned one" in judgement_of(sink_mass=0.9, row_sum=0.3).evidence
+    assert "learned" not in judgement_of(runs="sigmoid", sink_mass=0.9, row_sum=0.3).evidence
 
 
 def test_a_sharp_head_that_still_has_a_gradient_is_not_frozen() -> None:
@@ -176,7 +178,7 @@ def test_sensitive_is_measured_against_the_normalizers_own_worst_case() -> None:
     assert worst_norm("entmax15", 1024) == pytest.approx(0.868, abs=1e-3)
     assert verdict(runs="entmax15", jacobian_norm_q75=0.46) == "healthy"
     assert verdict(runs="entmax15", jacobian_norm_q75=0.8) == "sensitive"
-    unknown = told(runs="hard", jacobian_norm_q75=0.5)
+    unknown = judgement_of(runs="hard", jacobian_norm_q75=0.5)
     assert unknown.verdict == "healthy"
     assert "sensitive (no worst case known for hard)" in unknown.evidence
 
@@ -195,7 +197,7 @@ def test_the_worst_case_is_that_of_the_parameters_which_were_measured() -> None:
 
 def test_where_no_ceiling_is_known_neither_force_nor_choice_is_claimed() -> None:
     for runs in ("entmax15", None):
-        found = told(**SMEARED, horizon=math.nan, entropy_floor=math.nan, runs=runs)
+        found = judgement_of(**SMEARED, horizon=math.nan, entropy_floor=math.nan, runs=runs)
         assert found.verdict == "dispersed"
         assert "not known for" in found.evidence
         assert "although" not in found.evidence
@@ -219,11 +221,11 @@ def test_the_same_flat_logits_are_forced_under_softmax_and_under_ssmax() -> None
 def test_a_norm_that_every_row_has_says_nothing_about_a_head() -> None:
     """Kneemax and sparsemax reach their worst case with any two keys in use; softmax with two equal ones only."""
     for runs, norm in (("kneemax", 0.5), ("sparsemax", 1.0)):
-        found = told(runs=runs, jacobian_norm_q75=norm)
+        found = judgement_of(runs=runs, jacobian_norm_q75=norm)
         assert found.verdict == "healthy"
         assert f"not judged: sensitive (a row of noise is near the worst case of {runs}" in found.evidence
     assert verdict(runs="softmax", jacobian_norm_q75=0.5) == "sensitive"
-    assert "not judged" not in told(runs="kneemax", jacobian_norm_q75=0.2).evidence
+    assert "not judged" not in judgement_of(runs="kneemax", jacobian_norm_q75=0.2).evidence
 
 
 def test_thresholds_that_are_not_the_default_are_told_with_it() -> None:
@@ -275,13 +277,13 @@ def test_bins_that_gave_no_slope_do_not_give_one_through_the_back_door() -> None
 
 
 def test_one_length_only_leaves_the_rate_open_and_says_so() -> None:
-    open_rate = told(**{**SMEARED, "gap_slope": math.nan})
+    open_rate = judgement_of(**{**SMEARED, "gap_slope": math.nan})
     assert open_rate.verdict == "dispersed-by-choice"
     assert "not judged: the rate" in open_rate.evidence
 
 
 def test_one_broken_row_breaks_the_head() -> None:
-    broken = told(broken_rows=1)
+    broken = judgement_of(broken_rows=1)
     assert broken.verdict == "broken"
     assert "1 measured row " in broken.evidence
 
