@@ -148,7 +148,7 @@ def attention(
     """
     if unknown:
         raise TypeError(_unknown_options_message(unknown))
-    chosen = resolve_for_call(normalizer)
+    chosen = resolve_for_call(normalizer, q)
     if engine not in ENGINES:
         raise ValueError(f"unknown engine {engine!r}; {did_you_mean(engine, ENGINES)}")
     if not 0 <= dropout_p < 1:
@@ -335,7 +335,7 @@ def normalize(
 
     >>> normalize(logits, "ssmax", mask=mask)
     """
-    chosen = resolve_for_call(normalizer)
+    chosen = resolve_for_call(normalizer, logits)
     if isinstance(chosen, Mechanism):
         raise TypeError(
             f"{chosen.name!r} needs q, k, v, not a row of logits: call attnorm.attention(q, k, v, {chosen.name!r})"

@@ -107,6 +107,11 @@ def test_what_ran_in_blocks_runs_on_a_kernel(name: str) -> None:
         assert choice(inputs, normalizer(name)) == "triton"
 
 
+@pytest.mark.parametrize("name", ["sigmoid", "relu", "softpick", "kernel"])
+def test_float64_runs_in_blocks(name: str) -> None:
+    assert choice(on_cuda(torch.float64), normalizer(name)) == "blocked"
+
+
 @pytest.mark.parametrize("name", ["sigmoid", "entmax15", "stick_breaking"])
 def test_wide_heads_in_float32_run_on_a_kernel_where_its_tiles_fit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wide, narrow, half = on_cuda(torch.float32, width=129), on_cuda(torch.float32, width=128), on_cuda(width=256)

@@ -302,7 +302,9 @@ def test_known_calls_of_one_normalizer_are_not_those_of_another(computed: list[s
     with torch.no_grad():
         for name in names:
             found = attnorm.attention(q, k, v, name, **FAST)
-            torch.testing.assert_close(found, attnorm.attention(q, k, v, name, engine="blocked"), rtol=2e-4, atol=1e-5)
+            torch.testing.assert_close(
+                found, attnorm.attention(q, k, v, attnorm.get(name).to(DEVICE), engine="blocked"), rtol=2e-4, atol=1e-5
+            )
         assert computed == [name for name in names for _ in range(2)]
         with pytest.raises(ValueError, match="hard"):  # has no kernel, and no attributes, as softmax
             attnorm.attention(q, k, v, "hard", **FAST)

@@ -346,10 +346,15 @@ def test_a_name_is_given_only_to_what_has_none() -> None:
 
 
 def test_a_call_makes_a_normalizer_without_parameters_once() -> None:
-    assert resolve_for_call("softmax") is resolve_for_call("softmax")
-    assert resolve_for_call("sink") is not resolve_for_call("sink")
-    assert resolve("softmax") is not resolve_for_call("softmax")
+    here = torch.empty(0)
+    assert resolve_for_call("softmax", here) is resolve_for_call("softmax", here)
+    assert resolve_for_call("sink", here) is not resolve_for_call("sink", here)
+    assert resolve("softmax") is not resolve_for_call("softmax", here)
     own = get("softmax")
-    assert resolve_for_call(own) is own
+    assert resolve_for_call(own, here) is own
     with pytest.raises(ValueError, match="sofmax"):
-        resolve_for_call("sofmax")
+        resolve_for_call("sofmax", here)
+
+
+def test_a_normalizer_given_by_name_is_built_on_the_device_of_the_tensor() -> None:
+    assert attnorm.normalize(torch.empty(3, 4, device="meta"), "sink").device.type == "meta"

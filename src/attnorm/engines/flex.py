@@ -36,6 +36,8 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
         return False
     if not inputs.plain_logits or inputs.dropout > 0 or under_transform():
         return False
+    if inputs.q_BHQD.is_cuda and inputs.q_BHQD.dtype == torch.float64:
+        return False  # torch 2.11 does not compile its template for it
     if min(inputs.q_BHQD.shape[-1], inputs.v_BGKE.shape[-1]) < MIN_WIDTH:
         return False
     rules, map_ = normalizer.rules, normalizer.map

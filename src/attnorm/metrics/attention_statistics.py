@@ -117,7 +117,7 @@ def attention_statistics(
     >>> statistics = attention_statistics(q, k, causal=True)
     >>> statistics.entropy.nanmean((0, 2))  # of each head
     """
-    resolved = resolve_for_call(normalizer)
+    resolved = resolve_for_call(normalizer, q)
     if isinstance(resolved, Mechanism):
         raise TypeError(f"expected a row normalizer, got the mechanism {resolved.name!r}, which has no rows of logits.")
     if softcap is not None and (

@@ -248,7 +248,9 @@ def get(name: str, **options: Any) -> Normalizer | Mechanism:
     Code under torch.compile builds it once, while it is traced.
     """
     if torch.compiler.is_compiling():
-        built: Normalizer | Mechanism = getattr(_compiled_normalizers, _build_for_compiled_code(name, True, **options))
+        built: Normalizer | Mechanism = getattr(
+            _compiled_normalizers, _build_for_compiled_code(name, True, None, **options)
+        )
         return built
     return _build(name, options)
 
@@ -289,16 +291,17 @@ def resolve(normalizer: str | Normalizer | Mechanism) -> Normalizer | Mechanism:
     return get(normalizer) if isinstance(normalizer, str) else as_normalizer(normalizer)
 
 
-def resolve_for_call(normalizer: str | Normalizer | Mechanism) -> Normalizer | Mechanism:
+def resolve_for_call(normalizer: str | Normalizer | Mechanism, tensor: torch.Tensor) -> Normalizer | Mechanism:
     """Resolve a normalizer for a single call.
 
-    A built-in normalizer given by name is built for this call alone, so that its parameters need no gradient. One
-    without tensors is built once and reused.
+    A normalizer given by name is built for this call alone, on the device of the tensor; the parameters of a
+    built-in one need no gradient. A built-in one without tensors is built once and reused.
     """
     if not isinstance(normalizer, str):
         return as_normalizer(normalizer)
     if torch.compiler.is_compiling():
-        built: Normalizer | Mechanism = getattr(_compiled_normalizers, _build_for_compiled_code(normalizer, False))
+        attribute = _build_for_compiled_code(normalizer, False, tensor.device)
+        built: Normalizer | Mechanism = getattr(_compiled_normalizers, attribute)
         return built
     cached = _stateless_normalizers.get(normalizer)
     if cached is not None:
@@ -306,7 +309,8 @@ def resolve_for_call(normalizer: str | Normalizer | Mechanism) -> Normalizer | M
     built = _build(normalizer, {}, trainable=False)
     if normalizer in BUILT_IN and not any(True for _ in chain(built.parameters(), built.buffers())):
         _stateless_normalizers[normalizer] = built
-    return built
+        return built
+    return built.to(tensor.device) if isinstance(tensor, torch.Tensor) else built
 
 
 _stateless_normalizers: dict[str, Normalizer | Mechanism] = {}
@@ -322,10 +326,10 @@ class _CompiledNormalizers:
 _compiled_normalizers = _CompiledNormalizers()
 
 
-def _build_for_compiled_code(name: str, trainable: bool, /, **options: Any) -> str:
+def _build_for_compiled_code(name: str, trainable: bool, device: torch.device | None, /, **options: Any) -> str:
     """Build the normalizer of that name, which may have options; return the attribute that holds it."""
-    attribute = f"normalizer_{repr((name, trainable, *sorted(options.items()))).encode().hex()}"
-    setattr(_compiled_normalizers, attribute, _build(name, options, trainable))
+    attribute = f"normalizer_{repr((name, trainable, device, *sorted(options.items()))).encode().hex()}"
+    setattr(_compiled_normalizers, attribute, _build(name, options, trainable).to(device))
     return attribute
 
 
