@@ -143,3 +143,26 @@ def test_the_norm_of_softpick_is_that_of_the_cpu_in_every_row(kind: str, width: 
     torch.testing.assert_close(
         found.jacobian_norm.cpu().double(), exact.jacobian_norm, rtol=NORM_ERROR[dtype], atol=1e-6, equal_nan=True
     )
+
+
+@pytest.mark.parametrize("dtype", NORM_ERROR, ids=str)
+@pytest.mark.parametrize("keys", [40, 700])
+@pytest.mark.parametrize("name", ["softmax", "entmax15", "sparsemax", "kneemax", "sigmoid", "relu", "softpick"])
+def test_a_window_given_as_a_mask(name: str, keys: int, dtype: torch.dtype) -> None:
+    """Rows of such a mask are not aligned, which changes how the compiler spreads tiles over threads."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, heads, keys, 16, generator=generator).to(dtype) for heads in (4, 2))
+    distance = torch.arange(keys)[:, None] - torch.arange(keys)
+    window = (distance >= 0) & (distance < 5)
+    exact = attnorm.attention_statistics(q.double(), k.double(), name, mask=window)
+    found = attnorm.attention_statistics(q.to(DEVICE), k.to(DEVICE), name, mask=window.to(DEVICE))
+    error = NORM_ERROR[dtype]
+    for field in ("entropy", "sink_mass", "max_weight", "row_sum", "jacobian_norm"):
+        torch.testing.assert_close(
+            getattr(found, field).cpu().double(),
+            getattr(exact, field),
+            rtol=error,
+            atol=error,
+            equal_nan=True,
+            msg=field,
+        )

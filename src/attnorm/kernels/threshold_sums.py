@@ -242,9 +242,13 @@ def _class_sums(x):
 
 @triton.jit
 def _sums_in_turn(x):
-    """The same, one key after the other: a product and its sum are one instruction."""
-    pairs = tl.permute(tl.reshape(x, [x.shape[0], x.shape[1] // (2 * CLASSES), CLASSES, 2]), (0, 1, 3, 2))
-    return tl.sum(by_class(tl.reshape(pairs, [x.shape[0], x.shape[1]])), 1)
+    """The same, one key after the other: a product and its sum are one instruction.
+
+    Not as one tensor of keys sorted by class: beside a mask its layout scatters a class over threads that are not
+    neighbours, and Triton 3.6 adds up the wrong ones (mended by its pull request 9219).
+    """
+    even, odd = neighbours(x)
+    return tl.sum(by_class(even), 1) + tl.sum(by_class(odd), 1)
 
 
 @triton.jit
