@@ -115,11 +115,12 @@ def _products_of_tile(at, given, state, C: tl.constexpr, EDGE: tl.constexpr):
     if EDGE:
         n += count
         sink += found_sink
-        lows = by_class(tl.where(seen, s, float("inf")))
+        lows = tl.where(seen, s, float("inf"))
         s = tl.where(seen, s, float("-inf"))
     else:
-        lows = by_class(s)
-    return s, RowState(n, first, sink, smaller(state.smallest, tl.min(lows, 1)))
+        lows = s
+    even, odd = neighbours(lows)
+    return s, RowState(n, first, sink, smaller(state.smallest, tl.min(by_class(smaller(even, odd)), 1)))
 
 
 @triton.jit
