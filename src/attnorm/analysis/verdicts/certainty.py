@@ -12,15 +12,16 @@ cannot move it by a whole vote.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from attnorm.analysis.tables import BLOCK_METRICS, BLOCK_NORM, HEAD_KEY
 from attnorm.analysis.verdicts.rows import Row
-from attnorm.analysis.verdicts.rules import NOT_JUDGED, codes_on_both_sides, judged_suffix, verdict_codes
+from attnorm.analysis.verdicts.rules import CODE, NOT_JUDGED, codes_on_both_sides, verdict_codes
 from attnorm.analysis.verdicts.thresholds import DISPERSED, VERDICTS, Thresholds
+from attnorm.engines.execution import each_in_a_thread
 
 RESAMPLES = 400
 ENOUGH_WINDOWS = 4  # for a bootstrap over windows
@@ -34,8 +35,7 @@ _KEY = tuple(name for name, _ in HEAD_KEY)
 Arrays = dict[str, np.ndarray]
 
 
-@dataclass(frozen=True)
-class Certainty:
+class Certainty(NamedTuple):
     """Confidence of one head's verdict, and the number that decides between it and the nearest other verdict."""
 
     confidence: float  # NaN if nothing could be resampled
@@ -65,30 +65,45 @@ def assess_certainty(
     index_of = {tuple(row[name] for name in _KEY): index for index, row in enumerate(rows)}
     codes = verdict_codes({**judged.numbers, **judged.fixed}, thresholds)
     by_window = _judge_windows(windows, index_of, judged, thresholds)
-    certainties: list[Certainty] = []
-    for start in range(0, len(rows), HEADS_AT_ONCE):
-        batch = slice(start, start + HEADS_AT_ONCE)
-        resampled = _resample(batch, judged, by_window, _block_medians(blocks, index_of, batch, len(rows)))
-        part_codes, beyond, distances = codes_on_both_sides(
-            {**resampled, **{k: v[batch, None] for k, v in judged.fixed.items()}}, thresholds, NEAR_THRESHOLD
-        )
-        confidences = _share_of_votes(codes[batch, None], part_codes, beyond, distances)
-        for offset, row in enumerate(rows[batch]):
-            head_numbers = {name: value[offset] for name, value in resampled.items()}
-            certainties.append(
-                _certainty_of_head(
-                    row,
-                    start + offset,
-                    codes,
-                    part_codes[offset],
-                    float(confidences[offset]),
-                    head_numbers,
-                    by_window,
-                    judged,
-                    thresholds,
-                )
-            )
-    return certainties, by_window.verdicts
+    by_block = _block_medians(blocks, index_of)
+
+    def assess(batch: slice) -> list[Certainty]:
+        resampled = _resample(batch, judged, by_window, by_block)
+        return _certainties(batch, codes, resampled, judged, by_window, thresholds)
+
+    batches = [slice(start, start + HEADS_AT_ONCE) for start in range(0, len(rows), HEADS_AT_ONCE)]
+    certainties = each_in_a_thread(assess, batches) if batches else []
+    return [certainty for of_batch in certainties for certainty in of_batch], by_window.verdicts
+
+
+def _certainties(
+    batch: slice, codes: np.ndarray, resampled: Arrays, judged: HeadArrays, windows: "_Windows", thresholds: Thresholds
+) -> list[Certainty]:
+    """Return the certainty of each head of a batch. resampled: numbers of these heads."""
+    codes, count, agreeing = codes[batch], windows.count[batch], windows.agreeing(codes)[batch]
+    fixed = {name: value[batch] for name, value in judged.fixed.items()}
+    numbers = {name: value[batch, None] for name, value in judged.numbers.items()}
+    resampled_codes, beyond, distances = codes_on_both_sides(
+        {**resampled, **{name: value[:, None] for name, value in fixed.items()}}, thresholds, NEAR_THRESHOLD
+    )
+    other = _most_frequent_other(codes, resampled_codes)
+    deciding, limits = deciding_numbers(codes, other, numbers, resampled, fixed, thresholds)
+    values = _of_columns(deciding, resampled)
+    low, high = (np.where(_moves(values), bound, np.nan) for bound in _quantiles(values, [0.025, 0.975]))
+    confidence = _share_of_votes(codes[:, None], resampled_codes, beyond, distances)
+    columns = (
+        np.where(_any_moves(resampled), confidence, np.nan),
+        np.where(count > 1, agreeing / np.maximum(count, 1), np.nan),
+        np.maximum(count, 1),
+        agreeing,
+        np.array([*VERDICTS, None], dtype=object)[other],  # NOT_JUDGED is -1, the last
+        deciding,
+        _of_columns(deciding, numbers)[:, 0],
+        low,
+        high,
+        limits,
+    )
+    return list(map(Certainty, *(column.tolist() for column in columns)))
 
 
 @dataclass(frozen=True)
@@ -100,6 +115,10 @@ class _Windows:
     units: Arrays  # (H, W) by column; NaN if a head has fewer windows
     count: np.ndarray  # (H,): windows of each head
     verdicts: list[str | None]
+
+    def agreeing(self, codes: np.ndarray) -> np.ndarray:
+        """Return how many windows of each head have the verdict of the head."""
+        return np.bincount(self.owner[self.codes == codes[self.owner]], minlength=len(codes))
 
 
 def _judge_windows(
@@ -121,23 +140,23 @@ def _judge_windows(
     return _Windows(owner, codes, units, np.bincount(owner, minlength=heads), verdicts)
 
 
-def _block_medians(blocks: pa.Table, index_of: Mapping[Any, int], batch: slice, heads: int) -> Arrays:
+def _block_medians(blocks: pa.Table, index_of: Mapping[Any, int]) -> Arrays:
     """Return the medians of each head's blocks, (heads, blocks) by column; empty without blocks."""
     owner = _head_indices(blocks, index_of)
     slot = _indices_within_heads(owner)
     width = int(slot.max(initial=-1)) + 1
     units = {}
     for name in (*BLOCK_METRICS, BLOCK_NORM):
-        values = np.full((heads, width), np.nan)
-        values[owner, slot] = _column(blocks, name)
-        units[name] = values[batch]
+        units[name] = np.full((len(index_of), width), np.nan)
+        units[name][owner, slot] = _column(blocks, name)
     return units
 
 
 def _resample(batch: slice, judged: HeadArrays, windows: _Windows, blocks: Arrays) -> Arrays:
-    """Return the numbers of each head in each resample, (heads, RESAMPLES); unchanged if there are no units."""
+    """Return the numbers of each head in each resample, (heads, RESAMPLES); (heads, 1) if they are not resampled."""
     generator = np.random.default_rng(0)
     numbers = {name: value[batch] for name, value in judged.numbers.items()}
+    blocks = {name: medians[batch] for name, medians in blocks.items()}
     many = windows.count[batch] >= ENOUGH_WINDOWS
     width = next(iter(windows.units.values())).shape[1]
     depth = next(iter(blocks.values())).shape[1]
@@ -157,7 +176,7 @@ def _resample(batch: slice, judged: HeadArrays, windows: _Windows, blocks: Array
         elif name in blocks:
             within = _clip_at_zero(_shift_by_units(value, blocks[name], block_draws, logarithmic))
         else:
-            within = np.repeat(value[:, None], times, axis=1)
+            within = value[:, None]
         if many.any():
             over_windows = _shift_by_units(value, windows.units[name][batch], draws, logarithmic)
             over_windows = over_windows if name in SLOPES else _clip_at_zero(over_windows)
@@ -169,7 +188,7 @@ def _resample(batch: slice, judged: HeadArrays, windows: _Windows, blocks: Array
 def _shift_by_units(value: np.ndarray, units: np.ndarray, counts: np.ndarray, logarithmic: bool) -> np.ndarray:
     """Return the head's value plus the change of its units' mean in each resample."""
     if not units.shape[1]:
-        return np.repeat(value[:, None], counts.shape[0], axis=1)
+        return value[:, None].copy()
     with np.errstate(all="ignore"):
         if logarithmic:
             value, units = (np.minimum(np.log(np.maximum(numbers, 1e-300)), LARGEST_LOG) for numbers in (value, units))
@@ -191,7 +210,8 @@ def _shift_by_units(value: np.ndarray, units: np.ndarray, counts: np.ndarray, lo
 
 
 def _clip_at_zero(values: np.ndarray) -> np.ndarray:
-    return np.where(values < 0, 0.0, values)  # shares, entropies, norms and horizons; NaN stays
+    np.copyto(values, 0.0, where=values < 0)  # shares, entropies, norms and horizons; NaN stays
+    return values
 
 
 def _draw_counts(generator: np.random.Generator, units: int, times: int) -> np.ndarray:
@@ -212,84 +232,92 @@ def _share_of_votes(verdict: np.ndarray, codes: np.ndarray, beyond: np.ndarray, 
     return np.asarray(votes.mean(1))
 
 
-def _certainty_of_head(
-    row: Row,
-    index: int,
-    codes: np.ndarray,
-    resampled: np.ndarray,
-    confidence: float,
-    numbers: Arrays,
-    windows: _Windows,
-    judged: HeadArrays,
-    thresholds: Thresholds,
-) -> Certainty:
-    """Compute the certainty of one head.
+def _most_frequent_other(codes: np.ndarray, resampled: np.ndarray) -> np.ndarray:
+    """Return the verdict that most resamples of each head have beside its own; NOT_JUDGED if there is none."""
+    heads = np.arange(len(codes))
+    judged = resampled >= 0
+    owner = np.broadcast_to(heads[:, None], resampled.shape)[judged]
+    votes = np.bincount(owner * len(VERDICTS) + resampled[judged], minlength=len(codes) * len(VERDICTS))
+    votes = votes.reshape(len(codes), len(VERDICTS))
+    votes[heads[codes >= 0], codes[codes >= 0]] = 0
+    return np.where(votes.any(1), votes.argmax(1), NOT_JUDGED)
 
-    resampled, numbers: its verdict code in each resample, and its numbers. confidence: share of their votes.
+
+def deciding_numbers(
+    codes: np.ndarray, other: np.ndarray, numbers: Arrays, resampled: Arrays, fixed: Arrays, thresholds: Thresholds
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the column that decides between the verdict of each head and the nearest other one, and its threshold.
+
+    numbers: (heads, 1) by column. resampled: (heads, RESAMPLES) or (heads, 1). All others: (heads,).
     """
-    code = int(codes[index])
-    window_codes = windows.codes[windows.owner == index] if len(windows.owner) else np.zeros(0, dtype=int)
-    agreeing, count = int((window_codes == code).sum()), len(window_codes)
-    others = resampled[resampled != code]
-    other = VERDICTS[int(np.bincount(others[others >= 0]).argmax())] if (others >= 0).any() else None
-    deciding, threshold = deciding_number(
-        VERDICTS[code] if code >= 0 else None, other, row, numbers, judged, index, thresholds
-    )
-    values = numbers[deciding]
-    moved = bool(np.ptp(np.nan_to_num(values, posinf=0.0, neginf=0.0)) > 0)
-    low, high = (_quantile(values, share) for share in (0.025, 0.975)) if moved else (np.nan, np.nan)
-    resampling = any(np.ptp(np.nan_to_num(value, posinf=0.0, neginf=0.0)) > 0 for value in numbers.values())
-    return Certainty(
-        confidence=confidence if resampling else float("nan"),
-        agreement=agreeing / count if count > 1 else float("nan"),
-        windows=max(count, 1),
-        agreeing=agreeing,
-        other=other,
-        deciding=deciding,
-        value=float(judged.numbers[deciding][index]),
-        low=float(low),
-        high=float(high),
-        threshold=threshold,
-    )
+    sink, beside = numbers["sink_mass"][:, 0], numbers["entropy_ratio_without_sink"][:, 0]
+    hidden = (sink >= thresholds.sink_matters) & ~np.isnan(beside)  # as judged_suffix
+
+    def either(name: str) -> np.ndarray:
+        return np.asarray((codes == CODE[name]) | (other == CODE[name]))
+
+    def suffixed(name: str) -> np.ndarray:
+        return np.where(hidden, f"{name}_without_sink", name)
+
+    dispersed = [CODE[name] for name in DISPERSED]
+    ratio, slope = suffixed("entropy_ratio"), suffixed("gap_slope")
+    choices = [
+        (either("sink-dominated"), "sink_mass", thresholds.sink_dominated),
+        (either("frozen"), "max_weight", thresholds.frozen_weight),
+        (
+            either("sensitive"),
+            f"jacobian_norm_q{thresholds.sensitive_quantile:02d}",
+            thresholds.sensitive_norm * fixed["worst_norm"],
+        ),
+        (np.isin(codes, dispersed) & np.isin(other, dispersed), suffixed("horizon"), fixed["n_high"]),
+    ]
+    by_slope = (other >= 0) & ~fixed["what_if"] & ~np.any([decided for decided, _, _ in choices], axis=0)
+    by_slope &= np.isfinite(_of_columns(slope, resampled)).any(1)
+    (low,) = _quantiles(_of_columns(ratio, resampled)[by_slope], [0.025])
+    by_slope[by_slope] = low > thresholds.dispersed_entropy
+    choices.append((by_slope, slope, thresholds.dispersed_slope))
+    conditions, columns, limits = zip(*choices, strict=True)
+    return np.select(conditions, columns, ratio), np.select(conditions, limits, thresholds.dispersed_entropy)
 
 
-def deciding_number(
-    verdict: str | None,
-    other: str | None,
-    row: Row,
-    numbers: Arrays,
-    judged: HeadArrays,
-    index: int,
-    thresholds: Thresholds,
-) -> tuple[str, float]:
-    """Return the column that decides between a verdict and the nearest other one, and its threshold."""
-    verdicts, suffix = (verdict, other), judged_suffix(row, thresholds)
-    if "sink-dominated" in verdicts:
-        return "sink_mass", thresholds.sink_dominated
-    if "frozen" in verdicts:
-        return "max_weight", thresholds.frozen_weight
-    if "sensitive" in verdicts:
-        worst = float(judged.fixed["worst_norm"][index])
-        return f"jacobian_norm_q{thresholds.sensitive_quantile:02d}", thresholds.sensitive_norm * worst
-    if verdict in DISPERSED and other in DISPERSED:
-        return f"horizon{suffix}", float(judged.fixed["n_high"][index])
-    ratio = f"entropy_ratio{suffix}"
-    slope = f"gap_slope{suffix}"
-    by_slope = other is not None and not judged.fixed["what_if"][index] and np.isfinite(numbers[slope]).any()
-    if by_slope and _quantile(numbers[ratio], 0.025) > thresholds.dispersed_entropy:
-        return slope, thresholds.dispersed_slope
-    return ratio, thresholds.dispersed_entropy
+def _of_columns(names: np.ndarray, columns: Arrays) -> np.ndarray:
+    """Return for each head its row of the column that `names` has for it."""
+    chosen = {name: columns[name] for name in np.unique(names).tolist()}
+    rows = np.empty((len(names), max(column.shape[1] for column in chosen.values())))
+    for name, column in chosen.items():
+        rows[names == name] = column[names == name]
+    return rows
 
 
-def _quantile(values: np.ndarray, share: float) -> float:
-    """Return the same as numpy.nanquantile, ten times as fast for a few hundred numbers."""
-    ordered = np.sort(values[~np.isnan(values)])
-    if not len(ordered):
-        return float("nan")
-    position = share * (len(ordered) - 1)
-    below = int(position)
-    low, high = float(ordered[below]), float(ordered[min(below + 1, len(ordered) - 1)])
-    return low if low == high else low + (position - below) * (high - low)
+def _moves(values: np.ndarray) -> np.ndarray:
+    """Return whether the finite numbers of a row differ, those that are not finite counting as 0."""
+    finite = np.where(np.isfinite(values), values, 0.0)
+    return np.asarray((finite != finite[:, :1]).any(1))
+
+
+def _any_moves(columns: Arrays) -> np.ndarray:
+    """Return which heads have a column that moves."""
+    found = np.zeros(len(columns["entropy_ratio"]), dtype=bool)
+    for column in columns.values():
+        if column.shape[1] > 1 and not found.all():  # the first columns move unless a head has no units
+            found[~found] = _moves(column[~found])
+    return found
+
+
+def _quantiles(values: np.ndarray, shares: Sequence[float]) -> list[np.ndarray]:
+    """Return the same as numpy.nanquantile over the last axis, but faster, and infinite between infinite numbers."""
+    ordered = np.sort(values)  # NaN comes last
+    last = np.maximum((~np.isnan(values)).sum(1) - 1, 0)
+    found = []
+    for share in shares:
+        position = share * last
+        below = position.astype(int)
+        low, high = (
+            np.take_along_axis(ordered, index[:, None], 1)[:, 0] for index in (below, np.minimum(below + 1, last))
+        )
+        with np.errstate(invalid="ignore"):
+            found.append(np.where(low == high, low, low + (position - below) * (high - low)))
+    return found
 
 
 def _head_indices(table: pa.Table, index_of: Mapping[Any, int]) -> np.ndarray:

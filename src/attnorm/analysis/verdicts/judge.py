@@ -128,8 +128,8 @@ def saturation(row: Row, top_n: Sequence[Row], thresholds: Thresholds) -> Satura
     row: the head's row of the heads table. top_n: the head's rows of the top-N table.
     """
     by_n = {top_n_row["top_n"]: top_n_row for top_n_row in top_n if number(top_n_row, "separability") is not None}
-    used = number(row, f"effective_keys{judged_suffix(row, thresholds)}")
-    if used is None or not by_n:
+    used = number(row, f"effective_keys{judged_suffix(row, thresholds)}") if by_n else None
+    if used is None:
         return Saturation("not judged", "separability was not measured")
     # A single key is always distinguishable, and keys without weight are not selected.
     judged = [N for N in by_n if 1 < N <= min(used, thresholds.saturation_top_n)]
@@ -266,10 +266,14 @@ def _key_of(row: Mapping[str, Any], names: Sequence[str]) -> tuple[Any, ...]:
 
 
 def _rows_by_head(top_n: pa.Table) -> dict[tuple[Any, ...], list[Row]]:
+    """Return the rows of each head with a separability."""
     columns = [*_HEAD, "top_n", "rows", "separability", "separability_null", "separability_excess_error"]
     rows: dict[tuple[Any, ...], list[Row]] = {}
     present = set(top_n.column_names)
-    for row in top_n.select([name for name in columns if name in present]).to_pylist():
+    if "separability" not in present:
+        return rows
+    measured = top_n.select([name for name in columns if name in present]).filter(pc.is_finite(top_n["separability"]))
+    for row in measured.to_pylist():
         rows.setdefault(_key_of(row, _HEAD), []).append(row)
     return rows
 

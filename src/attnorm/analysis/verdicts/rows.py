@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from attnorm.analysis.tables import HEAD_KEY, VERDICT_COLUMNS, with_quantiles
+from attnorm.analysis.tables import HEAD_KEY, QUANTILES, VERDICT_COLUMNS
 from attnorm.analysis.verdicts.thresholds import DIFFERS, UNDECIDED
 
 Row = Mapping[str, Any]
@@ -29,19 +29,19 @@ def head_rows(heads: pa.Table) -> list[dict[str, Any]]:
         + [name for name, _ in VERDICT_COLUMNS]
     )
     names += ["worst_norm"]
-    names += [column for number in NUMBERS for column in with_quantiles(number)]
+    names += [column for number in NUMBERS for column in (number, f"{number}_q50")]
+    names += [f"jacobian_norm_q{q:02d}" for q in QUANTILES]
     present = set(heads.column_names)  # pyarrow builds a new list at every access
-    rows: list[dict[str, Any]] = heads.select([name for name in names if name in present]).to_pylist()
+    rows: list[dict[str, Any]] = heads.select([name for name in dict.fromkeys(names) if name in present]).to_pylist()
     return rows
 
 
 def number(row: Row, name: str) -> float | None:
     """Return a number of the median row, or of the column itself if it has no median; None if it is not finite."""
-    for column in (f"{name}_q50", name):
-        value = row.get(column)
-        if value is not None and math.isfinite(value):
-            return float(value)
-    return None
+    value = row.get(f"{name}_q50")
+    if value is None or not math.isfinite(value):
+        value = row.get(name)
+    return None if value is None or not math.isfinite(value) else float(value)
 
 
 def format_keys(count: float) -> str:

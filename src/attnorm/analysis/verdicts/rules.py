@@ -8,7 +8,7 @@ bootstrap resamples need them; tests compare both forms on random heads.
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -57,6 +57,15 @@ class HeadCase:
         measured = self.row.get("worst_norm")
         is_known = measured is not None and math.isfinite(measured)
         return float(measured) if is_known else worst_norm(self.runs, self.n)  # type: ignore[arg-type]
+
+    @cached_property
+    def suffix(self) -> str:
+        """Suffix of the columns to judge by: judged_suffix."""
+        return judged_suffix(self.row, self.thresholds)
+
+    @cached_property
+    def horizon(self) -> float | None:
+        return judged_horizon(self.row, self.thresholds)
 
     def number(self, name: str) -> float | None:
         return number(self.row, name)
@@ -110,22 +119,22 @@ def dispersed(case: HeadCase) -> Findings:
 
     For a what-if only the entropy counts: ssmax, for example, increases the slope for any logits.
     """
-    thresholds, suffix = case.thresholds, judged_suffix(case.row, case.thresholds)
-    ratio, slope = case.number(f"entropy_ratio{suffix}"), None if case.what_if else _gap_slope(case, suffix)
-    error = None if suffix else case.number("gap_slope_error")
+    thresholds, suffix = case.thresholds, case.suffix
+    ratio = case.number(f"entropy_ratio{suffix}")
     if ratio is None or ratio < thresholds.dispersed_entropy:
         return
+    slope, error = _gap_slope(case), None if suffix else case.number("gap_slope_error")
     if slope is not None and (slope > thresholds.dispersed_slope or slope + 2 * (error or 0.0) >= 1):
         return
     words = _describe_entropy(case)
-    above_floor = _relative_entropy(case, suffix, ratio)
+    above_floor = _relative_entropy(case, ratio)
     if above_floor is not None and above_floor <= thresholds.near_floor:
         share = f"{max(above_floor, 0):.0%}"
         yield "healthy", f"{words}, but only {share} of the way from its floor to log n: as sharp as its logits allow"
         return
     if slope is None and not case.what_if:
         yield OPEN, "the rate (one length only, so that entropy alone decides)"
-    horizon = judged_horizon(case.row, thresholds)
+    horizon = case.horizon
     if horizon is None:
         yield (
             "dispersed",
@@ -143,27 +152,25 @@ RULES = (sink_dominated, frozen, sensitive, dispersed)
 
 def describe_selection(case: HeadCase) -> str:
     """Return the evidence for a head to which no rule applies."""
-    largest = case.number(f"max_weight{judged_suffix(case.row, case.thresholds)}")
+    largest = case.number(f"max_weight{case.suffix}")
     words = _describe_entropy(case) + ("" if largest is None else f"; the largest weight is {largest:.2g}")
-    return f"{words}: broad, but it keeps up with the length" if is_broad(case.row, case.thresholds) else words
+    return f"{words}: broad, but it keeps up with the length" if is_broad(case) else words
 
 
-def is_broad(row: Row, thresholds: Thresholds) -> bool:
+def is_broad(case: HeadCase) -> bool:
     """Whether a head has a high entropy, also relative to its floor.
 
     If it is not dispersed, its gap keeps up with n.
     """
-    case = HeadCase(row=row, thresholds=thresholds, runs=None)
-    suffix = judged_suffix(row, thresholds)
-    ratio = case.number(f"entropy_ratio{suffix}")
-    if ratio is None or ratio < thresholds.dispersed_entropy:
+    ratio = case.number(f"entropy_ratio{case.suffix}")
+    if ratio is None or ratio < case.thresholds.dispersed_entropy:
         return False
-    above_floor = _relative_entropy(case, suffix, ratio)
-    return above_floor is None or above_floor > thresholds.near_floor
+    above_floor = _relative_entropy(case, ratio)
+    return above_floor is None or above_floor > case.thresholds.near_floor
 
 
 def is_selecting(row: Row, thresholds: Thresholds) -> bool:
-    return row["verdict"] in SELECTING and not is_broad(row, thresholds)
+    return row["verdict"] in SELECTING and not is_broad(HeadCase(row=row, thresholds=thresholds, runs=None))
 
 
 def judged_suffix(row: Row, thresholds: Thresholds) -> str:
@@ -230,9 +237,8 @@ def _describe_sink(case: HeadCase) -> str:
 
 
 def _describe_entropy(case: HeadCase) -> str:
-    suffix = judged_suffix(case.row, case.thresholds)
+    suffix, slope = case.suffix, _gap_slope(case)
     ratio, mass = case.number(f"entropy_ratio{suffix}"), case.number("sink_mass")
-    slope = None if case.what_if else _gap_slope(case, suffix)
     sink = "the first that it sees" if case.windowed else "the sink"
     among = f"the {case.n - 1:,} keys beside {sink} (which holds {mass:.0%})" if suffix else f"{case.n:,} keys"
     change = "shrinks" if slope is not None and round(slope, 2) < 0 else "grows"
@@ -242,26 +248,26 @@ def _describe_entropy(case: HeadCase) -> str:
 
 def _horizon_words(case: HeadCase, judged: float) -> str:
     """Describe the judged horizon. If it leaves the sink out, add the one with the sink, which the report shows."""
-    if not judged_suffix(case.row, case.thresholds):
+    if not case.suffix:
         return f"{format_keys(judged)} keys"
     sink, with_sink = "that key" if case.windowed else "the sink", case.number("horizon")
     other = "" if with_sink is None else f" ({format_keys(with_sink)} with it)"
     return f"{format_keys(judged)} keys without {sink}{other}"
 
 
-def _gap_slope(case: HeadCase, suffix: str) -> float | None:
-    slope = case.number(f"gap_slope{suffix}")
-    return case.slope_over_lengths if slope is None and not suffix else slope
+def _gap_slope(case: HeadCase) -> float | None:
+    """Return the slope to judge by; None for a what-if."""
+    slope = None if case.what_if else case.number(f"gap_slope{case.suffix}")
+    return case.slope_over_lengths if slope is None and not case.suffix and not case.what_if else slope
 
 
-def _relative_entropy(case: HeadCase, suffix: str, ratio: float) -> float | None:
+def _relative_entropy(case: HeadCase, ratio: float) -> float | None:
     """Return the entropy of the median row on a scale from its floor (0) to log n (1); None if it has no floor."""
-    n = _keys_of_median_row(case) - (1 if suffix else 0)
-    entropy = None if suffix else case.number("entropy_nats")
-    floor = None if suffix else case.number("entropy_floor")
-    horizon = judged_horizon(case.row, case.thresholds)
-    if suffix and horizon is not None:
-        floor = float(entropy_floor(math.log(max(horizon - 1, 1.0)), n))
+    n = _keys_of_median_row(case) - (1 if case.suffix else 0)
+    entropy = None if case.suffix else case.number("entropy_nats")
+    floor = None if case.suffix else case.number("entropy_floor")
+    if case.suffix and case.horizon is not None:
+        floor = float(entropy_floor(math.log(max(case.horizon - 1, 1.0)), n))
     if floor is None:
         return None
     entropy = ratio * math.log(n) if entropy is None else entropy
@@ -311,12 +317,12 @@ def codes_on_both_sides(
 class _Comparison:
     """Compares numbers with thresholds, and keeps the smallest relative distance of any number to its threshold.
 
-    reversed_within: distance up to which comparisons give the opposite answer.
+    reversed_within: distance up to which comparisons give the opposite answer (default: none does).
     """
 
-    def __init__(self, reversed_within: np.ndarray | float = -1.0) -> None:
+    def __init__(self, reversed_within: np.ndarray | None = None) -> None:
         self.nearest = np.array(np.inf)
-        self.reversed_within = reversed_within + 1e-12  # logarithms of the same number may differ in the last bit
+        self.reversed_within = reversed_within
 
     def at_least(self, numbers: np.ndarray, threshold: float | np.ndarray) -> np.ndarray:
         return self._answer(numbers >= threshold, numbers, threshold)
@@ -325,9 +331,14 @@ class _Comparison:
         return self._answer(numbers > threshold, numbers, threshold)
 
     def _answer(self, holds: np.ndarray, numbers: np.ndarray, threshold: float | np.ndarray) -> np.ndarray:
-        distance = np.abs(numbers - threshold) / np.abs(threshold)
+        distance = np.asarray(numbers - threshold)
+        np.abs(distance, out=distance)
+        distance /= np.abs(threshold)
         self.nearest = np.fmin(self.nearest, distance)  # NaN for missing numbers, and for 0 and the threshold 0
-        return np.asarray(holds ^ (distance <= self.reversed_within))
+        if self.reversed_within is None:
+            return np.asarray(holds)
+        # Logarithms of the same number may differ in the last bit.
+        return np.asarray(holds ^ (distance <= self.reversed_within + 1e-12))
 
 
 def _codes_by(compare: _Comparison, heads: Arrays, thresholds: Thresholds) -> np.ndarray:
@@ -368,8 +379,9 @@ def _compute_codes(heads: Arrays, t: Thresholds, compare: _Comparison) -> np.nda
     shape = np.broadcast_shapes(*(value.shape for value in holds.values()))
     codes = np.full(shape, CODE["healthy"])
     for name in reversed(list(holds)):  # the first verdict that applies is written last
-        codes = np.where(holds[name], CODE[name], codes)
-    return np.where(np.isnan(ratio_all) & ~(heads["broken_rows"] > 0), NOT_JUDGED, codes)
+        np.copyto(codes, CODE[name], where=holds[name])
+    np.copyto(codes, NOT_JUDGED, where=np.isnan(ratio_all) & ~holds["broken"])
+    return codes
 
 
 def _keeps_up(heads: Arrays, hidden: np.ndarray, t: Thresholds, compare: _Comparison) -> np.ndarray:
@@ -397,19 +409,20 @@ def _relative_entropies(
     keys = middle - hidden
     floor = _finite(heads["entropy_floor"])
     if hidden.any():
-        spread, counted, with_floor = np.broadcast_arrays(
-            np.log(np.maximum(horizon - 1, 1.0)), np.maximum(keys, 1.0), hidden
-        )
-        with_floor = with_floor & ~np.isnan(spread)
+        horizons, counted, with_floor = np.broadcast_arrays(horizon, keys, hidden)
+        with_floor = with_floor & ~np.isnan(horizons)
         beside = np.full(with_floor.shape, np.nan)
         if with_floor.any():
-            spreads, n_beside = np.nan_to_num(spread[with_floor]), np.nan_to_num(counted[with_floor], nan=1.0)
+            spreads = np.log(np.maximum(horizons[with_floor] - 1, 1.0))
+            n_beside = np.nan_to_num(np.maximum(counted[with_floor], 1.0), nan=1.0)
             beside[with_floor] = entropy_floor(torch.from_numpy(spreads), torch.from_numpy(n_beside)).numpy()
         floor = np.where(hidden, beside, floor)
-    entropy = np.where(hidden | np.isnan(nats), ratio * np.log(keys), nats)
-    return np.asarray((entropy - floor) / np.maximum(np.log(keys) - floor, 1e-12))
+    log_keys = np.log(keys)
+    entropy = np.where(hidden | np.isnan(nats), ratio * log_keys, nats)
+    return np.asarray((entropy - floor) / np.maximum(log_keys - floor, 1e-12))
 
 
 def _finite(values: np.ndarray) -> np.ndarray:
     values = np.asarray(values, dtype=np.float64)
-    return np.where(np.isfinite(values), values, np.nan)
+    finite = np.isfinite(values)
+    return values if finite.all() else np.where(finite, values, np.nan)
