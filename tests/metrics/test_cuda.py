@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from attnorm.metrics.call import AttentionCall, stack_calls
+from attnorm.metrics.call import AttentionCall, logit_blocks, stack_calls
 from attnorm.metrics.catalogue import PER_ROW
 from attnorm.metrics.reads import coverage_sums
 from attnorm.metrics.rows import measure_rows
@@ -48,6 +48,17 @@ def test_every_normalizer(name: str) -> None:
     expected, found = (measure_rows(one, [name], rows, TOP_N, mass_rows=None)[name] for one in (call, on_cuda(call)))
     for metric in ("entropy_nats", "row_sum", "sink_mass", "max_weight"):
         same(found.values[metric].cpu(), expected.values[metric], 1e-4, metric)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_half_precision_are_those_of_float32(dtype: torch.dtype) -> None:
+    call, rows = CALLS["causal"], torch.arange(33)
+    call = dataclasses.replace(call, query_BHQD=call.query_BHQD.to(dtype), key_BGKD=call.key_BGKD.to(dtype))
+    expected, found = (
+        [block.logits.cpu().clone() for block in logit_blocks(one, rows, block_elements=2**10)]
+        for one in (call, on_cuda(call))
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_what_needs_few_rows() -> None:

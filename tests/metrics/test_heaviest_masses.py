@@ -1,9 +1,14 @@
 """Masses of the heaviest keys beside a kernel's sums, against weights row by row."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
-from attnorm.metrics.call import AttentionCall
+from attnorm.metrics import call as call_module
+from attnorm.metrics.call import AttentionCall, logit_blocks
+from attnorm.metrics.row_statistics import LISTED, largest_numbers
 from attnorm.metrics.rows import _top_masses
 
 
@@ -28,3 +33,35 @@ def test_masses_are_sums_of_the_largest_weights_and_other_rows_are_nan(top_n: tu
         assert one.shape == (2, 4, 5, len(top_n))
         assert one[:, :, [0, 2]].isnan().all()
         torch.testing.assert_close(one[:, :, some], exact[:, :, some], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("length", [4 * LISTED * 7, 4 * LISTED * 7 - LISTED, 600, 5])
+def test_the_largest_numbers_are_those_of_topk(length: int) -> None:
+    z = 2 * torch.randn(4, 3, length, generator=torch.Generator().manual_seed(length))
+    z[1] = z[1].round()  # equal numbers
+    z[2, :, 5:] = -1e30  # hidden keys
+    z[3, :, ::50] = torch.inf
+    z[3, 1, 3] = torch.nan
+    found, expected = largest_numbers(z, 7), z.topk(min(7, length)).values
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_products_of_half_precision_are_added_up_in_float32_without_converting_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(2, heads, 40, 8, generator=generator).bfloat16() for heads in (4, 2))
+    call = AttentionCall(0, "decoder", query, key, key, scale=0.3, causal=True, softcap=5.0)
+    rows = torch.tensor([3, 20, 39])
+    expected = [block.logits.clone() for block in logit_blocks(call, rows)]
+    dtypes, bmm = [], torch.bmm
+
+    def bmm_of_cuda(a: Tensor, b: Tensor, *, out: Tensor, out_dtype: Any) -> Tensor:
+        dtypes.append((a.dtype, b.dtype, out_dtype))
+        return bmm(a.float(), b.float(), out=out)
+
+    monkeypatch.setattr(call_module, "_multiplies_halves", lambda t: True)
+    monkeypatch.setattr(torch, "bmm", bmm_of_cuda)
+    found = [block.logits.clone() for block in logit_blocks(call, rows)]
+    assert set(dtypes) == {(torch.bfloat16, torch.bfloat16, torch.float32)}
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

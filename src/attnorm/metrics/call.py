@@ -274,9 +274,11 @@ def logit_blocks(
     batch, heads = call.query_BHQD.shape[:2]
     groups = call.key_BGKD.shape[1]
     per_group = heads // groups
-    query, key = call.query_BHQD, at_least_float32(call.key_BGKD)
+    query, key = call.query_BHQD, call.key_BGKD
+    key = key if _multiplies_halves(key) else at_least_float32(key)
     visibility = Visibility.of(call)
-    key = pad(key, (0, 0, 0, padded_keys(visibility.keys) - visibility.keys))
+    if padding := padded_keys(visibility.keys) - visibility.keys:  # torch copies a tensor for a padding of 0
+        key = pad(key, (0, 0, 0, padding))
     on_cpu = not runs_asynchronously(query)
     elements = block_elements or (
         BLOCK_ELEMENTS * min(torch.get_num_threads(), MAX_THREADS) if on_cpu else CUDA_BLOCK_ELEMENTS
@@ -286,7 +288,7 @@ def logit_blocks(
     elements //= copies
     reach = _reaches(visibility, rows)
     rows = sent_to(query.device, rows)
-    workspace = LogitWorkspace(key)
+    workspace = LogitWorkspace(at_least_float32(key.new_empty(0)))
     for item in range(batch):
         start = 0
         while start < len(rows):
@@ -324,13 +326,12 @@ def _block(
 ) -> LogitBlock:
     """Compute the logits of one block. part: slice of the requested rows; queries: their indices."""
     start, end, common, tail = visibility.span(item, heads, queries, reaches[0], reaches[-1])
-    q = (
-        at_least_float32(query[item, heads][:, queries])
-        .mul_(call.scale)
-        .reshape(groups.stop - groups.start, -1, query.shape[-1])
-    )
+    q = query[item, heads][:, queries].reshape(groups.stop - groups.start, -1, query.shape[-1])
     logits = workspace.array(len(q), q.shape[1], end - start)
-    torch.bmm(q, key[item, groups, start:end].mT, out=logits)
+    if key.dtype == logits.dtype:
+        torch.bmm(at_least_float32(q).mul_(call.scale), key[item, groups, start:end].mT, out=logits)
+    else:
+        torch.bmm(q, key[item, groups, start:end].mT, out_dtype=logits.dtype, out=logits).mul_(call.scale)
     logits = logits.view(heads.stop - heads.start, len(queries), end - start)
     if call.softcap is not None:
         logits.div_(call.softcap).tanh_().mul_(call.softcap)
@@ -341,6 +342,11 @@ def _block(
     block = LogitBlock(logits, common, tail, n, item, heads, part, queries, start, reaches_if_known)
     block.hide(logits)
     return block
+
+
+def _multiplies_halves(t: Tensor) -> bool:
+    """Whether the device can add up products of half precision, which are exact in float32, in float32."""
+    return t.is_cuda and torch.version.hip is None and t.dtype in (torch.bfloat16, torch.float16)
 
 
 def _add_bias(logits: Tensor, bias: Tensor, item: int, heads: slice, queries: Tensor, start: int) -> None:

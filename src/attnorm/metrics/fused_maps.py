@@ -24,6 +24,7 @@ from attnorm.metrics import fused_rows
 from attnorm.metrics.call import AttentionCall, logit_blocks
 from attnorm.metrics.fused_rows import EXTRA_PASSES, RowsLaunch, levels_of
 from attnorm.metrics.normalized import MeasuredNormalizer
+from attnorm.metrics.row_statistics import largest_numbers
 from attnorm.normalizers.contract import KernelForm, Normalizer, ScaleRule, ThresholdForm
 from attnorm.theory.rank_one_eigenvalues import PICK_STEPS
 
@@ -271,7 +272,7 @@ def heaviest_masses(
             for numbers in (map_.factor, map_.shift, map_.parameter, found.threshold, found.largest_share)
         )
         z = block.logits if factor is None else block.hide(block.logits * factor.unsqueeze(-1))
-        largest = z.topk(min(max(top_n), z.shape[-1]), dim=-1).values
+        largest = largest_numbers(z, max(top_n))
         weights = _key_weights(map_, largest, shift, parameter, threshold)
         assert share is not None
         sums = (weights / weights[..., :1] * share.unsqueeze(-1)).cumsum(-1).clamp(max=1)

@@ -26,13 +26,30 @@ from attnorm.theory.rank_one_eigenvalues import rank_one_root
 LARGEST_EXPONENT = {torch.float32: 40.0, torch.float64: 300.0}
 # Below this a sum of exponentials may have lost its digits to underflow.
 SMALLEST_SUM = 1e-30
+LISTED = 16  # entries per list of `largest_numbers`: divides the columns of a block of logits
+
+
+def largest_numbers(rows: Tensor, count: int) -> Tensor:
+    """Return the `count` largest entries of each row (..., L), largest first.
+
+    torch's topk reads a row about six times on a GPU. So it reads the largest entry of each list of LISTED entries
+    instead, then the entries of the `count` lists that have the largest: no entry of another list is larger than these.
+    """
+    length = rows.shape[-1]
+    count = min(count, length)
+    if length % LISTED or length < 4 * LISTED * count:
+        return rows.topk(count, dim=-1).values
+    lists = rows.view(*rows.shape[:-1], LISTED, -1)  # a column is a list, so that neighbouring threads read neighbours
+    chosen = lists.amax(-2).topk(count, dim=-1, sorted=False).indices
+    entries = lists.gather(-1, chosen.unsqueeze(-2).expand(*lists.shape[:-1], -1))
+    return entries.flatten(-2).topk(count, dim=-1).values
 
 
 def heaviest(rows: Tensor, count: int, *, scratch: Tensor | None = None) -> Tensor:
     """Return the `count` largest entries of each row (rows, L), largest first. scratch: buffer of the same shape."""
     count = min(count, rows.shape[-1])
     if runs_asynchronously(rows):
-        return rows.topk(count, dim=-1).values
+        return largest_numbers(rows, count)
     # numpy selects with vector instructions: ten times as fast as torch's topk.
     part = torch.empty_like(rows) if scratch is None else scratch
     numbers = part.copy_(rows).numpy()

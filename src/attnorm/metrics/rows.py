@@ -17,7 +17,14 @@ from attnorm.metrics import fused_maps, fused_rows
 from attnorm.metrics.call import AttentionCall, LogitBlock, LogitWorkspace, logit_blocks
 from attnorm.metrics.catalogue import PER_ROW
 from attnorm.metrics.normalized import Choice, MeasuredNormalizer, resolve_normalizers, rows_block
-from attnorm.metrics.row_statistics import SplitRows, row_sums, softmax_statistics, split_rows, weight_rows
+from attnorm.metrics.row_statistics import (
+    SplitRows,
+    largest_numbers,
+    row_sums,
+    softmax_statistics,
+    split_rows,
+    weight_rows,
+)
 from attnorm.metrics.sampling import evenly_spaced
 from attnorm.metrics.sensitivity import POWER_ROWS, jacobian_norm, sampled_norm
 from attnorm.normalizers.contract import Normalizer
@@ -170,7 +177,7 @@ def _top_masses(
             z = block.logits
             if factor is not None:
                 z = block.hide(z * factor[block.item, block.heads][:, row_indices])
-            largest = z.topk(min(max(top_n), z.shape[-1]), dim=-1).values
+            largest = largest_numbers(z, max(top_n))
             weights = torch.exp(largest - log_keys[block.item, block.heads][:, row_indices].unsqueeze(-1))
             sums = weights.cumsum(-1).clamp(max=1)
             masses[block.item][block.heads][:, row_indices] = torch.stack(
