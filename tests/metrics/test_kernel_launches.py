@@ -1,5 +1,6 @@
 """What the kernels of metrics are launched with: a kernel that only keeps its arguments takes their place."""
 
+import itertools
 import math
 from typing import Any
 
@@ -186,10 +187,10 @@ def test_visible_keys_without_a_mask() -> None:
     assert visible(5, 7, [0, 1, 2, 3, 4]).shape == (2, 6, 5)
 
 
-@pytest.mark.parametrize(("shares", "places"), [((), 1), ((0.5,), 1), ((0.1, 0.5, 0.9), 4)])
+@pytest.mark.parametrize("shares", [(), (0.1, 0.5, 0.9)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_kernels_of_the_quantiles(
-    shares: tuple[float, ...], places: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    shares: tuple[float, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from attnorm.kernels import order_statistics
 
@@ -203,17 +204,16 @@ def test_the_kernels_of_the_quantiles(
     assert arguments[0] is ids
     assert [t.shape for t in arguments[1:3]] == [(2, 3), (2, 3)]
     assert arguments[3:] == (40, 3)
-    assert constants == {"BLOCK": sampling.BLOCK}
+    assert constants == {"BLOCK": sampling.RANGE_BLOCK}
     begin, end = arguments[1:3]
     ((grid, arguments, constants),) = statistics.launches
     assert grid == (18,)
     assert [one is other for one, other in zip(arguments, (numbers, ids, begin, end), strict=False)] == [True] * 4
-    assert arguments[4].tolist() == [*shares, *[0.0] * (places - len(shares))]
+    assert arguments[4].tolist() == [*shares]
     assert [one is other for one, other in zip(arguments[5:8], (members, counts, means), strict=True)] == [True] * 3
-    assert arguments[10:] == (40, 3, 2)
+    assert arguments[10:] == (40, 3, 2, len(shares))
     assert constants == {
-        "ASKED": len(shares), "SHARES": places, "BITS": 32 if dtype == torch.float32 else 64,
-        "BLOCK": sampling.BLOCK, "num_warps": sampling.WARPS,
+        "BITS": 32 if dtype == torch.float32 else 64, "OVER": -1, "SIZE": 1024, "LONG": False, "num_warps": 1,
     }  # fmt: skip
     assert (means.shape, means.dtype) == ((6, 3), torch.float64)
     assert counts.shape == members.shape == (6, 3)
@@ -221,8 +221,17 @@ def test_the_kernels_of_the_quantiles(
     assert below.dtype == above.dtype == torch.float64
 
 
+@pytest.mark.parametrize("length", [1, 1024, 1025, 16384, 16385, 131072])
+def test_each_bin_is_summarised_by_one_launch(length: int) -> None:
+    launches = list(sampling._launches(length))
+    for extent in (0, 1, 1024, 1025, 4096, 4097, 8192, 8193, 16384, 16385, length):
+        taken = [longer or extent <= size for over, size, longer, _warps in launches if extent > over]
+        assert sum(taken) == 1 or extent > length
+
+
 def test_triton_takes_powers_of_two() -> None:
-    for size in (sampling.BLOCK, sampling.WARPS, fused_rows._BLOCK, *fused_rows._MASK_TILE):
+    sizes = (*itertools.chain(*sampling.KEPT, sampling.KEPT_OF_LONGER), sampling.RANGE_BLOCK)
+    for size in (*sizes, fused_rows._BLOCK, *fused_rows._MASK_TILE):
         assert size.bit_count() == 1
 
 

@@ -100,3 +100,33 @@ def test_the_device_form_gives_the_same_numbers(
             np.testing.assert_array_equal(found[name].rows, expected[name].rows)
             np.testing.assert_allclose(found[name].quantiles, expected[name].quantiles, rtol=1e-12)
             np.testing.assert_allclose(found[name].mean, expected[name].mean, rtol=1e-12)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton, which runs on Linux alone")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_kernel_finds_the_numbers_beside_a_quantile_exactly(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling, "KEPT", ((16, 1), (32, 1)))
+    monkeypatch.setattr(sampling, "KEPT_OF_LONGER", (16, 1))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    extents, shares = (16, 17, 32, 33, 50, 1, 0), (0.3, 1.0)
+    ids = torch.repeat_interleave(torch.arange(len(extents)), torch.tensor(extents)).int()[None]
+    generator = torch.Generator().manual_seed(2)
+    random = torch.randn(ids.shape[1], generator=generator, dtype=dtype)
+    infinite = torch.where(random > 0.5, math.inf, random)
+    missing = torch.where(random.abs() < 0.4, math.nan, infinite)
+    missing[:4] = -math.inf
+    zeros = torch.where(random > 0, 0.0, -0.0).to(dtype)
+    close = 1 + (random * 20).round() * torch.finfo(dtype).eps  # in float64 they agree in their upper 32 bits
+    numbers = torch.stack([missing, zeros, close, (random > 0).to(dtype), torch.full_like(random, -3.0)])
+    _mean, below, above, count, _members = sampling._by_kernel(numbers.to(device), ids.to(device), len(extents), shares)
+    assert count[0].tolist() == [int((~missing[ids[0] == index].isnan()).sum()) for index in range(len(extents))]
+    for row, index in np.ndindex(len(numbers), len(extents)):
+        inside = numbers[row, ids[0] == index]
+        ordered = sorted(inside[~inside.isnan()].tolist(), key=lambda number: (number, math.copysign(1.0, number)))
+        for place, share in enumerate(shares if ordered else ()):
+            rank = int(share * (len(ordered) - 1))
+            expected = [ordered[rank], ordered[min(rank + 1, len(ordered) - 1)]]
+            found = [float(below[row, index, place]), float(above[row, index, place])]
+            assert str(found) == str(expected)  # -0.0 is not 0.0 here

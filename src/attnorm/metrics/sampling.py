@@ -25,7 +25,11 @@ AUTO_ROWS = 512  # rows per window for "auto"; more would take longer than the m
 Source = torch.Generator | list[Tensor] | None
 SHORTEST = 8  # keys; statistics of shorter rows mean little
 
-BLOCK, WARPS = 2048, 16  # numbers per step of a program: its steps wait for each other, so few and wide ones
+# How many numbers of a bin a program keeps in registers, and its warps: 32 per thread, so that what each step of a
+# search costs besides is small. Of longer bins it keeps half as many per thread and reads the others again.
+KEPT = ((1024, 1), (4096, 4), (8192, 8), (16384, 16))
+KEPT_OF_LONGER = (8192, 16)
+RANGE_BLOCK = 2048
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
@@ -306,27 +310,36 @@ def binned(numbers: Tensor, ids: Tensor, bins: int, shares: Sequence[float]) -> 
 def _by_kernel(
     numbers: Tensor, ids: Tensor, bins: int, shares: Sequence[float]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    import triton
-
     from attnorm.kernels.order_statistics import bin_ranges, order_statistics
 
     (lists, length), device = numbers.shape, numbers.device
     begin, end = (torch.empty((len(ids), bins), dtype=torch.int32, device=device) for _ in range(2))
-    places = int(triton.next_power_of_2(max(len(shares), 1)))
-    padded_shares = torch.zeros(places, dtype=torch.float64)
-    padded_shares[: len(shares)] = torch.tensor(shares, dtype=torch.float64)
-    padded_shares = sent_to(device, padded_shares)
+    asked = sent_to(device, torch.tensor(shares, dtype=torch.float64))
     members, counts = (torch.empty((lists, bins), dtype=torch.int32, device=device) for _ in range(2))
     means = torch.empty((lists, bins), dtype=torch.float64, device=device)
-    below, above = (torch.empty((lists, bins, places), dtype=numbers.dtype, device=device) for _ in range(2))
+    below, above = (torch.empty((lists, bins, len(shares)), dtype=numbers.dtype, device=device) for _ in range(2))
     with device_of(numbers):
-        bin_ranges[(len(ids) * bins,)](ids, begin, end, length, bins, BLOCK=BLOCK)
-        order_statistics[(lists * bins,)](
-            numbers, ids, begin, end, padded_shares, members, counts, means, below, above, length, bins, len(ids),
-            ASKED=len(shares), SHARES=places, BITS=8 * numbers.element_size(), BLOCK=BLOCK, num_warps=WARPS,
-        )  # fmt: skip
-    requested = slice(len(shares))
-    return means, below[..., requested].double(), above[..., requested].double(), counts, members
+        bin_ranges[(len(ids) * bins,)](ids, begin, end, length, bins, BLOCK=RANGE_BLOCK)
+        for over, size, longer, warps in _launches(length):
+            order_statistics[(lists * bins,)](
+                numbers, ids, begin, end, asked, members, counts, means, below, above, length, bins, len(ids),
+                len(shares), BITS=8 * numbers.element_size(), OVER=over, SIZE=size, LONG=longer, num_warps=warps,
+            )  # fmt: skip
+    return means, below.double(), above.double(), counts, members
+
+
+def _launches(length: int) -> Iterator[tuple[int, int, bool, int]]:
+    """Yield (over, size, longer, warps): which bins a launch is for, and how many of their numbers it keeps.
+
+    These are bins of more than `over` and up to `size` numbers, or longer ones too. A list has `length` numbers.
+    """
+    over = -1
+    for size, warps in KEPT:
+        if over < length:
+            yield over, size, False, warps
+        over = size
+    if over < length:
+        yield over, KEPT_OF_LONGER[0], True, KEPT_OF_LONGER[1]
 
 
 def _by_sorting(
