@@ -129,7 +129,9 @@ def attention_statistics(
     inputs = validate_queries_and_keys(
         q, k, mask=mask, causal=causal, scale=scale, positions=positions, hidden_states=hidden_states
     )
-    return statistics_of(replace(inputs, softcap=softcap), resolved, top_n).reshaped(q.shape[:-1])
+    if softcap is not None:
+        inputs = replace(inputs, softcap=softcap)
+    return statistics_of(inputs, resolved, top_n).reshaped(q.shape[:-1])
 
 
 def statistics_of(

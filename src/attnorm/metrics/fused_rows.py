@@ -18,7 +18,7 @@ from torch import Tensor
 from attnorm.arithmetic import ceil_div
 from attnorm.engines.execution import runs_kernels, sent_to
 from attnorm.engines.inputs import Inputs, under_transform
-from attnorm.kernels.launch import Tile, device_of, empty_rows, fitting, in_rows, padded
+from attnorm.kernels.launch import Tile, device_of, empty_rows, fitting, in_rows, padded, product_precision
 from attnorm.metrics.call import AttentionCall, LogitBlock, Visibility
 from attnorm.metrics.normalized import MeasuredNormalizer
 from attnorm.normalizers.block import is_exporting
@@ -272,12 +272,11 @@ class RowsLaunch:
 
     def constants(self, tile: Tile) -> dict[str, Any]:
         rows, keys, warps, stages = tile
-        exact = torch.backends.cuda.matmul.fp32_precision != "tf32"
         width = padded(self.q)
         return {
             "CAUSAL": self.causal, "MASKED": self.mask is not None, "CAPPED": self.softcap is not None,
-            "FACTORED": self.factor is not None, "PRECISION": "tf32x3" if exact else "tf32", "ROWS": rows, "KEYS": keys,
-            "WIDTH": width, "FULL": width == self.q.shape[-1], "num_warps": warps, "num_stages": stages,
+            "FACTORED": self.factor is not None, "PRECISION": product_precision(self.q.dtype), "ROWS": rows,
+            "KEYS": keys, "WIDTH": width, "FULL": width == self.q.shape[-1], "num_warps": warps, "num_stages": stages,
         }  # fmt: skip
 
 

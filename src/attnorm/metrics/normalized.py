@@ -10,7 +10,7 @@ from attnorm.engines.execution import runs_asynchronously
 from attnorm.metrics.call import AttentionCall, LogitBlock
 from attnorm.normalizers.block import Block, Positions
 from attnorm.normalizers.contract import Mechanism, Normalizer, ScaleRule, Sink
-from attnorm.normalizers.registry import resolve
+from attnorm.normalizers.registry import is_shared, resolve
 from attnorm.normalizers.softmax import Softmax
 
 MODEL = "model"
@@ -129,7 +129,11 @@ def resolve_normalizers(
         name = MODEL if is_model or normalizer is None else normalizer.name
         if any(other.name == name for other in measured):
             raise ValueError(f"two normalizers are called {name!r}; give each its own name")
-        measured.append(MeasuredNormalizer(name, None if normalizer is None else normalizer.to(call.query_BHQD.device)))
+        if normalizer is not None and not is_shared(
+            normalizer
+        ):  # Module.to takes time if there is nothing to move, too
+            normalizer = normalizer.to(call.query_BHQD.device)
+        measured.append(MeasuredNormalizer(name, normalizer))
     if not measured:
         raise ValueError("no normalizer to measure; give at least one, e.g. None for what the model runs")
     return measured

@@ -107,7 +107,6 @@ def measure_map_by_kernel(
     return RowStatistics(fused.n, fused.values, top_mass, fused.broken)
 
 
-@torch.no_grad()
 def measure_by_kernel(
     call: AttentionCall,
     chosen: Sequence[MeasuredNormalizer],

@@ -316,6 +316,11 @@ def resolve_for_call(normalizer: str | Normalizer | Mechanism, tensor: torch.Ten
 _stateless_normalizers: dict[str, Normalizer | Mechanism] = {}
 
 
+def is_shared(normalizer: Normalizer | Mechanism) -> bool:
+    """Whether calls by name reuse this object, which has no tensors that a device would have to hold."""
+    return _stateless_normalizers.get(normalizer.name) is normalizer
+
+
 class _CompiledNormalizers:
     """Holds the normalizers of compiled code as attributes, which torch.compile can guard by name.
 
