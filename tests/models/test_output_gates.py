@@ -4,6 +4,7 @@ import importlib
 import math
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 import transformers
@@ -16,11 +17,11 @@ from transformers import (
 )
 
 import attnorm
-from attnorm.analysis.verdicts.rules import HeadCase, sink_dominated
-from attnorm.analysis.verdicts.thresholds import Thresholds
+from attnorm.analysis.verdicts.judge import judge_all
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.observe import observe
 from attnorm.models.output_gates import _gates, output_gates
+from tests.analysis.synthetic import synthetic_tables
 from tests.metrics.calls import HEADS, make_call, window
 from tests.models.tiny import _GROUPED, tiny, tokens
 
@@ -180,16 +181,12 @@ def test_analyze_reports_gates_and_leaves_them_out_of_what_ifs() -> None:
 
 
 def test_a_sink_behind_a_closed_gate_is_none() -> None:
-    row = {"n_high": 100, "sink_mass_q50": 0.95, "effective_keys_without_sink_q50": 3.0}
-
-    def verdicts(**more: float) -> list[str]:
-        case = HeadCase(row={**row, **more}, thresholds=Thresholds(), runs="softmax")
-        return [verdict for verdict, _ in sink_dominated(case)]
-
-    assert verdicts() == ["sink-dominated"]
-    assert verdicts(gated_sink_mass=math.nan) == ["sink-dominated"]
-    assert verdicts(gated_sink_mass=0.9) == ["sink-dominated"]
-    assert verdicts(gated_sink_mass=0.02) == []
+    tables = synthetic_tables(cast=[["parked"]], lengths=(512,), normalizers=("model",))
+    column = tables["heads"].column_names.index("gated_sink_mass")
+    for gated_mass, expected in ((math.nan, "sink-dominated"), (0.9, "sink-dominated"), (0.02, "dispersed-forced")):
+        heads = tables["heads"].set_column(column, "gated_sink_mass", pa.array([gated_mass]))
+        judged, _ = judge_all(heads, tables["by_length"], tables["top_n"])
+        assert judged["verdict"].to_pylist() == [expected]
 
 
 @pytest.mark.parametrize("copies", [1, 2])

@@ -17,7 +17,7 @@ NUMBERS = (
     "logit_spread", "horizon", "jacobian_norm", "entropy_ratio_without_sink", "effective_keys_without_sink",
     "max_weight_without_sink", "logit_spread_without_sink", "horizon_without_sink", "gap_slope",
     "gap_slope_without_sink", "gap_slope_error", "induction", "previous_token", "retrieval", "circuit_reach",
-    "circuit_probed",
+    "circuit_probed", "gated_sink_mass",
 )  # fmt: skip
 
 
