@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from attnorm.engines.execution import runs_asynchronously
 from attnorm.models.dispatch import attention_sites, running_normalizer
 from attnorm.models.load import LoadedModel
 from attnorm.models.private_names import kernel_name
@@ -144,33 +145,44 @@ ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of an object in memory: another o
 
 def add_weights(digest: Any, module: nn.Module) -> None:
     """Update a hashlib digest with the parameters of a module."""
+    pieces: list[bytes | Tensor] = []
     for name, weight in module.named_parameters():
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-        _add_values(digest, weight)
+        pieces.append(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        pieces += _values(weight)
+    # A GPU is waited for once, not once for each weight.
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for piece in pieces:
+        if isinstance(piece, Tensor):
+            by_device.setdefault(piece.device, []).append(piece)
+    arrived = {device: iter(torch.cat(sent).cpu().split(list(map(len, sent)))) for device, sent in by_device.items()}
+    for piece in pieces:
+        digest.update(next(arrived[piece.device]).numpy().tobytes() if isinstance(piece, Tensor) else piece)
 
 
-def _add_values(digest: Any, weight: Tensor) -> None:
+def _values(weight: Tensor) -> list[bytes | Tensor]:
+    """Return what of a weight enters the hash: bytes, and bytes in tensors on a GPU."""
     if weight.device.type == "meta":
-        return
+        return []
     if hasattr(weight, "__tensor_flatten__"):
         names, how = weight.__tensor_flatten__()
-        digest.update(f"{type(weight).__name__} {ADDRESS.sub('', str(how))}".encode())
+        pieces: list[bytes | Tensor] = [f"{type(weight).__name__} {ADDRESS.sub('', str(how))}".encode()]
         for name in names:
             inner = getattr(weight, name)
-            digest.update(f"{name} {tuple(inner.shape)} {inner.dtype}".encode())
-            _add_values(digest, inner)
-        return
+            pieces += [f"{name} {tuple(inner.shape)} {inner.dtype}".encode(), *_values(inner)]
+        return pieces
     try:
-        digest.update(_sample(weight))
+        return [_sample(weight)]
     except (NotImplementedError, RuntimeError, TypeError):
         if type(weight) in (Tensor, nn.Parameter):
             raise
         with suppress(NotImplementedError, RuntimeError, TypeError):  # name, shape and dtype must do
-            digest.update(_sample(weight.dequantize()))
+            return [_sample(weight.dequantize())]
+        return []
 
 
-def _sample(weight: Tensor) -> bytes:
+def _sample(weight: Tensor) -> bytes | Tensor:
     flat = weight.detach().reshape(-1)
-    step = max(1, flat.numel() // SAMPLED)
-    sample = flat[::step].cpu()
-    return sample.contiguous().view(torch.uint8).numpy().tobytes()
+    sample = flat[:: max(1, flat.numel() // SAMPLED)]
+    if type(sample) is Tensor and runs_asynchronously(sample):
+        return sample.contiguous().view(torch.uint8)
+    return sample.cpu().contiguous().view(torch.uint8).numpy().tobytes()
