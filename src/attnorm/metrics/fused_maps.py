@@ -327,13 +327,13 @@ def output_and_statistics(
     (`fused.gradients_apply`) instead of the one-pass kernels.
     """
     call = AttentionCall(0, "decoder" if causal else "encoder", q, k, v, scale, causal, mask, softcap)
-    rows = torch.arange(q.shape[2])
     if map == "softmax":
-        launch = RowsLaunch.of(call, rows, None if factor is None else factor.unsqueeze(-1))
+        launch = RowsLaunch.of(call, None, None if factor is None else factor.unsqueeze(-1))
         output, sums, reference = fused_rows.output_and_sums(launch, v, sink)
         softmax = fused_rows.rows_of_sums(launch, sums, names.split(), sink)
         return output, softmax.n, _stacked(softmax.values), reference
     map_ = RowMap(map, power, floor, factor, None if shift is None else shift.contiguous())
+    rows = torch.arange(q.shape[2])
     sums, output, reference = _map_sums(call, rows, map_, with_output=True)
     found = _statistics_of_sums(call, rows, names.split(), map_, sums)
     return output, found.n, _stacked(found.values), reference

@@ -85,11 +85,11 @@ def _counted(mask: Tensor, visibility: Visibility, rows: Tensor) -> Tensor:
     return n
 
 
-def _indices(call: AttentionCall, rows: Tensor) -> Tensor:
-    """The indices of the queries on their device, in int32."""
+def _indices(call: AttentionCall, rows: Tensor | None) -> Tensor:
+    """The indices of the queries on their device, in int32. rows: None for all of them."""
     query = call.query_BHQD
-    if len(rows) == query.shape[2]:
-        return torch.arange(len(rows), dtype=torch.int32, device=query.device)
+    if rows is None or len(rows) == query.shape[2]:
+        return torch.arange(query.shape[2], dtype=torch.int32, device=query.device)
     return sent_to(query.device, rows).to(torch.int32)
 
 
@@ -208,7 +208,8 @@ class RowsLaunch:
     softcap: float | None
 
     @classmethod
-    def of(cls, call: AttentionCall, rows: Tensor, factor: Tensor | None) -> "RowsLaunch":
+    def of(cls, call: AttentionCall, rows: Tensor | None, factor: Tensor | None) -> "RowsLaunch":
+        """rows: sorted indices of queries, None for all of them."""
         visibility = Visibility.of(call)
         query, key = call.query_BHQD, call.key_BGKD
         batch, heads, queries, _ = query.shape
