@@ -11,6 +11,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnorm
 from attnorm.attention import Engine
@@ -358,3 +359,13 @@ def test_a_call_makes_a_normalizer_without_parameters_once() -> None:
 
 def test_a_normalizer_given_by_name_is_built_on_the_device_of_the_tensor() -> None:
     assert attnorm.normalize(torch.empty(3, 4, device="meta"), "sink").device.type == "meta"
+    with FakeTensorMode():
+        assert attnorm.normalize(torch.empty(3, 4), "sink").shape == (3, 4)
+
+
+def test_an_object_that_a_factory_keeps_is_not_moved() -> None:
+    own = get("sink")
+    register("kept_by_its_factory")(lambda: own)
+    for call in (resolve_for_call, torch.compile(resolve_for_call, backend="eager")):
+        assert call("kept_by_its_factory", torch.empty(3, device="meta")) is own
+    assert {parameter.device.type for parameter in own.parameters()} == {"cpu"}

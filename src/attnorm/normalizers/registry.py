@@ -15,6 +15,7 @@ import math
 import reprlib
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -295,7 +296,8 @@ def resolve_for_call(normalizer: str | Normalizer | Mechanism, tensor: torch.Ten
     """Resolve a normalizer for a single call.
 
     A normalizer given by name is built for this call alone, on the device of the tensor; the parameters of a
-    built-in one need no gradient. A built-in one without tensors is built once and reused.
+    built-in one need no gradient. A built-in one without tensors is built once and reused. An object that a registered
+    factory keeps is not moved: it may be in training.
     """
     if not isinstance(normalizer, str):
         return as_normalizer(normalizer)
@@ -306,11 +308,11 @@ def resolve_for_call(normalizer: str | Normalizer | Mechanism, tensor: torch.Ten
     cached = _stateless_normalizers.get(normalizer)
     if cached is not None:
         return cached
-    built = _build(normalizer, {}, trainable=False)
+    with tensor.device if isinstance(tensor, torch.Tensor) else nullcontext():
+        built = _build(normalizer, {}, trainable=False)
     if normalizer in BUILT_IN and not any(True for _ in chain(built.parameters(), built.buffers())):
         _stateless_normalizers[normalizer] = built
-        return built
-    return built.to(tensor.device) if isinstance(tensor, torch.Tensor) else built
+    return built
 
 
 _stateless_normalizers: dict[str, Normalizer | Mechanism] = {}
@@ -334,7 +336,8 @@ _compiled_normalizers = _CompiledNormalizers()
 def _build_for_compiled_code(name: str, trainable: bool, device: torch.device | None, /, **options: Any) -> str:
     """Build the normalizer of that name, which may have options; return the attribute that holds it."""
     attribute = f"normalizer_{repr((name, trainable, device, *sorted(options.items()))).encode().hex()}"
-    setattr(_compiled_normalizers, attribute, _build(name, options, trainable).to(device))
+    with nullcontext() if device is None else device:
+        setattr(_compiled_normalizers, attribute, _build(name, options, trainable))
     return attribute
 
 
