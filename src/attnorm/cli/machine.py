@@ -354,6 +354,8 @@ def bench(
         say_result(benchmark_markdown(results))
     else:
         show(benchmark_tables(results))
+    if quick:
+        say("note: tiny sizes show that the benchmarks run; for times and ratios leave out --quick")
     if out is not None:
         from attnorm.bench.figures import save_growth_figure
 

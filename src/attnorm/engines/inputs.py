@@ -341,6 +341,12 @@ def _check_tensors(q: Any, k: Any, *given: Any) -> None:
         raise TypeError(
             f"{_each(tensors)} must share one floating dtype, got {_each(t.dtype for t in tensors.values())}"
         )
+    if not q.device == k.device == v.device:
+        tensors = _named(q, k, *given)
+        raise ValueError(
+            f"{_each(tensors)} must be on one device, got {_each(t.device for t in tensors.values())}; "
+            "move them, e.g. k.to(q.device)"
+        )
     problem = _problem_of_shapes(q.shape, k.shape, v.shape)
     if problem is not None:
         tensors = _named(q, k, *given)
