@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attnorm.metrics import call as call_module
 from attnorm.metrics.call import AttentionCall, logit_blocks
@@ -60,8 +61,23 @@ def test_products_of_half_precision_are_added_up_in_float32_without_converting_k
         dtypes.append((a.dtype, b.dtype, out_dtype))
         return bmm(a.float(), b.float(), out=out)
 
-    monkeypatch.setattr(call_module, "_multiplies_halves", lambda t: True)
+    monkeypatch.setattr(call_module, "_multiplies_halves", lambda query, key: True)
     monkeypatch.setattr(torch, "bmm", bmm_of_cuda)
     found = [block.logits.clone() for block in logit_blocks(call, rows)]
     assert set(dtypes) == {(torch.bfloat16, torch.bfloat16, torch.float32)}
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_only_halves_of_one_dtype_on_cuda_are_multiplied_as_they_are() -> None:
+    """Under autocast a model may have queries in float32 and keys in half precision."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        full, half, other = (
+            torch.empty(1, device="cuda", dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        )
+        multiplies = call_module._multiplies_halves
+        assert multiplies(half, half)
+        assert multiplies(other, other)
+        assert not multiplies(full, half)
+        assert not multiplies(half, other)
+        assert not multiplies(full, full)
+        assert not multiplies(half.cpu(), half.cpu())

@@ -275,7 +275,7 @@ def logit_blocks(
     groups = call.key_BGKD.shape[1]
     per_group = heads // groups
     query, key = call.query_BHQD, call.key_BGKD
-    key = key if _multiplies_halves(key) else at_least_float32(key)
+    key = key if _multiplies_halves(query, key) else at_least_float32(key)
     visibility = Visibility.of(call)
     if padding := padded_keys(visibility.keys) - visibility.keys:  # torch copies a tensor for a padding of 0
         key = pad(key, (0, 0, 0, padding))
@@ -344,9 +344,10 @@ def _block(
     return block
 
 
-def _multiplies_halves(t: Tensor) -> bool:
-    """Whether the device can add up products of half precision, which are exact in float32, in float32."""
-    return t.is_cuda and torch.version.hip is None and t.dtype in (torch.bfloat16, torch.float16)
+def _multiplies_halves(query: Tensor, key: Tensor) -> bool:
+    """Whether the device can multiply these in half precision and add the products, which are exact, in float32."""
+    halves = query.dtype == key.dtype and key.dtype in (torch.bfloat16, torch.float16)
+    return halves and key.is_cuda and torch.version.hip is None
 
 
 def _add_bias(logits: Tensor, bias: Tensor, item: int, heads: slice, queries: Tensor, start: int) -> None:

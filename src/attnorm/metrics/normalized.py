@@ -129,9 +129,7 @@ def resolve_normalizers(
         name = MODEL if is_model or normalizer is None else normalizer.name
         if any(other.name == name for other in measured):
             raise ValueError(f"two normalizers are called {name!r}; give each its own name")
-        if normalizer is not None and not is_shared(
-            normalizer
-        ):  # Module.to takes time if there is nothing to move, too
+        if normalizer is not None and not is_shared(normalizer):  # Module.to takes time even with nothing to move
             normalizer = normalizer.to(call.query_BHQD.device)
         measured.append(MeasuredNormalizer(name, normalizer))
     if not measured:

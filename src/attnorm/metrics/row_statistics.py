@@ -32,8 +32,8 @@ LISTED = 16  # entries per list of `largest_numbers`: divides the columns of a b
 def largest_numbers(rows: Tensor, count: int) -> Tensor:
     """Return the `count` largest entries of each row (..., L), largest first.
 
-    torch's topk reads a row about six times on a GPU. So it reads the largest entry of each list of LISTED entries
-    instead, then the entries of the `count` lists that have the largest: no entry of another list is larger than these.
+    torch's topk reads its input about six times on a GPU. So a row is divided into lists of LISTED entries. The `count`
+    lists with the largest maxima contain the `count` largest entries, and topk reads only the maxima and these lists.
     """
     length = rows.shape[-1]
     count = min(count, length)
