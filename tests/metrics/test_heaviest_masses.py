@@ -1,5 +1,6 @@
 """Masses of the heaviest keys beside a kernel's sums, against weights row by row."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,16 +69,19 @@ def test_products_of_half_precision_are_added_up_in_float32_without_converting_k
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_only_halves_of_one_dtype_on_cuda_are_multiplied_as_they_are() -> None:
+def test_only_what_torch_can_multiply_in_half_precision_is_not_converted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under autocast a model may have queries in float32 and keys in half precision."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    multiplies = call_module._multiplies_halves
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with FakeTensorMode():
         full, half, other = (
             torch.empty(1, device="cuda", dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)
         )
-        multiplies = call_module._multiplies_halves
         assert multiplies(half, half)
         assert multiplies(other, other)
-        assert not multiplies(full, half)
-        assert not multiplies(half, other)
-        assert not multiplies(full, full)
-        assert not multiplies(half.cpu(), half.cpu())
+        for query, key in ((full, half), (half, other), (full, full), (half.cpu(), half.cpu())):
+            assert not multiplies(query, key)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+        monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_fp16_accumulation=True))
+        assert not multiplies(half, half)
+        assert not multiplies(other, other)

@@ -345,9 +345,12 @@ def _block(
 
 
 def _multiplies_halves(query: Tensor, key: Tensor) -> bool:
-    """Whether the device can multiply these in half precision and add the products, which are exact, in float32."""
-    halves = query.dtype == key.dtype and key.dtype in (torch.bfloat16, torch.float16)
-    return halves and key.is_cuda and torch.version.hip is None
+    """Whether torch multiplies these in half precision and adds the products, which are exact, in float32."""
+    if not key.is_cuda or torch.version.hip is not None or query.dtype != key.dtype:
+        return False
+    if key.dtype == torch.bfloat16:
+        return torch.cuda.get_device_capability(key.device) >= (8, 0)
+    return key.dtype == torch.float16 and not torch.backends.cuda.matmul.allow_fp16_accumulation
 
 
 def _add_bias(logits: Tensor, bias: Tensor, item: int, heads: slice, queries: Tensor, start: int) -> None:
