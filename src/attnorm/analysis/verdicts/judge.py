@@ -217,7 +217,7 @@ _DECIDING_WORDS = {
 
 
 def _deciding_words(column: str) -> str:
-    """Describe the number in a column of `deciding_number`."""
+    """Describe the number in a column of `deciding_numbers`."""
     metric, is_quantile, quantile = column.partition("_q")
     if is_quantile:
         return f"the Jacobian norm that {100 - int(quantile)}% of the rows reach"
