@@ -95,7 +95,7 @@ def verify(
     budget: Annotated[
         float,
         typer.Option(
-            help="Seconds to search. Every claim gets at least nine rounds, which take half a minute for all claims; "
+            help="Seconds to search. Every claim gets at least nine rounds, which take up to a minute for all claims; "
             "the remaining time is used for more rounds."
         ),
     ] = 60.0,
