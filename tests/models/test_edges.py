@@ -109,12 +109,10 @@ def test_only_a_weight_of_another_type_may_be_unreadable(monkeypatch: pytest.Mon
         return weight.numpy().tobytes()
 
     monkeypatch.setattr(describe, "_sample", sample)
-    digest = hashlib.sha256()
-    describe._add_values(digest, Packed(torch.zeros(2)))
-    assert digest.digest() == hashlib.sha256(torch.full((3,), 7.0).numpy().tobytes()).digest()
+    assert describe._values(Packed(torch.zeros(2))) == [torch.full((3,), 7.0).numpy().tobytes()]
     for plain in (torch.zeros(2), nn.Parameter(torch.zeros(2))):
         with pytest.raises(RuntimeError, match="no numbers"):
-            describe._add_values(hashlib.sha256(), plain)
+            describe._values(plain)
 
 
 def test_the_command_that_fetches_the_model(
