@@ -305,6 +305,8 @@ def _checked_inputs(
         unseen = causal and inputs.offset < 0  # the first queries see no key
         return replace(inputs, q_BHQD=torch.where(inputs.n() > 0, q, 0.0)) if unseen else inputs
     check_mask(mask, inputs.weights_shape)
+    if mask.device != q.device:
+        raise ValueError(f"expected the mask on {q.device}, where q is, got {mask.device}; pass mask.to(q.device)")
     mask = _to_four_dimensions(mask)
     if mask.shape[-1] != inputs.keys:
         mask = mask.expand(*mask.shape[:-1], inputs.keys)
