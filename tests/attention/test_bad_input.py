@@ -60,7 +60,7 @@ CALLS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         {"mask": torch.ones(3, 5, dtype=torch.bool)}, ValueError, ["(3, 5)", "does not broadcast", "(2, 4, 5, 5)"],
     ),
     "a mask on another device": (
-        {"mask": torch.ones(5, 5, dtype=torch.bool, device="meta")}, ValueError, ["on cpu", "got meta", "mask.to(q.device)"],
+        {"mask": torch.ones(5, 5, dtype=torch.bool, device="meta")}, ValueError, ["on cpu", "got meta", "mask.to("],
     ),
     "a mask larger than the call": (
         {"mask": torch.ones(7, 2, 4, 5, 5, dtype=torch.bool)}, ValueError, ["(7, 2, 4, 5, 5)", "(2, 4, 5, 5)"],
