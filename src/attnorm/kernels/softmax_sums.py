@@ -85,7 +85,7 @@ def softmax_sums(
     state, sums = no_keys(keys, ROWS), _no_sums(ROWS)
     for whole in tl.static_range(2):
         state, sums = _fold(state, sums, inner if whole else outer, given, unit, C, not whole, LEVELS)
-    values = _columns_of(state, sums, given, unit, logit, C)
+    values = _columns_of(state, sums, _join_classes(sums, unit), given, logit, C)
     column = tl.num_programs(0).to(tl.int64) // tl.cdiv(rows_total, ROWS) * rows_total
     store_columns(out + (own.batch_head * rows_total + at), column, inside, values)
 
@@ -190,26 +190,32 @@ def _powers(lost, unit, base, s1, e_log_e, s2, s3, s4, EDGE: tl.constexpr):
 
 
 @triton.jit
-def _columns_of(state, sums, given, unit, logit, C: tl.constexpr):
-    """The values of COLUMNS, with the classes joined."""
-    leader, runner_up, s1, e_log_e, s2, s3, s4 = sums
-    n = visible_keys(state.n, given, C)
-    extremes = tl.max(leader, 1) * logit, tl.min(state.smallest, 1) * logit
-    largest, least = tl.maximum(extremes[0], extremes[1]), tl.minimum(extremes[0], extremes[1])
-    empty = tl.max(leader, 1) == float("-inf")
-    largest = tl.where(empty, float("-inf"), largest)
-    least = tl.where(empty, float("inf"), least)
-    leader = tl.where(leader == float("-inf"), leader, leader * unit[:, None])
-    runner_up = tl.where(runner_up == float("-inf"), runner_up, runner_up * unit[:, None])
-    level, second, s1, e_log_e, s2, s3, s4 = tl.reduce((leader, runner_up, s1, e_log_e, s2, s3, s4), 1, _joined)
+def _join_classes(sums, unit):
+    """The sums of all classes as one, with leader and runner-up in bits."""
+    leader = tl.where(sums.leader == float("-inf"), sums.leader, sums.leader * unit[:, None])
+    runner_up = tl.where(sums.runner_up == float("-inf"), sums.runner_up, sums.runner_up * unit[:, None])
+    leader, runner_up, s1, e_log_e, s2, s3, s4 = tl.reduce(
+        (leader, runner_up, sums.s1, sums.e_log_e, sums.s2, sums.s3, sums.s4), 1, _join
+    )
+    return Sums(leader, runner_up, s1, e_log_e, s2, s3, s4)
+
+
+@triton.jit
+def _columns_of(state, sums, joined, given, logit, C: tl.constexpr):
+    """The values of COLUMNS from the sums by class and from those of all classes."""
+    leader = tl.max(sums.leader, 1)
+    extremes = leader * logit, tl.min(state.smallest, 1) * logit
+    empty = leader == float("-inf")
+    largest = tl.where(empty, float("-inf"), tl.maximum(extremes[0], extremes[1]))
+    least = tl.where(empty, float("inf"), tl.minimum(extremes[0], extremes[1]))
     return (
-        n.to(tl.float32), state.sink * logit * LN2, largest * LN2, least * LN2, level * LN2, second * LN2,
-        s1, e_log_e * LN2, s2, s3, s4,
+        visible_keys(state.n, given, C).to(tl.float32), state.sink * logit * LN2, largest * LN2, least * LN2,
+        joined.leader * LN2, joined.runner_up * LN2, joined.s1, joined.e_log_e * LN2, joined.s2, joined.s3, joined.s4,
     )  # fmt: skip
 
 
 @triton.jit
-def _joined(
+def _join(
     leader_a, runner_up_a, s1_a, tilt_a, s2_a, s3_a, s4_a,
     leader_b, runner_up_b, s1_b, tilt_b, s2_b, s3_b, s4_b,
 ):  # fmt: skip
@@ -248,7 +254,7 @@ def softmax_output(
     reference_out: (B, H, R), log2 of what a row is divided by, for the backward pass; 0 for rows that see nothing.
     The products of queries and keys are computed once. Weights for the output are relative to the largest logit so far;
     the sums keep their own references. The exponentials are therefore computed twice per key, but the multiplication
-    with the values can run while the sums are added.
+    with the values can run while the sums are added, which give the denominator too.
     """
     C: tl.constexpr = Constants(CAUSAL, False, MASKED, PRECISION, ROWS, KEYS, WIDTH, FULL, CAPPED=CAPPED, OUTPUT=True)
     own, at, inside, given, unit, logit = rows_of_program(
@@ -260,14 +266,14 @@ def softmax_output(
     outer, inner, _high = spans_of_rows(row_queries, own.index, rows_total, given.sight, C)
     state, sums = no_keys(keys, ROWS), _no_sums(ROWS)
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
-    total = tl.zeros([ROWS, CLASSES], tl.float32)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     for whole in tl.static_range(2):
-        acc, total, peak, state, sums = _fold_output(
-            acc, total, peak, state, sums, inner if whole else outer, given, v, unit, C, not whole, LEVELS
+        acc, peak, state, sums = _fold_output(
+            acc, peak, state, sums, inner if whole else outer, given, v, unit, C, not whole, LEVELS
         )
-    row_total = tl.sum(total, 1)
+    joined = _join_classes(sums, unit)
     reference = tl.where(peak == float("-inf"), 0.0, peak)
+    row_total = _total_weight(state, joined, reference, unit, given, C)
     if SINK:  # it may exceed all logits by far, and all may exceed it
         sink = tl.load(learned_sink + own.head) * LOG2E
         common = tl.maximum(reference, sink)
@@ -279,16 +285,23 @@ def softmax_output(
     )  # fmt: skip
     rows_out = matrix_of_head(output, own.batch, own.head, o_batch, o_head, o_row, rows_total, width)
     store_tile(rows_out, acc * inverse_of(row_total)[:, None], at, WIDTH)
-    values = _columns_of(state, sums, given, unit, logit, C)
+    values = _columns_of(state, sums, joined, given, logit, C)
     column = tl.num_programs(0).to(tl.int64) // tl.cdiv(rows_total, ROWS) * rows_total
     store_columns(out + (own.batch_head * rows_total + at), column, inside, values)
 
 
 @triton.jit
+def _total_weight(state, joined, reference, unit, given, C: tl.constexpr):
+    """sum exp2(z - reference) over all keys: the first one, the largest of the others, and the rest."""
+    sink = tl.where(visible_keys(state.n, given, C) > 0, tl.exp2(state.sink * unit - reference), 0.0)
+    return sink + tl.exp2(joined.leader - reference) + joined.s1 * tl.exp2(joined.runner_up - reference)
+
+
+@triton.jit
 def _fold_output(
-    acc, total, peak, state, sums, span, given, v, unit, C: tl.constexpr, EDGE: tl.constexpr, LEVELS: tl.constexpr
+    acc, peak, state, sums, span, given, v, unit, C: tl.constexpr, EDGE: tl.constexpr, LEVELS: tl.constexpr
 ):  # fmt: skip
-    """Add some tiles to output, denominator (per class), largest logit in bits, and the state of the sums."""
+    """Add some tiles to output, largest logit in bits, and the state of the sums."""
     for tile in range(span.tiles):
         at = tile_of_span(span, tile, C)
         s, state = _products_of_tile(at, given, state, C, EDGE)
@@ -309,12 +322,10 @@ def _fold_output(
             p = tl.exp2(products * unit[:, None] - reference[:, None])
         shrink = tl.exp2(peak - reference)
         peak = new_peak
-        even, odd = neighbours(p)
-        total = total * shrink[:, None] + tl.sum(by_class(even + odd), 1)
         v_tile = load_tile(v, columns, C.WIDTH, EDGE, C.FULL)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision=C.PRECISION)
         sums = _add_products(sums, s, winners, second, unit, EDGE, LEVELS)
-    return acc, total, peak, state, sums
+    return acc, peak, state, sums
 
 
 @triton.jit
