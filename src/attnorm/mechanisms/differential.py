@@ -30,8 +30,8 @@ from attnorm.engines.inputs import validate_inputs
 from attnorm.mechanisms import attend
 from attnorm.normalizers.block import Positions, check_mask
 from attnorm.normalizers.contract import Mechanism, Normalizer, Properties, per_head_parameter
+from attnorm.normalizers.relu import ThresholdRelu
 from attnorm.normalizers.softmax import Softmax
-from attnorm.normalizers.threshold_relu import ThresholdRelu
 
 
 class Differential(Mechanism):

@@ -28,11 +28,10 @@ from attnorm.normalizers.contract import Map, Normalizer, ScaleRule, per_head
 from attnorm.normalizers.entmax import Entmax
 from attnorm.normalizers.kernel import Kernel
 from attnorm.normalizers.kneemax import Kneemax
-from attnorm.normalizers.relu import Relu
+from attnorm.normalizers.relu import Relu, ThresholdRelu
 from attnorm.normalizers.sigmoid import Sigmoid
 from attnorm.normalizers.softmax import Softmax
 from attnorm.normalizers.softpick import Softpick
-from attnorm.normalizers.threshold_relu import ThresholdRelu
 from attnorm.normalizers.topk import Hard
 from attnorm.theory.gradient import power_iteration_norm
 from attnorm.theory.rank_one_eigenvalues import (

@@ -127,7 +127,7 @@ BUILT_IN: dict[str, NormalizerEntry] = {
             "Jiang et al. 2022",
             "https://openreview.net/forum?id=4g7nCbpjNwd",
         ),
-        ("threshold_relu", "normalizers.threshold_relu:threshold_relu", "Huang et al. 2026", _arxiv("2601.12145")),
+        ("threshold_relu", "normalizers.relu:threshold_relu", "Huang et al. 2026", _arxiv("2601.12145")),
         (
             "odd_polynomial",
             "normalizers.odd_polynomial:odd_polynomial",

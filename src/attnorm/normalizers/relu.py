@@ -1,8 +1,20 @@
-"""ReLU attention: p_j = [z_j]_+^power / n, with n the visible keys of the row.
+"""ReLU attention: powers of the logits above zero, or above a threshold that grows with the n visible keys of the row.
 
-Wortsman et al. 2023, https://arxiv.org/abs/2309.08586 (power 1); power 2 as in squared-ReLU attention.
+    relu               p_j = [z_j]_+^power / n
+    threshold_relu     p_j = [z_j - beta sqrt(2 log n)]_+^power / d^(power/2)
+
+relu: Wortsman et al. 2023, https://arxiv.org/abs/2309.08586 (power 1); power 2 as in squared-ReLU attention.
+
+threshold_relu: the weights of threshold differential attention (Huang et al. 2026, https://arxiv.org/abs/2601.12145;
+github.com/snap-research/TDA): [cos - beta sqrt(2 log n / d)]_+^power of the cosine of q and k. For q and k of length
+sqrt(d), as a QK-norm leaves them, the scaled logit is z = sqrt(d) cos, which gives the form above. n standard normal
+numbers have their largest near sqrt(2 log n): at beta = 1 noise stays below the threshold at every length. The whole
+mechanism, with cosines and the difference of two views, is `tda`.
 """
 
+import math
+
+import torch
 from torch import Tensor
 
 from attnorm.normalizers.block import Block
@@ -13,7 +25,7 @@ from attnorm.normalizers.declaration import Row, WarmStart, declare
 class Relu(Map):
     properties = Properties(row_sum="free", exact_zeros=True, shift_invariant=False, length="1/n")
 
-    def __init__(self, power: float = 1.0) -> None:
+    def __init__(self, power: float) -> None:
         super().__init__()
         if not power >= 1:
             raise ValueError(f"power must be at least 1, got {power}; below it the gradient is unbounded at 0")
@@ -50,3 +62,61 @@ def _reference(row: Row, power: float = 1.0) -> Tensor:
 def relu(power: float = 1.0) -> Normalizer:
     """[z]_+^power / n: no normalization across keys, exact zeros for negative logits."""
     return Normalizer(Relu(power), name="relu")
+
+
+class ThresholdRelu(Map):
+    properties = Properties(
+        row_sum="free", exact_zeros=True, shift_invariant=False, length="threshold beta sqrt(2 log n)"
+    )
+
+    def __init__(self, beta: float, power: float, width: int | None = None) -> None:
+        super().__init__()
+        if not beta >= 0 or math.isinf(beta):
+            raise ValueError(f"expected beta of at least 0, got {beta}. 0 is ReLU without a threshold.")
+        if not power >= 1:
+            raise ValueError(f"expected a power of at least 1, got {power}. Below it the gradient is unbounded at 0.")
+        if width is not None and width < 1:
+            raise ValueError(f"expected the width of q and k, got {width}. Use None for logits as they are.")
+        self.beta, self.power, self.width = float(beta), float(power), width
+
+    @property
+    def unit(self) -> float:
+        """Factor from a logit of q and k of length sqrt(d) to their cosine; 1 without a width."""
+        return 1.0 if self.width is None else self.width**-0.5
+
+    def threshold(self, n: Tensor) -> Tensor:
+        return self.beta * torch.sqrt(2 * torch.log(n.clamp(min=1)))
+
+    def forward(self, block: Block) -> Tensor:
+        above = (block.logits - self.threshold(block.n)).relu() * self.unit
+        return block.hide(above if self.power == 1 else above**self.power)
+
+    def lipschitz(self, n: int) -> float | None:
+        return self.unit if self.power == 1 else None
+
+    def kernel_form(self) -> KernelForm | None:
+        if int(self.power) != self.power:
+            return None
+        unit = self.unit
+        return KernelForm(
+            "relu",
+            power=int(self.power),
+            row_factor=lambda n: torch.full_like(n, unit),
+            row_shift=lambda n: -unit * self.threshold(n),
+            counts_keys=True,
+        )
+
+
+def _threshold_reference(row: Row, beta: float = 1.0, power: float = 2.0, width: int | None = None) -> Tensor:
+    above = (row.z - beta * math.sqrt(2 * math.log(row.n))).relu()
+    return (above / math.sqrt(1 if width is None else width)) ** power
+
+
+@declare(
+    reference=_threshold_reference,
+    examples=[{}, {"beta": 0.3, "power": 1.0}, {"beta": 0.5, "power": 3.0, "width": 16}],
+    warm_start=WarmStart("far"),
+)
+def threshold_relu(beta: float = 1.0, power: float = 2.0, *, width: int | None = None) -> Normalizer:
+    """[z - beta sqrt(2 log n)]_+^power: only logits above the largest that noise would reach get weight."""
+    return Normalizer(ThresholdRelu(beta, power, width), name="threshold_relu")
