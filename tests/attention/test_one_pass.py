@@ -462,7 +462,7 @@ def test_bfloat16_in_the_interpreter_is_an_error_and_not_a_wrong_number() -> Non
 @each_depth
 def test_the_kernels_compile_for_gpus_that_are_not_here(lowered: bool) -> None:
     script = """
-from attnorm.kernels import extremes, one_pass, one_pass_backward, order_statistics, row_spread
+from attnorm.kernels import extremes, kth_logit_by_lists, one_pass, one_pass_backward, row_spread
 from attnorm.kernels.maps import MAPS, RULES
 map_ = MAPS["softpick"]
 constants = dict(
@@ -486,7 +486,7 @@ types |= dict.fromkeys(("low_key", "high_key", "wanted", "listed", "index"), "*i
 types |= dict.fromkeys(("q", "k", "v", "out", "rows_in", "sums", "grad", "grad_q", "grad_k", "grad_v"), "*bf16")
 attention = (one_pass.forward_kernel, one_pass_backward.backward_queries, one_pass_backward.backward_keys)
 searches = (extremes.extremes_kernel, extremes.sum_by_key_kernel, extremes.kth_largest, extremes.kth_of_lost_rows)
-searches += (order_statistics.kth_of_lists,)
+searches += (kth_logit_by_lists.kth_of_lists,)
 entropies = (row_spread.row_entropy, row_spread.entropy_backward)
 variances = (row_spread.row_variance, row_spread.variance_backward_queries, row_spread.variance_backward_keys)
 every_kernel = (*attention, *searches, *entropies, *variances)

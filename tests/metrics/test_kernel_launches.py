@@ -192,11 +192,11 @@ def test_visible_keys_without_a_mask() -> None:
 def test_the_kernels_of_the_quantiles(
     shares: tuple[float, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from attnorm.kernels import order_statistics
+    from attnorm.kernels import bin_quantiles
 
     ranges, statistics = Kept(), Kept()
-    monkeypatch.setattr(order_statistics, "bin_ranges", ranges)
-    monkeypatch.setattr(order_statistics, "order_statistics", statistics)
+    monkeypatch.setattr(bin_quantiles, "bin_ranges", ranges)
+    monkeypatch.setattr(bin_quantiles, "bin_quantiles", statistics)
     numbers, ids = torch.zeros(6, 40, dtype=dtype), torch.zeros(2, 40, dtype=torch.int32)
     means, below, above, counts, members = sampling._by_kernel(numbers, ids, 3, shares)
     ((grid, arguments, constants),) = ranges.launches

@@ -1,4 +1,4 @@
-"""What the attention kernels share: the block of a program, its tiles, visible keys, logits, and products of rows.
+"""What the kernels share: the block of a program, its tiles, visible keys, logits, and floats as ordered integers.
 
 Runtime values are passed between device functions in named tuples (Matrix, Sight, Block, LogitRows). Compile-time
 constants are in tuples of their own (Constants, MapConstants): in a tuple with runtime values, Triton would make
@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 
 from attnorm.kernels.maps import LOG2E
+
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite float32
 
 
 class Matrix(NamedTuple):
@@ -407,3 +409,33 @@ def plain_logits(
 def selected(z, cutoff):
     """Return the logits, -inf for those below the cutoff: softmax gives them weight 0 and slope 0."""
     return tl.where(z < cutoff, float("-inf"), z)
+
+
+@triton.jit
+def _turned(bits, BITS: tl.constexpr):
+    """Negative floats are ordered the other way round than the integers of the same bits. Its own inverse."""
+    if BITS == 64:
+        turned = bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
+    else:
+        turned = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return turned
+
+
+@triton.jit
+def ordered(values, BITS: tl.constexpr):
+    """Integers in the order of the numbers."""
+    if BITS == 64:
+        bits = values.to(tl.int64, bitcast=True)
+    else:
+        bits = values.to(tl.int32, bitcast=True)
+    return _turned(bits, BITS)
+
+
+@triton.jit
+def number_of(integers, BITS: tl.constexpr):
+    """The numbers of such integers."""
+    if BITS == 64:
+        numbers = _turned(integers, BITS).to(tl.float64, bitcast=True)
+    else:
+        numbers = _turned(integers, BITS).to(tl.float32, bitcast=True)
+    return numbers

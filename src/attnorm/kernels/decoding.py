@@ -24,6 +24,7 @@ from torch import Tensor
 
 from attnorm.arithmetic import round_up
 from attnorm.kernels.blocks import (
+    LOWEST,
     Constants,
     LogitRows,
     MapConstants,
@@ -34,6 +35,8 @@ from attnorm.kernels.blocks import (
     load_queries,
     load_tile,
     logits,
+    number_of,
+    ordered,
     rows_of_key_head,
     seen_keys,
 )
@@ -62,7 +65,6 @@ from attnorm.kernels.one_pass import (
     parts_of_keys,
     run_planned,
 )
-from attnorm.kernels.order_statistics import LOWEST, number_of, ordered
 from attnorm.kernels.stick_breaking import part_of, shares, sum_after
 from attnorm.kernels.threshold_maps import MAPS, ThresholdConstants, newton_step, weight_of
 

@@ -11,7 +11,7 @@ come from the normal distribution first, then from interpolation of the counts a
 bisection of the bits if that takes long. Where a count is off by a few, the logits next to t lead to the k-th: every
 column keeps its own.
 
-For small k `kth_of_lists` of kernels/order_statistics.py finds most rows in one pass. `kth_of_lost_rows` searches the
+For small k `kth_of_lists` of kernels/kth_logit_by_lists.py finds most rows in one pass. `kth_of_lost_rows` searches the
 others in the same way.
 """
 
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from attnorm.arithmetic import ceil_div
 from attnorm.kernels.blocks import (
+    LOWEST,
     Constants,
     block_of_keys,
     block_of_queries,
@@ -33,6 +34,8 @@ from attnorm.kernels.blocks import (
     load_row,
     load_tile,
     matrix_of_head,
+    number_of,
+    ordered,
     plain_logits,
     queries_and_keys,
     seen_keys,
@@ -40,10 +43,10 @@ from attnorm.kernels.blocks import (
     store_tile,
     tile_of_head,
 )
+from attnorm.kernels.kth_logit_by_lists import kth_of_lists
 from attnorm.kernels.launch import device_of, in_rows, padded
 from attnorm.kernels.maps import LN2
 from attnorm.kernels.one_pass import Form, OnePassLaunch
-from attnorm.kernels.order_statistics import LOWEST, kth_of_lists, number_of, ordered
 
 
 def extreme_logits(

@@ -310,7 +310,7 @@ def binned(numbers: Tensor, ids: Tensor, bins: int, shares: Sequence[float]) -> 
 def _by_kernel(
     numbers: Tensor, ids: Tensor, bins: int, shares: Sequence[float]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from attnorm.kernels.order_statistics import bin_ranges, order_statistics
+    from attnorm.kernels.bin_quantiles import bin_quantiles, bin_ranges
 
     (lists, length), device = numbers.shape, numbers.device
     begin, end = (torch.empty((len(ids), bins), dtype=torch.int32, device=device) for _ in range(2))
@@ -321,7 +321,7 @@ def _by_kernel(
     with device_of(numbers):
         bin_ranges[(len(ids) * bins,)](ids, begin, end, length, bins, BLOCK=RANGE_BLOCK)
         for over, size, longer, warps in _launches(length):
-            order_statistics[(lists * bins,)](
+            bin_quantiles[(lists * bins,)](
                 numbers, ids, begin, end, asked, members, counts, means, below, above, length, bins, len(ids),
                 len(shares), BITS=8 * numbers.element_size(), OVER=over, SIZE=size, LONG=longer, num_warps=warps,
             )  # fmt: skip
