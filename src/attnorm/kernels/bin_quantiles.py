@@ -180,10 +180,11 @@ def bin_quantiles(
         tl.store(means + program, sums.total / sums.known.to(tl.float64))
 
         last = tl.maximum(sums.known - 1, 0)
+        first_quantile = program.to(tl.int64) * asked
         for place in range(asked):
             rank = tl.floor(tl.load(shares + place) * last.to(tl.float64)).to(tl.int32)
             border, below_border = _border(rank, sums, keys, of_bin, BITS, SIZE, LONG)
             under, over = _beside(border, keys, of_bin, BITS, SIZE, LONG)
             over = tl.where((below_border > rank + 1) | (rank >= last), under, over)
-            tl.store(below + program * asked + place, number_of(under, BITS))
-            tl.store(above + program * asked + place, number_of(over, BITS))
+            tl.store(below + first_quantile + place, number_of(under, BITS))
+            tl.store(above + first_quantile + place, number_of(over, BITS))
