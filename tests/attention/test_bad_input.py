@@ -25,6 +25,9 @@ CALLS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "dropout of all": ({"dropout_p": 1.0}, ValueError, ["dropout_p", "below 1", "1.0"]),
     "negative dropout": ({"dropout_p": -0.1}, ValueError, ["dropout_p", "at least 0", "-0.1"]),
     "weights of a fused engine": ({"return_weights": True, "engine": "fused"}, ValueError, ["return_weights", "fused"]),
+    "statistics without a bool": ({"return_statistics": "yes"}, TypeError, ["return_statistics=True", "'yes'"]),
+    "weights without a bool": ({"return_weights": 1}, TypeError, ["return_weights=True", "got 1"]),
+    "causal without a bool": ({"causal": "no"}, TypeError, ["causal=False", "'no'"]),
     "torch's groups": ({"enable_gqa": True}, TypeError, ["enable_gqa=", "shared by groups"]),
     "an option of nobody": ({"masc": None}, TypeError, ["does not take masc=", "help(attnorm.attention)"]),
     "integers": (

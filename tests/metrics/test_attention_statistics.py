@@ -108,6 +108,8 @@ def test_the_shape_follows_q_and_rows_that_see_nothing_are_nan() -> None:
 
 def test_bad_input_is_named() -> None:
     q, k = draw()
+    with pytest.raises(TypeError, match="causal"):
+        attnorm.attention_statistics(q, k, causal="no")
     with pytest.raises(TypeError, match="linear"):
         attnorm.attention_statistics(q, k, "linear")
     with pytest.raises(ValueError, match="softcap"):

@@ -313,6 +313,13 @@ def _checked_inputs(
     return _zero_unseen(replace(inputs, mask=mask))
 
 
+def check_flags(**flags: object) -> None:
+    """Raise TypeError for a flag that is neither True nor False, such as "no", which would count as True."""
+    for name, value in flags.items():
+        if not isinstance(value, bool | torch.SymBool):
+            raise TypeError(f"expected {name}=True or {name}=False, got {value!r}.")
+
+
 def _to_four_dimensions(t: Tensor) -> Tensor:
     return t if t.dim() == 4 else t.reshape(*([1] * (4 - t.dim())), *t.shape)
 

@@ -22,6 +22,7 @@ from attnorm.engines.blocked import blocked
 from attnorm.engines.execution import in_new_thread, runs_kernels
 from attnorm.engines.inputs import (
     Inputs,
+    check_flags,
     row_factors,
     under_transform,
     validate_queries_and_keys,
@@ -117,6 +118,7 @@ def attention_statistics(
     >>> statistics = attention_statistics(q, k, causal=True)
     >>> statistics.entropy.nanmean((0, 2))  # of each head
     """
+    check_flags(causal=causal)
     resolved = resolve_for_call(normalizer, q)
     if isinstance(resolved, Mechanism):
         raise TypeError(f"expected a row normalizer, got the mechanism {resolved.name!r}, which has no rows of logits.")
