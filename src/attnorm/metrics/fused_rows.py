@@ -34,11 +34,12 @@ _BLOCK = 128  # rows per program of the kernels that read sums, one row per thre
 _MASK_TILE = (16, 256)  # rows and keys whose mask a program counts at a time
 
 # Rows, keys, warps and stages by bytes of a number and padded width, which is at most the key of this table. For half
-# precision up to width 128 the fastest of five or six on an H200: at width 128 12.7 ms, with 128 x 128 logits in a tile
-# 14.1. The others were compiled for it and not timed: a thread holds its part of the output, of a tile of logits and of
-# the sums in 255 registers, and with larger tiles it spills more. float32 of width 256 spills 0.5 to 0.8 KB per thread.
+# precision up to width 128 the fastest of four or five on an H200: at width 128 13.2 ms, with tiles of 128 x 128 logits
+# 13.3; at width 64 8.9 ms, with 64 x 64 9.9. The others were compiled for it and not timed: a thread holds its
+# part of the output, of a tile of logits and of the sums in 255 registers, and with larger tiles it spills more.
+# float32 of width 256 spills 0.5 to 0.8 KB per thread.
 OUTPUT_TILES: dict[tuple[int, int], Tile] = {
-    (2, 64): (64, 64, 4, 3),
+    (2, 64): (64, 128, 4, 2),
     (2, 128): (64, 64, 4, 2),
     (2, 256): (128, 32, 8, 2),
     (4, 64): (64, 32, 4, 2),
