@@ -148,8 +148,7 @@ def attention(
     """
     if unknown:
         raise TypeError(_unknown_options_message(unknown))
-    if not (isinstance(causal, bool) and isinstance(return_weights, bool) and isinstance(return_statistics, bool)):
-        check_flags(causal=causal, return_weights=return_weights, return_statistics=return_statistics)
+    check_flags(causal=causal, return_weights=return_weights, return_statistics=return_statistics)
     chosen = resolve_for_call(normalizer, q)
     if engine not in ENGINES:
         raise ValueError(f"unknown engine {engine!r}; {did_you_mean(engine, ENGINES)}")

@@ -316,7 +316,7 @@ def _checked_inputs(
 def check_flags(**flags: object) -> None:
     """Raise TypeError for a flag that is neither True nor False, such as "no", which would count as True."""
     for name, value in flags.items():
-        if not isinstance(value, bool | torch.SymBool):
+        if not isinstance(value, bool) and not isinstance(value, torch.SymBool):
             raise TypeError(f"expected {name}=True or {name}=False, got {value!r}.")
 
 
