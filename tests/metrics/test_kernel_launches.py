@@ -2,12 +2,14 @@
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import attnorm
 from attnorm.engines.execution import HAS_TRITON
 from attnorm.metrics import fused_rows, sampling
 from attnorm.metrics import rows as rows_module
@@ -305,6 +307,17 @@ def test_a_normalizer_without_rules_has_no_factor() -> None:
         assert (one.factor(call, block) is not None) is has
     (model,) = resolve_normalizers(call, [None])
     assert model.factor(call, block) is None
+
+
+def test_a_normalizer_of_the_user_is_copied_to_the_device_of_the_call_and_stays_where_it_is() -> None:
+    own, there = attnorm.get("ssmax", heads=6), torch.device("meta")
+    call = replace(call_of(5, 7), query_BHQD=torch.empty(2, 6, 5, 8, device=there))
+    for choice, running in ((own, None), (None, own)):
+        (one,) = resolve_normalizers(replace(call, normalizer=running), [choice])
+        assert {tensor.device for tensor in one.normalizer.parameters()} == {there}
+    assert {tensor.device.type for tensor in own.parameters()} == {"cpu"}
+    (here,) = resolve_normalizers(call_of(5, 7), [own])
+    assert here.normalizer is own
 
 
 def test_without_sizes_no_masses_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

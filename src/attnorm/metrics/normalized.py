@@ -1,10 +1,12 @@
 """Normalizers as measurements use them: the normalizers to measure by name, and their weights on a block of logits."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnorm.engines.execution import runs_asynchronously
 from attnorm.metrics.call import AttentionCall, LogitBlock
@@ -16,6 +18,7 @@ from attnorm.normalizers.softmax import Softmax
 MODEL = "model"
 # A name, an object, or None for the normalizer that the model runs.
 Choice = str | Normalizer | Mechanism | None
+Part = TypeVar("Part", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,11 @@ class NoRowsError(TypeError, ValueError):
 def resolve_normalizers(
     call: AttentionCall, choices: Sequence[Choice | MeasuredNormalizer]
 ) -> list[MeasuredNormalizer]:
-    """Return the normalizers to measure, with their names, on the device of the call."""
+    """Return the normalizers to measure, with their names, on the device of the call.
+
+    An object that is on another device stays there, and a copy is measured: it may be in training.
+    """
+    device = call.query_BHQD.device
     measured: list[MeasuredNormalizer] = []
     for choice in choices:
         if isinstance(choice, MeasuredNormalizer):
@@ -129,12 +136,37 @@ def resolve_normalizers(
         name = MODEL if is_model or normalizer is None else normalizer.name
         if any(other.name == name for other in measured):
             raise ValueError(f"two normalizers are called {name!r}; give each its own name")
-        if normalizer is not None and not is_shared(normalizer):  # Module.to takes time even with nothing to move
-            normalizer = normalizer.to(call.query_BHQD.device)
+        if normalizer is not None and not is_shared(normalizer):
+            tensors = chain(normalizer.parameters(), normalizer.buffers())
+            if any(tensor.device != device for tensor in tensors):
+                normalizer = with_own_tensors(normalizer, device)
         measured.append(MeasuredNormalizer(name, normalizer))
     if not measured:
         raise ValueError("no normalizer to measure; give at least one, e.g. None for what the model runs")
     return measured
+
+
+def with_own_tensors(module: Part, device: torch.device | None = None) -> Part:
+    """Like copy.deepcopy, but only for tensors: ten times as fast, and it works for parametrized modules.
+
+    device: where the tensors of the copy are; those that are there already are shared (default: copy all of them).
+    """
+    twin = type(module).__new__(type(module))
+    parts = module._modules.items()
+    vars(twin).update(
+        vars(module),
+        _parameters=_copies(module._parameters, device),
+        _buffers=_copies(module._buffers, device),
+        _modules={name: part if part is None else with_own_tensors(part, device) for name, part in parts},
+    )
+    return twin
+
+
+def _copies(tensors: Mapping[str, Tensor | None], device: torch.device | None) -> dict[str, Tensor | None]:
+    return {
+        name: tensor if tensor is None else tensor.detach().clone() if device is None else tensor.detach().to(device)
+        for name, tensor in tensors.items()
+    }
 
 
 def rows_block(call: AttentionCall, block: LogitBlock) -> RowsBlock:

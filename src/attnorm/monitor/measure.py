@@ -12,7 +12,7 @@ measured as the heads of one call: on a GPU thirty small layers take thirty time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,14 @@ from attnorm.engines.inputs import without_autocast
 from attnorm.metrics import fused_maps, fused_rows
 from attnorm.metrics.call import GROUP, AttentionCall, logit_blocks, stack_calls
 from attnorm.metrics.nested_sets import NestedSets
-from attnorm.metrics.normalized import MODEL, MeasuredNormalizer, as_normalizer, resolve_normalizers, rows_block
+from attnorm.metrics.normalized import (
+    MODEL,
+    MeasuredNormalizer,
+    as_normalizer,
+    resolve_normalizers,
+    rows_block,
+    with_own_tensors,
+)
 from attnorm.metrics.rows import measure_rows
 from attnorm.metrics.sampling import evenly_spaced, length_bins, one_sequence
 from attnorm.metrics.separability import separability_and_null
@@ -31,7 +38,6 @@ from attnorm.normalizers.contract import Mechanism, Normalizer, ScaleRule
 from attnorm.normalizers.softmax import Softmax
 from attnorm.theory.selection import at_least_float32, top_n_indices
 
-Part = TypeVar("Part", bound=nn.Module)
 BROKEN = "broken_rows"
 OF_FEW = ("separability", "separability_null")
 SEPARABILITY_ROWS = 8  # of the sampled rows: it costs several times as much as all the rest
@@ -147,28 +153,12 @@ def takes_all_rows(call: AttentionCall, scales_softmax: bool) -> bool:
 def _copy_call(call: AttentionCall) -> AttentionCall:
     return replace(
         call,
-        normalizer=None if call.normalizer is None else _with_own_tensors(call.normalizer),
+        normalizer=None if call.normalizer is None else with_own_tensors(call.normalizer),
         sinks_H=None if call.sinks_H is None else call.sinks_H.detach().clone(),
         query_BHQD=call.query_BHQD.detach().clone(),
         key_BGKD=call.key_BGKD.detach().clone(),
         value_BGKE=call.value_BGKE.detach().clone(),
     )
-
-
-def _with_own_tensors(module: Part) -> Part:
-    """Like copy.deepcopy, but only for tensors: ten times as fast, and it works for parametrized modules."""
-    twin = type(module).__new__(type(module))
-    vars(twin).update(
-        vars(module),
-        _parameters=_copies(module._parameters),
-        _buffers=_copies(module._buffers),
-        _modules={name: part if part is None else _with_own_tensors(part) for name, part in module._modules.items()},
-    )
-    return twin
-
-
-def _copies(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-    return {name: None if tensor is None else tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def _scales_softmax(call: AttentionCall) -> bool:
