@@ -11,7 +11,7 @@ from torch import Tensor
 
 import attnorm
 from attnorm.engines.execution import HAS_TRITON
-from attnorm.metrics import fused_rows, sampling
+from attnorm.metrics import fused_maps, fused_rows, sampling
 from attnorm.metrics import rows as rows_module
 from attnorm.metrics.call import AttentionCall, Visibility, logit_blocks
 from attnorm.metrics.fused_rows import _BLOCK, RowsLaunch, _counted, _run_on_rows, _tile
@@ -102,6 +102,21 @@ def test_the_arrays_that_the_statistics_are_written_into(more: bool, monkeypatch
     assert [one.dtype for one in (others, wide, n, broken)] == [torch.float32, torch.float64, torch.int64, torch.uint8]
     assert n.shape == broken.shape == (2, 6, 4)
     assert constants["MORE"] is more
+
+
+def test_a_metric_that_is_not_computed_is_named_with_the_place_to_add_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attnorm.kernels import statistics_from_sums
+
+    sums, call, rows = torch.zeros(9, 2, 6, 4), call_of(4, 4), torch.arange(4)
+    for kernel in ("softmax_statistics", "weight_statistics", "softmax_root"):
+        monkeypatch.setattr(statistics_from_sums, kernel, Kept())
+    monkeypatch.setitem(fused_rows.EXTRA_PASSES, torch.float32, 0)
+    with pytest.raises(NotImplementedError, match="'forgotten' in MORE_NUMBERS"):
+        fused_rows.rows_of_sums(RowsLaunch.of(call, rows, None), sums, ["forgotten"], None)
+    with pytest.raises(NotImplementedError, match="'forgotten' in MORE_WEIGHT_NUMBERS"):
+        fused_maps._statistics_of_sums(call, rows, ["forgotten"], fused_maps.RowMap("relu"), sums)
+    with pytest.raises(NotImplementedError, match="'forgotten' in _finish_statistics"):
+        rows_module.measure_rows(call, [None], rows, (), names=["forgotten"])
 
 
 def test_no_rows_launch_nothing() -> None:

@@ -24,7 +24,7 @@ from attnorm.metrics import fused_rows
 from attnorm.metrics.call import AttentionCall, logit_blocks
 from attnorm.metrics.fused_rows import EXTRA_PASSES, RowsLaunch, levels_of
 from attnorm.metrics.normalized import MeasuredNormalizer
-from attnorm.metrics.row_statistics import largest_numbers
+from attnorm.metrics.row_statistics import largest_numbers, requested_numbers
 from attnorm.normalizers.contract import KernelForm, Normalizer, ScaleRule, ThresholdForm
 from attnorm.theory.rank_one_eigenvalues import PICK_STEPS
 
@@ -139,7 +139,8 @@ def _statistics_of_sums(
     values |= {name: nothing.double() if name.startswith("horizon") else nothing for name in _UNDEFINED}
     share = values["max_weight"] / values["row_sum"]
     threshold = sums[-1] if map_.has_threshold else None
-    return FusedMap(n, {name: values[name] for name in names}, broken, share, threshold)
+    place = "MORE_WEIGHT_NUMBERS of kernels/statistics_from_sums.py or _UNDEFINED of metrics/fused_maps.py"
+    return FusedMap(n, requested_numbers(values, names, place), broken, share, threshold)
 
 
 def _map_sums(

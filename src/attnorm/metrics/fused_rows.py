@@ -21,6 +21,7 @@ from attnorm.engines.inputs import Inputs, under_transform
 from attnorm.kernels.launch import Tile, device_of, empty_rows, fitting, in_rows, padded, product_precision
 from attnorm.metrics.call import AttentionCall, LogitBlock, Visibility
 from attnorm.metrics.normalized import MeasuredNormalizer
+from attnorm.metrics.row_statistics import requested_numbers
 from attnorm.normalizers.block import is_exporting
 
 # Passes that refine the Jacobian norm. The first estimate has a relative error of at most 4e-3; a pass turns an error r
@@ -168,7 +169,8 @@ def rows_of_sums(launch: "RowsLaunch", sums: Tensor, names: Sequence[str], learn
     if more:
         values |= zip(MORE_NUMBERS, others.unbind(), strict=True)
         values |= zip(WIDE_NUMBERS, wide.unbind(), strict=True)
-    return FusedRows(n, {name: values[name] for name in names}, values["keys_logsumexp"], broken)
+    requested = requested_numbers(values, names, "MORE_NUMBERS of kernels/statistics_from_sums.py")
+    return FusedRows(n, requested, values["keys_logsumexp"], broken)
 
 
 def _run_on_rows(

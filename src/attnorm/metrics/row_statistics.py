@@ -9,7 +9,7 @@ Other maps (`weight_rows`): weights may be signed, sparse, or not normalised. En
 are those of |w| / sum |w|. A row whose weights are all 0 has none of these numbers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -289,3 +289,13 @@ def weight_rows(
 
 def _entropy_terms(p: Tensor) -> Tensor:
     return -torch.xlogy(p, p)
+
+
+def requested_numbers(values: Mapping[str, Tensor], names: Sequence[str], place: str) -> dict[str, Tensor]:
+    """Return the numbers of these names. place: where to add a metric that is in the catalogue and not computed yet."""
+    for name in names:
+        if name not in values:
+            raise NotImplementedError(
+                f"expected the metric {name!r} in {place}, got none. Add it there: CONTRIBUTING.md, Add a metric."
+            )
+    return {name: values[name] for name in names}

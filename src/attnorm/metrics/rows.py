@@ -20,6 +20,7 @@ from attnorm.metrics.normalized import Choice, MeasuredNormalizer, resolve_norma
 from attnorm.metrics.row_statistics import (
     SplitRows,
     largest_numbers,
+    requested_numbers,
     row_sums,
     softmax_statistics,
     split_rows,
@@ -345,9 +346,10 @@ def _finish_statistics(
         if "gain" in collected:
             gain = collected["gain"].squeeze(-1)
         values |= _softmax_limits(distance * gain, rest * gain, keys)
+    values = requested_numbers(values, names, "_finish_statistics of metrics/rows.py")
     return RowStatistics(
         n=n,
-        values={name: values[name].masked_fill(unsound, torch.nan) for name in names},
+        values={name: value.masked_fill(unsound, torch.nan) for name, value in values.items()},
         top_mass=top_mass.masked_fill(unsound.unsqueeze(-1), torch.nan),
         broken=~finite & (n > 0),
     )
