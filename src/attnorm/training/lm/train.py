@@ -182,13 +182,13 @@ def open_run(out: Path, identity: dict[str, Any], *, resume: bool) -> dict[str, 
         ValueError: The folder holds another run, or files of something else.
     """
     path = out / RECORD
-    record = read_record(path, ("run",), "choose another folder, or remove this one")
+    record = read_record(path, ("run",), "choose another folder with --out, or remove this one")
     if record is None:
         require_own(out)
         return _new_record(path, identity)
     started = any((out / CHECKPOINTS).glob("*")) or record.get("result")
     unsaved = "" if started else "; that run has saved nothing yet: unless it is running now, remove the folder"
-    remedy = f"Choose another folder, or give the same settings to continue that run{unsaved}"
+    remedy = f"Choose another folder with --out, or give the same settings to continue that run{unsaved}"
     usual = {"normalizer": "softmax", "normalizer_options": {}, "recipe": {}, "output": "softmax"}
     current, recorded = ({**usual, **values} for values in (identity, read_settings(record["run"])))
     require_same_run(current, recorded, f"{out} holds another run", remedy, _format_files)
