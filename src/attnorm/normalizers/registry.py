@@ -120,7 +120,7 @@ BUILT_IN: dict[str, NormalizerEntry] = {
         ("nearmax", "normalizers.alibi:nearmax", "attnorm", "docs/theory/kneemax.md"),
         ("local", "normalizers.local:local", "Beltagy et al. 2020", _arxiv("2004.05150")),
         ("softcap", "normalizers.softcap:softcap", "Gemma 2 2024", _arxiv("2408.00118")),
-        ("ssa", "normalizers.ssa:ssa", "Zhang et al. 2024", _arxiv("2411.12892")),
+        ("ssa", "normalizers.ssmax:ssa", "Zhang et al. 2024", _arxiv("2411.12892")),
         (
             "norm_softmax",
             "normalizers.norm_softmax:norm_softmax",

@@ -1,7 +1,18 @@
-"""Scalable-Softmax: softmax((s log n + b) z), with n the visible keys of the row and s learned per head.
+"""Softmax whose logits grow with log n, n the visible keys of the row; by how much is learned, per head or layer.
 
-Nakanishi 2025, https://arxiv.org/abs/2501.19399. A token whose logit is g above the rest keeps its weight at every
-length once s g > 1. The price: the Jacobian's bound s log(n) / 2 grows with n.
+    ssmax     softmax((s log n + b) z)
+    ssa       softmax((1 + e^(-e^beta) log n) z)
+
+ssmax: Scalable-Softmax, Nakanishi 2025, https://arxiv.org/abs/2501.19399. A token whose logit is g above the rest keeps
+its weight at every length once s g > 1. The price: the Jacobian's bound s log(n) / 2 grows with n.
+
+ssa: the length rule of Selective Self-Attention, Zhang et al. 2024, https://arxiv.org/abs/2411.12892, in the form of
+the authors' code for fine-tuning (github.com/umich-sota/selective_attention, lit_gpt/model_finetune_att.py). It starts
+at beta = 2, where e^(-e^beta) is 0.00062: a trained model begins as it was and learns how much its logits should grow
+with the length. At most log n is added, for beta -> -infinity. The paper's second temperature, which reads the token,
+is not part of this rule.
+
+Length rules that are not learned: log_scaled.py.
 """
 
 import math
@@ -13,6 +24,8 @@ from torch import Tensor
 from attnorm.normalizers.contract import Normalizer, ScaleRule, set_per_head
 from attnorm.normalizers.declaration import HEADS, LayerFacts, Options, Row, WarmStart, declare
 from attnorm.normalizers.softmax import Softmax, softmax_row
+
+SSA_START = 2.0  # of beta
 
 
 class LogLengthScale(ScaleRule):
@@ -118,3 +131,38 @@ def ssmax(
     """
     start = _initial_s(s, rho, size, train_length)
     return Normalizer(Softmax(), scale=[LogLengthScale(start, bias=bias, learned=learned, heads=heads)], name="ssmax")
+
+
+class SelectiveLengthScale(ScaleRule):
+    length = "1 + e^(-e^beta) log n"
+    beta: Tensor
+
+    def __init__(self, beta: float = SSA_START, *, learned: bool = True, heads: int | None = None) -> None:
+        super().__init__()
+        if math.isinf(beta):
+            raise ValueError(f"expected a finite beta, got {beta}. Take 'softmax' or 'ssmax' for the two limits.")
+        set_per_head(self, "beta", beta, heads, learned=learned)
+        self.swap_untrained = beta >= SSA_START
+
+    def factor(self, n: Tensor, positions: Tensor | None, hidden_states: Tensor | None) -> Tensor:
+        beta = self.beta if self.beta.dim() == 0 else self.beta[:, None, None]
+        return 1 + torch.exp(-torch.exp(beta.to(n.dtype))) * torch.log(n.clamp(min=1))
+
+
+def _ssa_reference(row: Row, beta: float = SSA_START, **_: Any) -> Tensor:
+    share = torch.exp(-torch.exp(row.value("scale.0.beta", beta)))
+    return softmax_row(row.z * (1 + share * math.log(row.n)))
+
+
+@declare(
+    reference=_ssa_reference,
+    examples=[{}, {"beta": -0.5}, {"beta": 0.3, "heads": HEADS}],
+    warm_start=WarmStart(
+        "near",
+        "beta = 2: a factor of 1.0043 at 1,024 keys and of 1.0073 at 131,072",
+        options=lambda layer, given_options: {"heads": layer.heads},
+    ),
+)
+def ssa(beta: float = SSA_START, *, learned: bool = True, heads: int | None = None) -> Normalizer:
+    """softmax((1 + e^(-e^beta) log n) z): starts as softmax and learns how logits grow with the visible keys n."""
+    return Normalizer(Softmax(), scale=[SelectiveLengthScale(beta, learned=learned, heads=heads)], name="ssa")
