@@ -14,7 +14,7 @@ from attnorm.analysis.verdicts.advice import advise
 from attnorm.analysis.verdicts.judge import Judgement, judge_head
 from attnorm.analysis.verdicts.reach import binding_length
 from attnorm.analysis.verdicts.rows import format_keys
-from attnorm.analysis.verdicts.rules import HeadCase, is_selecting, worst_norm
+from attnorm.analysis.verdicts.rules import HeadCase, _entropy_floor, is_selecting, worst_norm
 from attnorm.analysis.verdicts.what_if import repeat_command
 from attnorm.report.page_text import what_if_table
 from attnorm.theory.dispersion import entropy_floor
@@ -133,6 +133,12 @@ def test_a_head_at_its_floor_selects_however_broad_it_is() -> None:
     near = head(**SMEARED, horizon=3.0) | {"entropy_floor": 0.9 * math.log(1024) - 0.01, "verdict": "healthy"}
     assert is_selecting(near, Thresholds())
     assert not is_selecting(near | {"entropy_floor": 5.0}, Thresholds())
+
+
+def test_the_floor_beside_a_sink_is_that_of_the_theory() -> None:
+    for spread in (0.0, 1e-3, 0.5, 9.0, 690.0):
+        for n in (1.0, 1.5, 20.0, 1e5):
+            assert _entropy_floor(spread, n) == pytest.approx(float(entropy_floor(spread, n)), rel=1e-13)
 
 
 def test_a_sink_does_not_make_a_smear_look_sharp() -> None:

@@ -193,13 +193,9 @@ def _shift_by_units(value: np.ndarray, units: np.ndarray, counts: np.ndarray, lo
         if logarithmic:
             value, units = (np.minimum(np.log(np.maximum(numbers, 1e-300)), LARGEST_LOG) for numbers in (value, units))
         finite = np.isfinite(units)
-        if (
-            finite.all() and np.isfinite(value).all()
-        ):  # the usual case, with three arrays of all resamples instead of ten
-            moved: np.ndarray = units @ counts.T
-            moved /= units.shape[1]
-            moved += value[:, None]  # same order of operations as below, so that results are equal bit for bit
-            moved -= (units.sum(1) / units.shape[1])[:, None]
+        if finite.all() and np.isfinite(value).all():  # the usual case, with one array of all resamples instead of ten
+            moved: np.ndarray = (units - units.mean(1, keepdims=True)) @ (counts.T / units.shape[1])
+            moved += value[:, None]
             return np.exp(moved, out=moved) if logarithmic else moved
         filled = np.where(finite, units, 0.0)
         mean = filled.sum(1) / finite.sum(1)
@@ -306,17 +302,16 @@ def _any_moves(columns: Arrays) -> np.ndarray:
 
 def _quantiles(values: np.ndarray, shares: Sequence[float]) -> list[np.ndarray]:
     """Return the same as numpy.nanquantile over the last axis, but faster, and infinite between infinite numbers."""
-    ordered = np.sort(values)  # NaN comes last
     last = np.maximum((~np.isnan(values)).sum(1) - 1, 0)
+    positions = [share * last for share in shares]
+    below = [position.astype(int) for position in positions]
+    above = [np.minimum(low + 1, last) for low in below]
+    ordered = np.partition(values, np.unique([below, above])) if len(values) else values  # NaN comes last
     found = []
-    for share in shares:
-        position = share * last
-        below = position.astype(int)
-        low, high = (
-            np.take_along_axis(ordered, index[:, None], 1)[:, 0] for index in (below, np.minimum(below + 1, last))
-        )
+    for position, *neighbours in zip(positions, below, above, strict=True):
+        low, high = (np.take_along_axis(ordered, index[:, None], 1)[:, 0] for index in neighbours)
         with np.errstate(invalid="ignore"):
-            found.append(np.where(low == high, low, low + (position - below) * (high - low)))
+            found.append(np.where(low == high, low, low + (position - neighbours[0]) * (high - low)))
     return found
 
 

@@ -234,13 +234,10 @@ def _as_arrays(heads: pa.Table, cases: Sequence[HeadCase]) -> HeadArrays:
 
     def column(name: str) -> np.ndarray:
         """Return the values of the median row; not finite ones become NaN, except infinite horizons."""
-        medians = np.full(len(cases), np.nan)
-        for candidate in (name, f"{name}_q50"):
-            if candidate in present:
-                values = heads[candidate].to_numpy(zero_copy_only=False).astype(np.float64)
-                usable = ~np.isnan(values) if name.startswith("horizon") else np.isfinite(values)
-                medians = np.where(usable, values, medians)
-        return medians
+        if name not in present:
+            return np.full(len(cases), np.nan)
+        values = heads[name].to_numpy(zero_copy_only=False).astype(np.float64)
+        return values if name.startswith("horizon") else np.where(np.isfinite(values), values, np.nan)
 
     quantiles = {f"jacobian_norm_q{case.thresholds.sensitive_quantile:02d}" for case in cases}
     numbers = {name: column(name) for name in dict.fromkeys([*WINDOW_NUMBERS, *sorted(quantiles)])}
@@ -286,7 +283,7 @@ def _slopes_over_lengths(by_length: pa.Table) -> dict[tuple[Any, ...], float]:
     if len(pc.unique(by_length["length"])) < 2:
         return {}
     longest: dict[tuple[Any, ...], dict[int, tuple[float, float]]] = {}
-    for row in by_length.select([*_HEAD, "n", "effective_gap", "effective_gap_q50"]).to_pylist():
+    for row in by_length.select([*_HEAD, "n", "effective_gap"]).to_pylist():
         n, gap = number(row, "n"), number(row, "effective_gap")
         if n is None or gap is None or n < SHORTEST_IN_SLOPE:
             continue

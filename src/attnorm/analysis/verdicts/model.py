@@ -42,8 +42,7 @@ from attnorm.analysis.verdicts.what_if import Advice, own_normalizer, stand_in
 
 FEW_KEYS = 128  # below it entropy, slopes and separability are mostly chance
 FEW_ROWS = 16  # below it the median row of a head is a matter of which rows were taken
-_SPREADS = ("logit_spread", "logit_spread_q50", "logit_spread_without_sink", "logit_spread_without_sink_q50")
-_CURVE = [*(name for name, _ in HEAD_KEY), "n", *_SPREADS]
+_CURVE = [*(name for name, _ in HEAD_KEY), "n", "logit_spread", "logit_spread_without_sink"]
 
 
 def headline(

@@ -28,19 +28,23 @@ def head_rows(heads: pa.Table) -> list[dict[str, Any]]:
         + ["rows", "broken_rows", "n_low", "n_high"]
         + [name for name, _ in VERDICT_COLUMNS]
     )
-    names += ["worst_norm"]
-    names += [column for number in NUMBERS for column in (number, f"{number}_q50")]
-    names += [f"jacobian_norm_q{q:02d}" for q in QUANTILES]
+    names += ["worst_norm", *NUMBERS, *(f"jacobian_norm_q{q:02d}" for q in QUANTILES)]
     present = set(heads.column_names)  # pyarrow builds a new list at every access
-    rows: list[dict[str, Any]] = heads.select([name for name in dict.fromkeys(names) if name in present]).to_pylist()
-    return rows
+    chosen = [name for name in dict.fromkeys(names) if name in present]
+    columns = [_as_list(heads[name]) for name in chosen]
+    return [dict(zip(chosen, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def _as_list(column: pa.ChunkedArray) -> list[Any]:
+    """Return the values; through NumPy for numbers, which takes a tenth of pyarrow's time."""
+    numbers = pa.types.is_floating(column.type) or pa.types.is_integer(column.type)
+    values: list[Any] = column.to_numpy().tolist() if numbers and not column.null_count else column.to_pylist()
+    return values
 
 
 def number(row: Row, name: str) -> float | None:
-    """Return a number of the median row, or of the column itself if it has no median; None if it is not finite."""
-    value = row.get(f"{name}_q50")
-    if value is None or not math.isfinite(value):
-        value = row.get(name)
+    """Return a number of the median row; None if it is not finite."""
+    value = row.get(name)
     return None if value is None or not math.isfinite(value) else float(value)
 
 
