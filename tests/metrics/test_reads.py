@@ -93,7 +93,8 @@ def test_of_equal_weights_the_earlier_keys_are_read() -> None:
 @given(st.lists(st.sampled_from([0.0, 0.1, 0.25, 0.5, -0.25]), min_size=1, max_size=12), st.integers(1, 14), st.data())
 def test_heaviest_keys_are_those_of_a_stable_sort(row: list[float], count: int, data: st.DataObject) -> None:
     visible = data.draw(st.lists(st.booleans(), min_size=len(row), max_size=len(row)))
-    keys, weights = heaviest_keys(torch.tensor([row]), torch.tensor([visible]), count)
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
+    keys, weights = heaviest_keys(torch.tensor([row], dtype=dtype), torch.tensor([visible]), count)
     order = sorted((i for i in range(len(row)) if visible[i] and row[i]), key=lambda i: (-abs(row[i]), i))[:count]
     assert [key for key in keys[0].tolist() if key >= 0] == order
     assert weights[0, : len(order)].tolist() == pytest.approx([row[i] for i in order])

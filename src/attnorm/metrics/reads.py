@@ -122,16 +122,16 @@ def heaviest_keys(weights: Tensor, visible: Tensor, count: int) -> tuple[Tensor,
     """
     count = min(count, weights.shape[-1])
     size = weights.abs().masked_fill(~visible, 0.0)
-    sound = size.sum(-1, keepdim=True).isfinite()
-    size = size.masked_fill(~sound, 0.0)
-    # topk may return any of several equal weights, so it only gives the threshold; columns are counted from the left.
-    least = size.topk(count, dim=-1).values[..., -1:]
-    heavier, tied = size > least, size == least
-    selected = heavier | (tied & (tied.cumsum(-1) <= count - heavier.sum(-1, keepdim=True)))
-    all_columns = torch.arange(size.shape[-1], device=size.device)
-    columns = torch.where(selected, all_columns, size.shape[-1]).topk(count, dim=-1, largest=False).values
-    order = size.gather(-1, columns).sort(dim=-1, descending=True, stable=True).indices
-    columns = columns.gather(-1, order)
+    size = size.masked_fill(~size.sum(-1, keepdim=True).isfinite(), 0.0)
+    last = size.shape[-1] - 1
+    if size.dtype == torch.float32:
+        # topk may return any of several equal numbers. The bits of numbers above 0 have their order, and as upper half
+        # of an integer whose lower half counts columns from the right, no two are equal.
+        from_the_right = torch.arange(last, -1, -1, device=size.device)
+        ordered = (size.view(torch.int32).long() << 32).add_(from_the_right)
+        columns = last - (ordered.topk(count, dim=-1).values & 0xFFFFFFFF)
+    else:
+        columns = size.sort(dim=-1, descending=True, stable=True).indices[..., :count]
     values = weights.gather(-1, columns)
     read = size.gather(-1, columns) > 0
     return torch.where(read, columns, -1), torch.where(read, values, 0.0)
