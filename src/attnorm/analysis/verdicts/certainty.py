@@ -194,13 +194,13 @@ def _shift_by_units(value: np.ndarray, units: np.ndarray, counts: np.ndarray, lo
             value, units = (np.minimum(np.log(np.maximum(numbers, 1e-300)), LARGEST_LOG) for numbers in (value, units))
         finite = np.isfinite(units)
         if finite.all() and np.isfinite(value).all():  # the usual case, with one array of all resamples instead of ten
-            moved: np.ndarray = (units - units.mean(1, keepdims=True)) @ (counts.T / units.shape[1])
+            moved: np.ndarray = (units - units.sum(1, keepdims=True) / units.shape[1]) @ counts.T
+            moved /= units.shape[1]  # same order of operations as below, so that results are equal bit for bit
             moved += value[:, None]
             return np.exp(moved, out=moved) if logarithmic else moved
-        filled = np.where(finite, units, 0.0)
-        mean = filled.sum(1) / finite.sum(1)
-        drawn = (filled @ counts.T) / (finite.astype(float) @ counts.T)
-        moved = value[:, None] + np.where(np.isfinite(drawn), drawn, mean[:, None]) - mean[:, None]
+        mean = np.where(finite, units, 0.0).sum(1, keepdims=True) / finite.sum(1, keepdims=True)
+        drawn = np.where(finite, units - mean, 0.0) @ counts.T / (finite.astype(float) @ counts.T)
+        moved = np.where(np.isfinite(drawn), drawn, 0.0) + value[:, None]
         moved = np.where(np.isfinite(moved), moved, value[:, None])
         return np.exp(moved) if logarithmic else moved
 
