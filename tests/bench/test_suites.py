@@ -161,6 +161,20 @@ def test_the_peak_of_a_call_is_what_it_touched_for_a_moment() -> None:
 
 
 @linux_only
+def test_small_blocks_freed_before_do_not_hide_what_a_call_takes() -> None:
+    count, size = 3000, 16_000  # each below the size from which glibc returns a block when it is freed
+
+    def small_blocks() -> None:
+        [torch.ones(size // 4) for _ in range(count)]
+
+    before = [torch.ones(size // 4) for _ in range(4 * count)]
+    last = before[-1]  # the heap does not shrink below a block in use
+    del before
+    assert 0.9 * count * size < peak_above(small_blocks) < 1.5 * count * size
+    assert last.numel()
+
+
+@linux_only
 def test_memory_is_not_measured_where_the_allocator_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[torch.Tensor] = []
     ones = torch.ones

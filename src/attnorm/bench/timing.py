@@ -4,12 +4,14 @@ Alternation lets changes of the machine's speed affect both calls. The memory is
 everything that `top` shows: outputs, gradients, blocks in flight, and whatever the allocator keeps. It is measured by
 the operating system, not by torch.
 
-An allocator may keep what was freed before the call, and would then hide what the call uses: torch's wheels for aarch64
-include mimalloc, which returns freed memory to the system about 0.1 s later, when it next serves a large request. So
-the measurement starts once a block of memory, freed for this purpose, is back with the system. If it never comes back,
-or if the kernel does not reset its high-water mark, the memory cannot be measured and a RuntimeError gives the reason.
+An allocator may keep what was freed before the call, and would then hide what the call uses: glibc keeps small blocks
+until it is told to return them, and torch's wheels for aarch64 include mimalloc, which returns freed memory to the
+system about 0.1 s later, when it next serves a large request. So the measurement starts once a block of memory, freed
+for this purpose, is back with the system. If it never comes back, or if the kernel does not reset its high-water mark,
+the memory cannot be measured and a RuntimeError gives the reason.
 """
 
+import ctypes
 import gc
 import json
 import os
@@ -158,15 +160,19 @@ def peak_above(call: Callable[[], object]) -> int:
 
 def return_freed_memory() -> None:
     """Wait until the allocator has returned freed memory to the system, shown by a block that is freed here."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda kept: None)  # glibc's
+    trim(0)
     probe = torch.ones(PROBE_BYTES // 4)
     with_probe = resident("VmRSS")
     del probe
+    trim(0)
     deadline = time.monotonic() + PATIENCE_SECONDS
     while with_probe - resident("VmRSS") < PROBE_BYTES * 3 // 4:
         if time.monotonic() > deadline:
             raise RuntimeError("expected freed memory back within 10 s, but the allocator keeps it; use the system's")
         time.sleep(0.02)
         torch.empty(PROBE_BYTES // 2, dtype=torch.uint8)  # never touched: only a large request makes mimalloc purge
+        trim(0)
 
 
 def resident(field: str) -> int:
