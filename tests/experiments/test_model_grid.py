@@ -187,19 +187,21 @@ def test_the_variance_is_divided_between_positions_and_normalizers() -> None:
     assert math.isnan(loss_at(records[0], 4))
 
 
-def test_heads_are_compared_by_separability_above_its_null() -> None:
-    def of(count: int, separability: float) -> grid.Record:
+@pytest.mark.parametrize(
+    ("separability", "null", "verdict"),
+    [(0.7, 0.5, "reproduces"), (0.7, 0.7, "partly"), (0.5, 0.3, "partly"), (0.56, 0.5, "does not")],
+)
+def test_heads_are_compared_by_separability_and_above_its_null(separability: float, null: float, verdict: str) -> None:
+    def of(count: int, separability: float, null: float) -> grid.Record:
         rows: dict[str, Any] = {
-            "top_n": [1, 5], "separability": [0.0, separability], "separability_null": [0.0, 0.5],
+            "top_n": [1, 5], "separability": [0.0, separability], "separability_null": [0.0, null],
         }  # fmt: skip
         return {"heads_per_layer": count, "map": "softmax", "valid_loss": 4.0, "top_n": rows}
 
-    (finding,) = heads.findings([of(4, 0.55), of(32, 0.7)], small=False)
-    assert finding.verdict == "reproduces"
-    assert "+0.050" in finding.ours
-    assert "+0.200" in finding.ours
-    (finding,) = heads.findings([of(4, 0.55), of(32, 0.56)], small=False)
-    assert finding.verdict == "does not"
+    (finding,) = heads.findings([of(4, 0.55, 0.5), of(32, separability, null)], small=False)
+    assert finding.verdict == verdict
+    for number in ("0.550", f"{separability:.3f}", "+0.050", f"{separability - null:+.3f}"):
+        assert number in finding.ours
 
 
 @pytest.mark.parametrize("name", ["temperature", "positions", "heads"])
