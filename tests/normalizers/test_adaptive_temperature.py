@@ -155,3 +155,8 @@ def test_coefficients_must_be_finite_numbers(coefficients: tuple[float, ...]) ->
 )
 def test_where_a_polynomial_turns(coefficients: tuple[float, ...], points: list[float]) -> None:
     assert _turning_points(coefficients) == pytest.approx(points)
+
+
+def test_the_monotone_extension_is_found_on_the_cpu_whatever_the_default_device() -> None:
+    with torch.device("meta"):
+        get("adaptive_temperature:monotone=true")

@@ -35,18 +35,20 @@ _BLOCK = 128  # rows per program of the kernels that read sums, one row per thre
 _MASK_TILE = (16, 256)  # rows and keys whose mask a program counts at a time
 
 # Rows, keys, warps and stages by bytes of a number and padded width, which is at most the key of this table. For half
-# precision up to width 128 the fastest of four or five on an H200: at width 128 13.2 ms, with tiles of 128 x 128 logits
-# 13.3; at width 64 8.9 ms, with 64 x 64 9.9. The others were compiled for it and not timed: a thread holds its
-# part of the output, of a tile of logits and of the sums in 255 registers, and with larger tiles it spills more.
-# float32 of width 256 spills 0.5 to 0.8 KB per thread.
+# precision of width 128 the fastest of five on an H200: 13.2 ms, with tiles of 128 x 128 logits 13.3. The others were
+# compiled for it and not timed: a thread holds its part of the output, of a tile of logits and of the sums in 255
+# registers, and with larger tiles it spills more. float32 of width 256 spills 0.5 to 0.8 KB per thread.
 OUTPUT_TILES: dict[tuple[int, int], Tile] = {
-    (2, 64): (64, 128, 4, 2),
+    (2, 64): (64, 64, 4, 3),
     (2, 128): (64, 64, 4, 2),
     (2, 256): (128, 32, 8, 2),
     (4, 64): (64, 32, 4, 2),
     (4, 128): (64, 32, 4, 2),
     (4, 256): (16, 64, 8, 2),
 }
+# Softmax up to width 64 without a mask: 8.9 ms, with 64 x 64 9.9. With a mask, or with the weights of another map, this
+# tile spills 0.4 KB and more per thread, and 64 x 64 at most 20 bytes.
+WIDE_TILE: Tile = (64, 128, 4, 2)
 SMALL_OUTPUT_TILES: dict[tuple[int, int], Tile] = {  # instead, where 114,688 bytes of shared memory do not fit
     (2, 256): (64, 32, 8, 2),
     (4, 128): (32, 32, 8, 2),
@@ -319,7 +321,8 @@ def output_and_sums(launch: RowsLaunch, value: Tensor, learned_sink: Tensor | No
     q, v = launch.q, in_rows(value)
     output, sums, reference = empty_rows(q), launch.empty(len(COLUMNS)), launch.empty(1)[0]
     sink = q if learned_sink is None else learned_sink.to(sums).contiguous()
-    tile = output_tile(q)
+    narrow = q.element_size() == 2 and padded(q) <= 64 and launch.mask is None
+    tile = WIDE_TILE if narrow else output_tile(q)
     with device_of(q):
         softmax_output[(launch.programs(tile),)](
             *launch.tensors, launch.rows, v, sink, output, reference, sums, *launch.sizes, *v.stride()[:3],

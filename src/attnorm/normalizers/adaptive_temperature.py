@@ -96,14 +96,14 @@ def _derivative(coefficients: Sequence[float]) -> list[float]:
 
 
 def _turning_points(coefficients: Sequence[float]) -> list[float]:
-    """Real roots of the derivative, as eigenvalues of its companion matrix, in rising order."""
+    """Real roots of the derivative, as eigenvalues of its companion matrix on the CPU, in rising order."""
     slope = _derivative(coefficients)
     while slope and slope[0] == 0:
         slope.pop(0)
     if len(slope) < 2:
         return []
-    companion = torch.diag(torch.ones(len(slope) - 2, dtype=torch.float64), -1)
-    companion[0] = -torch.tensor(slope[1:], dtype=torch.float64) / slope[0]
+    companion = torch.diag(torch.ones(len(slope) - 2, dtype=torch.float64, device="cpu"), -1)
+    companion[0] = -torch.tensor(slope[1:], dtype=torch.float64, device="cpu") / slope[0]
     return sorted(root.real for root in torch.linalg.eigvals(companion).tolist() if abs(root.imag) < 1e-9)
 
 
