@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -14,7 +15,7 @@ from attnorm.analysis.verdicts.advice import advise
 from attnorm.analysis.verdicts.judge import Judgement, judge_head
 from attnorm.analysis.verdicts.reach import binding_length
 from attnorm.analysis.verdicts.rows import format_keys
-from attnorm.analysis.verdicts.rules import HeadCase, _entropy_floor, is_selecting, worst_norm
+from attnorm.analysis.verdicts.rules import HeadCase, _entropy_floor, _relative_entropies, is_selecting, worst_norm
 from attnorm.analysis.verdicts.what_if import repeat_command
 from attnorm.report.page_text import what_if_table
 from attnorm.theory.dispersion import entropy_floor
@@ -705,3 +706,11 @@ def test_an_empty_analysis_has_a_verdict_too() -> None:
 )
 def test_lengths_are_told_as_people_say_them(count: float, words: str) -> None:
     assert format_keys(count) == words
+
+
+def test_a_head_with_one_key_beside_its_sink_and_no_horizon_has_no_floor() -> None:
+    two, unknown = np.array([2.0]), np.array([np.nan])
+    heads = {"entropy_nats": np.array([0.3]), "entropy_ratio": np.array([0.3 / np.log(2)]), "n_low": two}
+    heads["entropy_floor"] = unknown
+    found = _relative_entropies(heads, np.array([True]), np.array([0.4]), unknown, two)
+    assert np.isnan(found).all()

@@ -427,7 +427,8 @@ def _relative_entropies(
         keys = np.exp(log_keys[hidden]) - 1
         log_keys[hidden] = np.log(keys)
         spreads = np.log(np.maximum(horizon[hidden] - 1, 1.0))
-        floor[hidden] = entropy_floor(torch.from_numpy(spreads), torch.from_numpy(np.fmax(keys, 1.0))).numpy()
+        beside = entropy_floor(torch.from_numpy(spreads), torch.from_numpy(np.fmax(keys, 1.0))).numpy()
+        floor[hidden] = np.where(np.isnan(spreads), np.nan, beside)  # of one key it is 0, whatever the spread
     entropy = np.where(hidden | np.isnan(nats), ratio * log_keys, nats)
     return np.asarray((entropy - floor) / np.maximum(log_keys - floor, 1e-12))
 
