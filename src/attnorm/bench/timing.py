@@ -5,7 +5,7 @@ everything that `top` shows: outputs, gradients, blocks in flight, and whatever 
 the operating system, not by torch.
 
 An allocator may keep what was freed before the call, and would then hide what the call uses: glibc keeps small blocks
-until it is told to return them, and torch's wheels for aarch64 include mimalloc, which returns freed memory to the
+until malloc_trim is called, and torch's wheels for aarch64 include mimalloc, which returns freed memory to the
 system about 0.1 s later, when it next serves a large request. So the measurement starts once a block of memory, freed
 for this purpose, is back with the system. If it never comes back, or if the kernel does not reset its high-water mark,
 the memory cannot be measured and a RuntimeError gives the reason.
