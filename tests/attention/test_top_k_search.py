@@ -25,7 +25,7 @@ def found_above_cutoff(
 ) -> Tensor:
     """Which logits z (rows, keys) exceed or equal what the search finds for each row."""
     rows = z.shape[0]
-    q, keys = torch.eye(rows, device=DEVICE)[None, None], z.T[None, None].contiguous().to(DEVICE)
+    q, keys = torch.eye(rows, dtype=z.dtype, device=DEVICE)[None, None], z.T[None, None].contiguous().to(DEVICE)
     wanted = torch.as_tensor(k, dtype=torch.int32, device=DEVICE).expand(1, 1, rows)
     mask = None if visible is None else visible[None, None].to(DEVICE)
     numbers = None if factor is None else factor[None, None].to(DEVICE)
@@ -124,7 +124,10 @@ def test_rows_of_normal_logits_are_found_in_one_pass(monkeypatch: pytest.MonkeyP
     assert left[0].nonzero()[:, 0].tolist() == [3, 7]
 
 
-@pytest.mark.parametrize("tile", [(64, 128, 4, 3), (64, 256, 8, 2)])
+IN_THE_INTERPRETER = pytest.mark.skipif(DEVICE == "cuda", reason="a GPU gets the other tile")
+
+
+@pytest.mark.parametrize("tile", [(64, 128, 4, 3), pytest.param((64, 256, 8, 2), marks=IN_THE_INTERPRETER)])
 def test_many_rows_with_their_largest_logits_in_one_lane(
     tile: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +136,7 @@ def test_many_rows_with_their_largest_logits_in_one_lane(
     rows, keys = torch.arange(120)[:, None], torch.arange(520)
     z = torch.randn(120, 520, generator=torch.Generator().manual_seed(0))
     z += 100.0 * ((keys % 32 == rows % 32) & (rows % 3 != 0))
+    z = z.half()  # float32 needs more shared memory than a GPU has
     for options, visible in (({}, keys < 520), ({"causal": True}, keys <= rows + 400)):
         expected = kept(z, 20, visible.expand(120, 520))
         assert torch.equal(found_above_cutoff(z, 20, 64, **options) & visible, expected)

@@ -15,6 +15,7 @@ from attnorm.metrics.call import AttentionCall
 from tests.metrics.reference import dense_logits, dense_visible, dense_weights
 
 B, H, G, Q, K, D = 2, 4, 2, 21, 37, 8
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of the kernels; the interpreter runs them on a CPU
 
 
 def draw(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -439,7 +440,7 @@ def test_vmap_equals_a_loop(name: str, kernels: bool, monkeypatch: pytest.Monkey
     q, k = torch.randn(3, B, H, Q, D, generator=generator), torch.randn(B, G, K, D, generator=generator)
     masks = torch.rand(3, B, 1, Q, K, generator=generator) < 0.7
     if kernels:  # the interpreter takes time
-        q, k, masks = q[:2, :1, :, :4], k[:1, :, :16], masks[:2, :1, :, :4, :16]
+        q, k, masks = (t.to(DEVICE) for t in (q[:2, :1, :, :4], k[:1, :, :16], masks[:2, :1, :, :4, :16]))
 
     def measure(q: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, attnorm.AttentionStatistics]:
         alone = attnorm.attention_statistics(q, k, normalizer, mask=mask, top_n=(1, 5))
