@@ -148,9 +148,37 @@ def tempered(map_: str, T: float | str, loss: float | None, seed: int = 0) -> gr
 def test_the_guideline_is_judged_by_runs_that_break_and_by_the_loss(
     losses: dict[float, float | None], unstable: str, worse: str
 ) -> None:
-    records = [tempered("softmax", T, loss) for T, loss in losses.items()]
-    assert [finding.verdict for finding in temperature.findings(records, small=False)] == [unstable, worse]
-    assert temperature.largest_gradient(records[0]) == 2.0  # without the warmup
+    """Two seeds each, 0.04 apart: a temperature is worse if both are worse than both of the best."""
+    records = [
+        tempered("softmax", T, loss and loss + 0.04 * seed, seed) for T, loss in losses.items() for seed in (0, 1)
+    ]
+    assert [finding.verdict for finding in temperature.findings(records)] == [unstable, worse]
+
+
+def test_seeds_that_overlap_cost_no_loss_and_small_differences_beyond_the_seeds_do() -> None:
+    losses = {0.25: (4.0475, 4.0585), 0.5: (4.011, 4.013), 1.0: (4.0, 4.0125)}
+    records = [tempered("softmax", T, loss, seed) for T, pair in losses.items() for seed, loss in enumerate(pair)]
+    assert [temperature.is_costly(records, "softmax", T) for T in losses] == [True, False, False]
+
+
+def test_the_largest_gradient_is_that_of_the_whole_training_and_after_the_warmup() -> None:
+    records = [tempered("softmax", 0.05, 4.0, seed) for seed in (0, 1)]
+    records[1]["course"] = [[1, 5.0, None, 40.0], [20, 4.0, None, 3.0]]
+    assert temperature.largest_gradient(records[0]) == 90.0
+    assert temperature.largest_gradient_after_warmup(records[0]) == 2.0
+    numbers = {"largest": temperature.largest_gradient, "later": temperature.largest_gradient_after_warmup}
+    (row,) = temperature.temperatures_table(records, numbers).to_pylist()
+    assert (row["largest_low"], row["largest"], row["largest_high"], row["later"]) == (40.0, 65.0, 90.0, 2.5)
+    stability, _ = temperature.findings(records)
+    assert "norm of the gradient 90" in stability.ours
+    gradients = temperature.figure(records).axes[1]
+    assert gradients.get_yscale() == "linear"
+    course = temperature.course_figure(records).axes
+    assert [axes.get_title(loc="left") for axes in course] == [
+        "(a)  softmax: training loss", "(b)  softmax: norm of the gradient", "(c)  softmax: Jacobian norm",
+    ]  # fmt: skip
+    assert list(course[1].lines[0].get_ydata()) == [65.0, 2.5]
+    assert list(course[0].lines[0].get_xdata()) == [20], "the loss is drawn after the warmup"
 
 
 @pytest.mark.parametrize(("module", "count"), [(temperature, 72), (positions, 12)])
@@ -177,7 +205,7 @@ def test_the_variance_is_divided_between_positions_and_normalizers() -> None:
         for way in ("rotary", "none")
         for name in ("softmax", "ssmax")
     ]
-    (finding,) = positions.findings(records, {"rise": lambda r: loss_at(r, 2) - loss_at(r, 1)}, small=False)
+    (finding,) = positions.findings(records, {"rise": lambda r: loss_at(r, 2) - loss_at(r, 1)})
     shares = variance_shares(records, ("positions", "map"), lambda r: loss_at(r, 2))
     assert shares == pytest.approx({"positions": 0.25 / 0.26, "map": 0.01 / 0.26, "the rest": 0.0}, abs=1e-9)
     assert finding.verdict == "does not"
@@ -198,7 +226,7 @@ def test_heads_are_compared_by_separability_and_above_its_null(separability: flo
         }  # fmt: skip
         return {"heads_per_layer": count, "map": "softmax", "valid_loss": 4.0, "top_n": rows}
 
-    (finding,) = heads.findings([of(4, 0.55, 0.5), of(32, separability, null)], small=False)
+    (finding,) = heads.findings([of(4, 0.55, 0.5), of(32, separability, null)])
     assert finding.verdict == verdict
     for number in ("0.550", f"{separability:.3f}", "+0.050", f"{separability - null:+.3f}"):
         assert number in finding.ours

@@ -8,7 +8,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from matplotlib.figure import Figure
 
@@ -16,9 +15,7 @@ from attnorm.arithmetic import ceil_div
 from attnorm.experiments.experiment import (
     Experiment,
     ExperimentFinding,
-    ExperimentSubject,
     Outcome,
-    ProgressCallback,
     Verdict,
 )
 from attnorm.experiments.model_grid.grid import (
@@ -30,7 +27,7 @@ from attnorm.experiments.model_grid.grid import (
     loss_at,
     mean,
     mean_over_heads,
-    records_of,
+    run_grid,
     select_records,
     share_beyond_horizon,
     table,
@@ -66,18 +63,12 @@ FULL = GridPlan(models=models(NORMALIZERS), longer=LONGER)
 QUICK = replace(TINY, models=models(("softmax",)), heads=2, longer=(1, 2))
 
 
-def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
-    plan = QUICK if subject.quick else FULL
-    return outcome(records_of(plan, subject, progress, parts), plan)
-
-
 def outcome(records: Sequence[Record], plan: GridPlan) -> Outcome:
-    small = plan is QUICK
     numbers = effects(max(plan.longer))
     losses = {f"loss_at_{times}x": partial(loss_at, times=times) for times in plan.longer}
     return Outcome(
-        summary=summary(records, max(plan.longer)) + (" Models this small show only that everything runs." * small),
-        findings=findings(records, numbers, small=small),
+        summary=summary(records, max(plan.longer)),
+        findings=findings(records, numbers),
         figures={"positions": figure(records, plan.longer)},
         tables={"models": table(records, **losses, **numbers)},
         parameters=plan.as_dict(),
@@ -93,7 +84,7 @@ def effects(times: int) -> dict[str, Number]:
     }
 
 
-def findings(records: Sequence[Record], numbers: dict[str, Number], *, small: bool) -> tuple[ExperimentFinding, ...]:
+def findings(records: Sequence[Record], numbers: dict[str, Number]) -> tuple[ExperimentFinding, ...]:
     """Compare how much of the variance of each effect the positions and the normalizer explain."""
     results = []
     for name, number in numbers.items():
@@ -106,10 +97,8 @@ def findings(records: Sequence[Record], numbers: dict[str, Number], *, small: bo
                 claim=f"the {name} belongs to the normalizer, not to the positions",
                 ours=f"of the variance between models: positions {shares['positions']:.0%}, "
                 f"normalizer {shares['map']:.0%}, the rest {shares['the rest']:.0%}",
-                verdict="not tested" if small else _verdict(shares["map"], shares["positions"]),
-                why="too small to judge"
-                if small
-                else f"{len(values(records, number))} of {len(records)} models have this number",
+                verdict=_verdict(shares["map"], shares["positions"]),
+                why=f"{len(values(records, number))} of {len(records)} models have this number",
             )
         )
     return tuple(results)
@@ -178,6 +167,6 @@ EXPERIMENT = Experiment(
     title="Positions and normalizers",
     source="no paper: Velickovic et al. 2024 leave positions out",
     question="Which effects of length belong to the normalizer and which to the positions?",
-    run=run,
+    run=partial(run_grid, FULL, QUICK, outcome),
     needs_model=False,
 )
