@@ -10,11 +10,13 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+import pyarrow as pa
 from matplotlib.figure import Figure
 
 from attnorm.experiments.experiment import (
     Experiment,
     ExperimentFinding,
+    Floats,
     Outcome,
     Verdict,
 )
@@ -24,11 +26,14 @@ from attnorm.experiments.model_grid.grid import (
     GridPlan,
     Number,
     Record,
-    loss,
+    lengths_table,
+    loss_at,
     mean,
+    mean_over_heads,
     run_grid,
     seed_deviation,
     select_records,
+    share_beyond_horizon,
     table,
 )
 from attnorm.figures import CORRECTED, MEASURED, PRINTED, letter, note, tidy
@@ -57,42 +62,68 @@ def outcome(records: Sequence[Record], plan: GridPlan) -> Outcome:
         summary=summary(records),
         findings=findings(records),
         figures={"heads": figure(records)},
-        tables={"models": table(records, **NUMBERS)},
+        tables={
+            "models": table(records, **NUMBERS), "top-n": top_n_table(records),
+            "lengths": lengths_table(records, ("heads_per_layer", "map")),
+        },
         parameters=plan.as_dict(),
-    )
+    )  # fmt: skip
 
 
-def separability(record: Record) -> float:
-    """Return the share of a head's TOP_N heaviest keys that its output distinguishes, mean over heads."""
-    return _mean_of(record.get("top_n"), "separability")
+def separability(record: Record, top_n: int = TOP_N) -> float:
+    """Return the share of a head's heaviest keys that its output distinguishes, mean over heads."""
+    return _mean_of(record.get("top_n"), "separability", top_n)
 
 
-def null(record: Record) -> float:
+def null(record: Record, top_n: int = TOP_N) -> float:
     """Return the separability of the same weights on exchanged values, mean over heads."""
-    return _mean_of(record.get("top_n"), "separability_null")
+    return _mean_of(record.get("top_n"), "separability_null", top_n)
 
 
-def excess(record: Record) -> float:
+def excess(record: Record, top_n: int = TOP_N) -> float:
     """Return separability minus its null; above 0, values help to distinguish keys."""
-    return separability(record) - null(record)
+    return separability(record, top_n) - null(record, top_n)
 
 
-def union(record: Record) -> float:
-    """Return the share of keys that the heads of a layer cover together, mean over layers."""
-    return _mean_of(record.get("coverage"), "union")
-
-
-def independent(record: Record) -> float:
-    """Return the share that heads would cover together if each chose as many keys at random, mean over layers."""
-    return _mean_of(record.get("coverage"), "independent")
-
-
-def _mean_of(rows: dict[str, list[float]] | None, column: str) -> float:
+def share_above_null(record: Record, top_n: int = TOP_N) -> float:
+    """Return the share of heads whose separability is above the interval of their null."""
+    rows = record.get("top_n")
     if not rows:
         return math.nan
-    at_top_n = np.array(rows["top_n"]) == TOP_N
-    numbers = np.array(rows[column], dtype=np.float64)[at_top_n]
+    found, high = (_at_top_n(rows, column, top_n) for column in ("separability", "separability_null_high"))
+    return float(np.mean(found > high)) if len(found) else math.nan
+
+
+def union(record: Record, top_n: int = TOP_N) -> float:
+    """Return the share of keys that the heads of a layer cover together, mean over layers."""
+    return _mean_of(record.get("coverage"), "union", top_n)
+
+
+def independent(record: Record, top_n: int = TOP_N) -> float:
+    """Return the share that heads would cover together if each chose as many keys at random, mean over layers."""
+    return _mean_of(record.get("coverage"), "independent", top_n)
+
+
+def _at_top_n(rows: dict[str, list[float]], column: str, top_n: int) -> Floats:
+    chosen: Floats = np.array(rows[column], dtype=np.float64)[np.array(rows["top_n"]) == top_n]
+    return chosen
+
+
+def _mean_of(rows: dict[str, list[float]] | None, column: str, top_n: int) -> float:
+    numbers = _at_top_n(rows, column, top_n) if rows else np.array([])
     return float(np.nanmean(numbers)) if np.isfinite(numbers).any() else math.nan
+
+
+def top_n_table(records: Sequence[Record]) -> pa.Table:
+    """Return separability and coverage by model and number of keys per head."""
+    numbers = (separability, null, excess, share_above_null, union, independent)
+    return pa.Table.from_pylist([
+        {name: record[name] for name in ("heads_per_layer", "map", "seed")}
+        | {"top_n": int(top_n)}
+        | {number.__name__: number(record, int(top_n)) for number in numbers}
+        for record in records
+        for top_n in dict.fromkeys((record.get("top_n") or {"top_n": []})["top_n"])
+    ])  # fmt: skip
 
 
 NUMBERS: dict[str, Number] = {
@@ -100,6 +131,8 @@ NUMBERS: dict[str, Number] = {
     "separability_null": null,
     "union_coverage": union,
     "independent_coverage": independent,
+    **{name: partial(mean_over_heads, column=name) for name in ("effective_keys", "max_weight", "entropy_ratio")},
+    "share_beyond_horizon": share_beyond_horizon,
 }
 
 
@@ -137,7 +170,7 @@ def _finding(
 def summary(records: Sequence[Record]) -> str:
     sentences = []
     for name in dict.fromkeys(record["map"] for record in records):
-        by = {record["heads_per_layer"]: loss(record) for record in select_records(records, map=name)}
+        by = {record["heads_per_layer"]: loss_at(record, 1) for record in select_records(records, map=name)}
         sentences.append(
             f"{name}: " + ", ".join(f"{value:.3f} with {count} heads" for count, value in by.items()) + "."
         )
@@ -149,7 +182,7 @@ def figure(records: Sequence[Record]) -> Figure:
     drawn = Figure(figsize=(10.5, 3.6))
     panels = drawn.subplots(1, 3)
     numbers: list[tuple[str, str, Number, Number | None]] = [
-        ("loss", "nats per token", loss, None),
+        ("loss at the training length", "nats per token", partial(loss_at, times=1), None),
         ("keys that a head distinguishes", f"share of its {TOP_N} heaviest", separability, null),
         ("keys that a layer's heads cover", f"share of the row, {TOP_N} per head", union, independent),
     ]
