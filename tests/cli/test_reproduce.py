@@ -203,7 +203,7 @@ def test_a_time_limit_that_leaves_models_untrained_is_exit_code_3(
     def records_of(plan: Any, subject: ExperimentSubject, *_: Any) -> None:
         raise UnfinishedError(f"{subject.minutes} minutes")
 
-    monkeypatch.setattr("attnorm.experiments.model_grid.heads.records_of", records_of)
+    monkeypatch.setattr("attnorm.experiments.model_grid.grid.records_of", records_of)
     stopped = runner.invoke(app, ["reproduce", "heads", "--quick", "--minutes", "0.25", "--out", str(tmp_path)])
     assert stopped.exit_code == 3, stopped.output
     assert "0.25 minutes" in stopped.stderr

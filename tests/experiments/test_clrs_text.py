@@ -15,7 +15,14 @@ from attnorm.cli import app
 from attnorm.experiments.clrs_text import experiment
 from attnorm.experiments.clrs_text import workspace as work
 from attnorm.experiments.clrs_text.experiment import EXCEPTIONS, comparisons_of, figures_of, findings_of, outcome
-from attnorm.experiments.clrs_text.results import ClrsResults, compare, interval, results_of
+from attnorm.experiments.clrs_text.results import (
+    SAME_QUESTIONS,
+    ClrsResults,
+    compare,
+    interval,
+    mean_shares,
+    results_of,
+)
 from attnorm.experiments.clrs_text.workspace import (
     ADAPTIVE,
     FULL,
@@ -240,6 +247,56 @@ def test_a_question_counts_once_and_seeds_must_agree() -> None:
     assert differ.outcome == "no difference"
 
 
+def test_models_of_different_seeds_must_agree_too() -> None:
+    """Better for each seed, and significant: but one seed of softmax is as good as another seed of the variant."""
+    names = ["x"]
+    lines = [made_line(SOFTMAX, seed, {OWN: cells(0, right, names)}) for seed, right in ((0, 0), (1, 12))]
+    for right, outcome_of_both in ((12, "no difference"), (13, "better")):
+        others = [(0, right), (1, 32)]
+        adaptive = [made_line(ADAPTIVE, seed, {OWN: cells(0, count, names)}) for seed, count in others]
+        found = results_of([*lines, *adaptive])
+        (comparison,) = compare(found.variants[1], found.variants[0], names, [16])
+        assert comparison.p_holm < 0.05
+        assert comparison.outcome == outcome_of_both
+        (back,) = compare(found.variants[0], found.variants[1], names, [16])
+        assert back.outcome == outcome_of_both.replace("better", "worse")
+
+
+def test_the_published_records_give_the_numbers_of_the_page() -> None:
+    with lzma.open(Path(__file__).parents[2] / "docs" / "results" / "clrs-text.jsonl.xz", "rt") as file:
+        results = results_of([json.loads(line) for line in file])
+    comparisons = comparisons_of(results)
+    outcomes = {where: [one.outcome for one in comparisons[ADAPTIVE, where]] for where in results.sizes}
+    assert {where: (found.count("better"), found.count("worse")) for where, found in outcomes.items()} == {
+        "in": (0, 9), "between": (0, 8), "out": (1, 0),
+    }  # fmt: skip
+    assert {algorithm for group in SAME_QUESTIONS for algorithm in group} < set(results.algorithms)
+
+
+def test_tasks_with_the_same_questions_may_count_once() -> None:
+    names = ["bfs", *SAME_QUESTIONS[0]]
+    answers = cells(0, 32, names) | cells(0, 0, ["bfs"]) | cells(0, 16, ["quicksort"])
+    found = results_of([made_line(SOFTMAX, seed, {OWN: answers}) for seed in (0, 1)])
+    assert mean_shares(found.variants[0], names, [16], once=False) == pytest.approx([3.5 / 5] * 2)
+    assert mean_shares(found.variants[0], names, [16], once=True) == pytest.approx([3.5 / 4 / 2] * 2)
+
+
+def test_shares_have_the_range_of_the_seeds_and_the_interval_of_the_questions() -> None:
+    names = ["bfs", "dfs"]
+    lines = [made_line(SOFTMAX, seed, {OWN: cells(0, right, names)}) for seed, right in ((0, 8), (1, 24))]
+    made = outcome([*lines, made_line("ssmax", 0, {OWN: cells(0, 16, names)})], FULL.normalizers)
+    softmax, ssmax = (row for row in made.tables["shares"].to_pylist() if row["range"] == "out")
+    assert (softmax["share"], softmax["lowest_seed"], softmax["highest_seed"]) == (0.5, 0.25, 0.75)
+    expected = binomtest(32, 64).proportion_ci(method="wilson")
+    assert (ssmax["low"], ssmax["high"]) == pytest.approx((expected.low, expected.high))
+    bands = made.figures["normalizers"].axes[0].collections
+    at_16 = [sorted(band.get_paths()[0].vertices[:, 1][band.get_paths()[0].vertices[:, 0] == 16]) for band in bands]
+    assert (at_16[0][0], at_16[0][-1]) == (25, 75)
+    one = binomtest(16, 32).proportion_ci(method="wilson")
+    assert (at_16[1][0], at_16[1][-1]) == pytest.approx((100 * one.low, 100 * one.high))
+    assert [row["held_out_loss"] for row in made.tables["trainings"].to_pylist()] == [1.0] * 3
+
+
 def test_one_seed_is_compared_with_every_seed_of_softmax() -> None:
     """If one softmax model has almost as many right answers, what the other lacks may be the luck of its seed."""
     names = ["x"]
@@ -302,6 +359,8 @@ def test_no_difference_does_not_reproduce_and_better_exceptions_are_no_exception
     assert verdicts(trained(cells(20, 30), at_test=cells(20, 4)))[:2] == ["reproduces", "does not"]
     few = cells(20, 4) | cells(20, 30, NAMES[10:15])
     assert verdicts(trained(few, at_test=cells(20, 4)))[0] == "partly"
+    worse_inside = few | cells(0, 4, NAMES[20:])
+    assert verdicts(trained(worse_inside, at_test=cells(20, 4)))[:2] == ["does not", "not decided"]
 
 
 def test_one_seed_or_few_algorithms_give_no_verdict() -> None:

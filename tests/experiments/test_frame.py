@@ -19,7 +19,14 @@ import pytest
 
 from attnorm.cli import reproduce as command
 from attnorm.experiments import catalogue, run
-from attnorm.experiments.experiment import ExperimentSubject, Verdict, combine_verdicts
+from attnorm.experiments.experiment import (
+    ExperimentFinding,
+    ExperimentSubject,
+    Outcome,
+    Verdict,
+    combine_verdicts,
+    without_verdicts,
+)
 from attnorm.experiments.run import render_index, reproduce
 from tests.experiments.toy_experiments import Toy
 
@@ -46,6 +53,14 @@ def test_every_verdict_has_a_colour_on_the_page_and_in_the_terminal() -> None:
 )
 def test_models_without_a_decision_do_not_count(verdicts: list[Verdict], combined: Verdict) -> None:
     assert combine_verdicts(verdicts) == combined
+
+
+def test_a_quick_run_keeps_its_numbers_and_has_no_verdicts() -> None:
+    full = Outcome("Done.", (ExperimentFinding("claim", "4.1", "reproduces", "because"),), {}, {}, {"seed": 3})
+    quick = without_verdicts(full)
+    assert quick.findings == (ExperimentFinding("claim", "4.1", "not tested", "too small to judge"),)
+    assert quick.summary.startswith("Done. ")
+    assert quick.parameters == full.parameters
 
 
 def test_every_form_of_figures_and_tables_is_written_with_verdict_and_manifest(toy: Toy, tmp_path: Path) -> None:

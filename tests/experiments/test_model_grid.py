@@ -14,6 +14,7 @@ from attnorm.experiments.experiment import ExperimentSubject, UnfinishedError
 from attnorm.experiments.language_models.workspace import Workspace, read_texts
 from attnorm.experiments.model_grid import grid, heads, positions, temperature
 from attnorm.experiments.model_grid.grid import loss_at, share_beyond_horizon, variance_shares
+from attnorm.experiments.run import reproduce
 from attnorm.files import append_jsonl, read_jsonl
 from attnorm.training.lm.model import LMSettings, build_model
 
@@ -125,6 +126,25 @@ def test_a_model_that_the_time_limit_stops_has_no_record(trained: tuple[Path, li
         grid.train_and_measure(plan, plan.models[0], 5, texts, parts, torch.device("cpu"), deadline=0.0)
 
 
+QUICK_TABLES = {  # claims, figures, and rows of each table
+    "temperature": (2, ["temperature", "course"], {"models": 3, "temperatures": 3, "lengths": 3 * 3 * 2}),
+    "positions": (1, ["positions"], {"models": 4, "lengths": (3 * 2 + 1) * 2}),  # learned positions end
+    "heads": (1, ["heads"], {"models": 2, "top-n": 2 * 5, "lengths": 2 * 2}),
+}
+
+
+def test_the_quick_experiments_run_to_their_end_and_write_everything(tmp_path: Path) -> None:
+    """Every model of the three quick plans is trained, in one process."""
+    for finished in reproduce(list(QUICK_TABLES), replace(SUBJECT, device="cpu"), tmp_path):
+        claims, figures, tables = QUICK_TABLES[finished.name]
+        assert [finding["verdict"] for finding in finished.record["findings"]] == ["not tested"] * claims
+        assert (finished.record["figures"], finished.record["tables"]) == (figures, tables)
+        files = {path.name for path in finished.folder.iterdir()}
+        assert files >= {f"{name}.{form}" for name in figures for form in ("svg", "png", "pdf")}
+        assert files >= {f"{name}.{form}" for name in tables for form in ("csv", "parquet")}
+    assert {path.name for path in tmp_path.iterdir()} >= {*QUICK_TABLES, "index.html"}
+
+
 def tempered(map_: str, T: float | str, loss: float | None, seed: int = 0) -> grid.Record:
     return {
         "map": map_, "temperature": str(T), "seed": seed, "valid_loss": loss, "diverged": loss is None,
@@ -148,12 +168,40 @@ def tempered(map_: str, T: float | str, loss: float | None, seed: int = 0) -> gr
 def test_the_guideline_is_judged_by_runs_that_break_and_by_the_loss(
     losses: dict[float, float | None], unstable: str, worse: str
 ) -> None:
-    records = [tempered("softmax", T, loss) for T, loss in losses.items()]
-    assert [finding.verdict for finding in temperature.findings(records, small=False)] == [unstable, worse]
-    assert temperature.largest_gradient(records[0]) == 2.0  # without the warmup
+    """Two seeds each, 0.04 apart: a temperature is worse if both are worse than both of the best."""
+    records = [
+        tempered("softmax", T, loss and loss + 0.04 * seed, seed) for T, loss in losses.items() for seed in (0, 1)
+    ]
+    assert [finding.verdict for finding in temperature.findings(records)] == [unstable, worse]
 
 
-@pytest.mark.parametrize(("module", "count"), [(temperature, 72), (positions, 12)])
+def test_seeds_that_overlap_cost_no_loss_and_small_differences_beyond_the_seeds_do() -> None:
+    losses = {0.25: (4.0475, 4.0585), 0.5: (4.011, 4.013), 1.0: (4.0, 4.0125)}
+    records = [tempered("softmax", T, loss, seed) for T, pair in losses.items() for seed, loss in enumerate(pair)]
+    assert [temperature.is_costly(records, "softmax", T) for T in losses] == [True, False, False]
+
+
+def test_the_largest_gradient_is_that_of_the_whole_training_and_after_the_warmup() -> None:
+    records = [tempered("softmax", 0.05, 4.0, seed) for seed in (0, 1)]
+    records[1]["course"] = [[1, 5.0, None, 40.0], [20, 4.0, None, 3.0]]
+    assert temperature.largest_gradient(records[0]) == 90.0
+    assert temperature.largest_gradient_after_warmup(records[0]) == 2.0
+    numbers = {"largest": temperature.largest_gradient, "later": temperature.largest_gradient_after_warmup}
+    (row,) = temperature.temperatures_table(records, numbers).to_pylist()
+    assert (row["largest_low"], row["largest"], row["largest_high"], row["later"]) == (40.0, 65.0, 90.0, 2.5)
+    stability, _ = temperature.findings(records)
+    assert "norm of the gradient 90" in stability.ours
+    gradients = temperature.figure(records).axes[1]
+    assert gradients.get_yscale() == "linear"
+    course = temperature.course_figure(records).axes
+    assert [axes.get_title(loc="left") for axes in course] == [
+        "(a)  softmax: training loss", "(b)  softmax: norm of the gradient", "(c)  softmax: Jacobian norm",
+    ]  # fmt: skip
+    assert list(course[1].lines[0].get_ydata()) == [65.0, 2.5]
+    assert list(course[0].lines[0].get_xdata()) == [20], "the loss is drawn after the warmup"
+
+
+@pytest.mark.parametrize(("module", "count"), [(temperature, 72), (positions, 12), (heads, 12)])
 def test_the_published_records_are_those_of_the_plan(tmp_path: Path, module: Any, count: int) -> None:
     published = Path(__file__).parents[2] / "docs" / "results" / f"{module.EXPERIMENT.name}.jsonl.xz"
     shutil.copy(published, tmp_path / "records.jsonl.xz")
@@ -161,6 +209,49 @@ def test_the_published_records_are_those_of_the_plan(tmp_path: Path, module: Any
     subject = ExperimentSubject(texts=texts, valid=texts)
     found = grid.records_of(module.FULL, subject, silent, tmp_path / "parts" / "x")
     assert len(found) == len(module.FULL.models) * len(module.FULL.seeds) == count
+    NUMBERS_OF_PAGES[module.EXPERIMENT.name](found)
+
+
+def _check_temperature(records: list[grid.Record]) -> None:
+    assert [finding.verdict for finding in temperature.findings(records)] == ["does not", "partly"] * 3
+    costly = {
+        map_: [T for T in temperature.TEMPERATURES if temperature.is_costly(records, map_, T)]
+        for map_ in temperature.MAPS
+    }
+    assert costly == {
+        "softmax": [0.05, 0.1, 0.25, 4.0], "entmax15": [0.05, 0.1, 0.25, 0.5, 1.0, 2.0],
+        "kneemax": [0.05, 0.1, 0.25, 0.5],
+    }  # fmt: skip
+    cold = grid.select_records(records, temperature="0.05")
+    largest = {map_: max(map(temperature.largest_gradient, grid.select_records(cold, map=map_))) for map_ in costly}
+    assert largest == pytest.approx({"softmax": 1.54, "entmax15": 3.47, "kneemax": 4.45}, abs=0.005)
+    (longest,) = (
+        row for row in grid.lengths_table(records, ("map", "temperature")).to_pylist()
+        if (row["map"], row["temperature"], row["text"], row["tokens"]) == ("softmax", "4.0", "gutenberg-valid", 2048)
+    )  # fmt: skip
+    assert (longest["seeds"], longest["loss"]) == (3, pytest.approx(4.838, abs=5e-4))
+
+
+def _check_positions(records: list[grid.Record]) -> None:
+    rise, *_ = positions.findings(records, positions.effects(8))
+    assert "positions 64%, normalizer 11%, the rest 25%" in rise.ours
+    assert "with positions: positions 99%" in rise.ours
+    (nope,) = grid.select_records(records, positions="none", map="entmax15")
+    assert (positions.slope_deviation(nope), positions.slope_error(nope)) == pytest.approx((0.570, 0.073), abs=5e-4)
+
+
+def _check_heads(records: list[grid.Record]) -> None:
+    rows = heads.top_n_table(records).to_pylist()
+    of = {(row["heads_per_layer"], row["map"], row["top_n"]): row for row in rows}
+    assert len(of) == 12 * 5
+    assert of[8, "softmax", 20]["union"] == pytest.approx(0.114, abs=5e-4)
+    assert of[8, "softmax", 20]["excess"] == pytest.approx(0.038, abs=5e-4)
+    assert of[32, "softmax", 5]["share_above_null"] == pytest.approx(0.39, abs=5e-3)
+    drawn = heads.figure(records).axes[0].lines[0].get_ydata()
+    assert list(drawn) == pytest.approx([3.622, 3.637, 3.694, 3.804], abs=5e-4), "the losses of the table"
+
+
+NUMBERS_OF_PAGES = {"temperature": _check_temperature, "positions": _check_positions, "heads": _check_heads}
 
 
 def placed(way: str, map_: str, rise: float, horizon: list[float | None]) -> grid.Record:
@@ -177,7 +268,7 @@ def test_the_variance_is_divided_between_positions_and_normalizers() -> None:
         for way in ("rotary", "none")
         for name in ("softmax", "ssmax")
     ]
-    (finding,) = positions.findings(records, {"rise": lambda r: loss_at(r, 2) - loss_at(r, 1)}, small=False)
+    (finding,) = positions.findings(records, {"rise": lambda r: loss_at(r, 2) - loss_at(r, 1)})
     shares = variance_shares(records, ("positions", "map"), lambda r: loss_at(r, 2))
     assert shares == pytest.approx({"positions": 0.25 / 0.26, "map": 0.01 / 0.26, "the rest": 0.0}, abs=1e-9)
     assert finding.verdict == "does not"
@@ -198,7 +289,7 @@ def test_heads_are_compared_by_separability_and_above_its_null(separability: flo
         }  # fmt: skip
         return {"heads_per_layer": count, "map": "softmax", "valid_loss": 4.0, "top_n": rows}
 
-    (finding,) = heads.findings([of(4, 0.55, 0.5), of(32, separability, null)], small=False)
+    (finding,) = heads.findings([of(4, 0.55, 0.5), of(32, separability, null)])
     assert finding.verdict == verdict
     for number in ("0.550", f"{separability:.3f}", "+0.050", f"{separability - null:+.3f}"):
         assert number in finding.ours

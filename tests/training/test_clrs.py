@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from attnorm.experiments.clrs_text.results import SAME_QUESTIONS
 from attnorm.metrics.rows import measure_rows
 from attnorm.metrics.sampling import evenly_spaced
 from attnorm.models.observe import observe
@@ -85,6 +86,18 @@ def test_the_simple_tasks_agree_with_the_published_data() -> None:
         keys = [float(word) for word in one.question.split("[")[1].split("]")[0].split()]
         question, answer = clrs_data.SIMPLE[one.algorithm](keys)
         assert (f"{one.algorithm}:\n{question}\n", f"{answer}\n\n") == (one.question, one.answer)
+
+
+@pytest.mark.skipif(not PUBLISHED.is_dir(), reason="the CLRS-Text files are not beside this checkout")
+def test_the_published_tasks_with_the_same_questions_are_those_of_the_results() -> None:
+    tasks: dict[str, list[tuple[str, str]]] = {}
+    for one in read_examples(PUBLISHED / "test.jsonl.xz"):
+        tasks.setdefault(one.algorithm, []).append((one.question.removeprefix(one.algorithm), one.answer))
+    same: dict[str, list[str]] = {}
+    for algorithm, questions in sorted(tasks.items()):
+        same.setdefault(json.dumps(questions), []).append(algorithm)
+    assert (len(tasks), len(same)) == (30, 24)
+    assert {tuple(group) for group in same.values() if len(group) > 1} == set(SAME_QUESTIONS)
 
 
 def test_files_are_read_plain_and_compressed_and_checked(tmp_path: Path) -> None:

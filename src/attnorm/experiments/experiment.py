@@ -81,6 +81,20 @@ class Outcome:
     parameters: Mapping[str, Any]  # everything needed to repeat it: lengths, N, rows, seeds, ...
 
 
+def untested(findings: Iterable[ExperimentFinding], why: str) -> tuple[ExperimentFinding, ...]:
+    """Return the findings of a run that is too small for verdicts."""
+    return tuple(replace(finding, verdict="not tested", why=why) for finding in findings)
+
+
+def without_verdicts(outcome: Outcome) -> Outcome:
+    """Return the outcome of models that train in seconds."""
+    return replace(
+        outcome,
+        summary=f"{outcome.summary} Models this small show only that everything runs.",
+        findings=untested(outcome.findings, "too small to judge"),
+    )
+
+
 @dataclass(frozen=True)
 class Experiment:
     """A named experiment. `run` gets a folder for intermediate results, which may not exist yet."""

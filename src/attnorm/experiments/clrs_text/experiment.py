@@ -6,6 +6,7 @@ Drawn are right answers against problem size, a panel per algorithm, and the ent
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pyarrow as pa
@@ -23,6 +24,7 @@ from attnorm.experiments.clrs_text.results import (
     Range,
     compare,
     interval,
+    mean_shares,
     results_of,
 )
 from attnorm.experiments.clrs_text.workspace import (
@@ -43,6 +45,7 @@ from attnorm.experiments.experiment import (
     ProgressCallback,
     Verdict,
 )
+from attnorm.experiments.language_models.results import wilson_interval
 from attnorm.figures import CORRECTED, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
 from attnorm.training.clrs.evaluate import OWN, REFITTED
 
@@ -89,8 +92,9 @@ def outcome(lines: Sequence[Line], labels: Sequence[str]) -> Outcome:
         findings=findings_of(results, comparisons),
         figures=figures_of(results),
         tables={
-            "accuracy": _accuracy_table(results), "comparisons": _comparison_table(comparisons),
-            "entropy": _entropy_table(results),
+            "shares": _shares_table(results, comparisons), "accuracy": _accuracy_table(results),
+            "comparisons": _comparison_table(comparisons), "entropy": _entropy_table(results),
+            "trainings": pa.Table.from_pylist(results.trainings),
         },
         parameters={
             "base": results.base, "steps": results.steps, "seeds": seeds, "algorithms": results.algorithms,
@@ -156,14 +160,17 @@ def findings_of(results: ClrsResults, comparisons: Comparisons) -> tuple[Experim
     findings = []
     if adaptive is not None and (adaptive.name, "out") in comparisons:
         outside = comparisons[adaptive.name, "out"]
+        everywhere = [one for where in RANGES for one in comparisons.get((adaptive.name, where), ())]
         unjudged = _why_no_verdict(results, softmax, adaptive)
         findings.append(
             ExperimentFinding(
                 f"With adaptive temperature in all heads, in training and inference, most of the 30 tasks improve, "
                 f"especially at larger sizes ({PAPER}).",
                 _describe_ranges(comparisons, adaptive),
-                "not tested" if unjudged else _mostly_better(outside),
-                unjudged or "Exact sign tests on the same questions, Holm's correction over algorithms.",
+                "not tested" if unjudged else _mostly_better(outside, everywhere),
+                unjudged
+                or "Exact sign tests on the same questions, Holm's correction over algorithms, and every pair of "
+                "models must agree.",
             )
         )
         exceptions = [comparison for comparison in outside if comparison.algorithm in EXCEPTIONS]
@@ -172,7 +179,7 @@ def findings_of(results: ClrsResults, comparisons: Comparisons) -> tuple[Experim
             verdict: Verdict = "does not" if len(better) == len(exceptions) else "partly" if better else "reproduces"
             if unjudged:
                 verdict = "not tested"
-            elif _mostly_better(outside) == "does not":
+            elif _mostly_better(outside, everywhere) == "does not":
                 verdict = "not decided"
                 unjudged = "The other algorithms do not improve either, so there is nothing to be an exception to."
             findings.append(
@@ -202,11 +209,11 @@ def findings_of(results: ClrsResults, comparisons: Comparisons) -> tuple[Experim
     return tuple(findings)
 
 
-def _mostly_better(outside: Sequence[ClrsComparison]) -> Verdict:
-    better, worse = _count(outside, "better"), _count(outside, "worse")
-    if 2 * better > len(outside):
+def _mostly_better(outside: Sequence[ClrsComparison], everywhere: Sequence[ClrsComparison]) -> Verdict:
+    """Judge by the larger sizes, and "partly" by all sizes: a gain outside does not count if more is lost inside."""
+    if 2 * _count(outside, "better") > len(outside):
         return "reproduces"
-    return "partly" if better > worse else "does not"
+    return "partly" if _count(everywhere, "better") > _count(everywhere, "worse") else "does not"
 
 
 def summary_of(results: ClrsResults, comparisons: Comparisons) -> str:
@@ -247,6 +254,35 @@ def _format_seeds(variant: ClrsVariant) -> str:
     return f"{len(variant.by_seed)} seed{'s' if len(variant.by_seed) > 1 else ''}"
 
 
+def _shares_table(results: ClrsResults, comparisons: Comparisons) -> pa.Table:
+    """Return the share of right answers by variant and range of sizes, with the lowest and highest seed.
+
+    low and high: 95 % Wilson interval over the questions of all seeds. It takes the trained models as given, and
+    every question as different from the others.
+    """
+    rows = []
+    for variant in results.variants:
+        for where, sizes in results.sizes.items():
+            counts = [variant.counts(algorithm, sizes) for algorithm in results.algorithms]
+            right, total = (sum(column) for column in zip(*counts, strict=True))
+            if not total:
+                continue
+            low, high = wilson_interval(right / total, total)
+            by_seed = mean_shares(variant, results.algorithms, sizes, once=False)
+            once = mean_shares(variant, results.algorithms, sizes, once=True)
+            compared = comparisons.get((variant.name, where), [])
+            rows.append(
+                {
+                    "variant": variant.name, "range": where, "seeds": len(by_seed), "share": right / total,
+                    "lowest_seed": min(by_seed), "highest_seed": max(by_seed), "low": low, "high": high,
+                    "better": _count(compared, "better"), "worse": _count(compared, "worse"),
+                    "share_same_questions_once": fmean(once), "lowest_seed_same_questions_once": min(once),
+                    "highest_seed_same_questions_once": max(once),
+                }
+            )  # fmt: skip
+    return pa.Table.from_pylist(rows)
+
+
 def _accuracy_table(results: ClrsResults) -> pa.Table:
     rows: list[dict[str, Any]] = []
     for variant in results.variants:
@@ -270,7 +306,7 @@ def _comparison_table(all_comparisons: Comparisons) -> pa.Table:
         {
             "variant": name, "range": where, "algorithm": comparison.algorithm, "difference": comparison.difference,
             "better": comparison.better, "worse": comparison.worse, "p": comparison.p, "p_holm": comparison.p_holm,
-            "same_sign_in_every_seed": comparison.every_seed, "unsolved_by_both": comparison.unsolved,
+            "same_sign_in_every_pair_of_seeds": comparison.every_pair, "unsolved_by_both": comparison.unsolved,
             "outcome": comparison.outcome,
         }
         for (name, where), comparisons in all_comparisons.items()
@@ -336,7 +372,7 @@ def _variants_to_draw(results: ClrsResults, looks: Looks) -> Drawn:
 
 
 def _draw_accuracy(results: ClrsResults, drawn: Drawn, about: str) -> Figure:
-    """Draw right answers in % against size, a panel per algorithm; the first two variants have intervals."""
+    """Draw right answers in % against size, a panel per algorithm; the first two variants have bands."""
     count = len(results.algorithms)
     columns = min(COLUMNS, max(2, count))
     rows = ceil_div(count, columns)
@@ -354,7 +390,7 @@ def _draw_accuracy(results: ClrsResults, drawn: Drawn, about: str) -> Figure:
     figure.legend(handles, labels, loc="upper left", bbox_to_anchor=(0.02, 1.0), ncols=2, fontsize=8)
     figure.supxlabel("problem size (grey: those of the training)", fontsize=9, y=0.3 / height)
     figure.supylabel("right answers (%)", fontsize=9, x=0.005)
-    note(figure, f"95 % Wilson intervals of the first two; {about}")
+    note(figure, f"Bands of the first two: range of the seeds, of a single seed its 95 % Wilson interval; {about}")
     figure.subplots_adjust(
         left=0.6 / width, right=1 - 0.15 / width, top=1 - 0.75 / height, bottom=0.65 / height, wspace=0.12, hspace=0.4
     )
@@ -364,17 +400,24 @@ def _draw_accuracy(results: ClrsResults, drawn: Drawn, about: str) -> Figure:
 def _draw_panel(axes: Axes, results: ClrsResults, drawn: Drawn, algorithm: str, sizes: list[int]) -> None:
     _mark_training(axes, results)
     for index, (variant, look) in enumerate(drawn):
-        estimates = [interval(variant, algorithm, [size]) for size in sizes]
-        axes.plot(
-            sizes, [100 * estimate[0] for estimate in estimates], **{**look, "markersize": 2.5}, label=variant.name
-        )
+        shares = [100 * interval(variant, algorithm, [size])[0] for size in sizes]
+        axes.plot(sizes, shares, **{**look, "markersize": 2.5}, label=variant.name)
         if index < 2:
-            low, high = ([100 * estimate[end] for estimate in estimates] for end in (1, 2))
+            ends = [_band(variant, algorithm, size) for size in sizes]
+            low, high = ([100 * end for end in column] for column in zip(*ends, strict=True))
             axes.fill_between(sizes, low, high, color=look["color"], alpha=0.15, linewidth=0)
     axes.set_title(algorithm.replace("_", " "), fontsize=7.5, loc="left")
     axes.set_ylim(-3, 103)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     tidy(axes)
+
+
+def _band(variant: ClrsVariant, algorithm: str, size: int) -> tuple[float, float]:
+    """Return the lowest and highest share of the seeds; of a single seed, its 95 % Wilson interval."""
+    if len(variant.by_seed) == 1:
+        return interval(variant, algorithm, [size])[1:]
+    by_seed = [variant.share(seed, algorithm, [size]) for seed in variant.by_seed]
+    return min(by_seed), max(by_seed)
 
 
 def _mark_training(axes: Axes, results: ClrsResults) -> None:

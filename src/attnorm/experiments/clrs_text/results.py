@@ -3,14 +3,16 @@
 A comparison pairs the answers of two models to each question. With several seeds, seeds are paired too, and a question
 counts once: by the sign of its difference summed over the seeds. The exact binomial test of these signs is McNemar's
 test for one seed (https://doi.org/10.1007/BF02295996). p-values are corrected over algorithms by Holm's method. The
-test treats questions as the sample and the trained models as given; so "better" also requires the same sign for every
-seed. A variant with fewer seeds than the baseline is compared with every model of the baseline, and the least
-significant of these tests counts: softmax models that differ in nothing but the seed are up to 25 points apart.
+test treats questions as the sample and the trained models as given; so "better" also requires that every model of the
+one has more right answers than every model of the other. A variant with fewer seeds than the baseline is compared with
+every model of the baseline, and the least significant of these tests counts: softmax models that differ in nothing but
+the seed are up to 25 points apart.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from scipy.stats import binomtest
 
@@ -23,6 +25,15 @@ SIGNIFICANT = 0.05
 Range = Literal["in", "between", "out"]
 RANGES: dict[Range, str] = {"in": "sizes of the training", "between": "sizes between these", "out": "larger sizes"}
 Cells = Mapping[str, Mapping[str, str]]
+
+# Tasks of the test whose questions and answers are the same, apart from the name of the algorithm.
+SAME_QUESTIONS = (
+    ("bubble_sort", "heapsort", "insertion_sort", "quicksort"),
+    ("bellman_ford", "dijkstra"),
+    ("graham_scan", "jarvis_march"),
+    ("kmp_matcher", "naive_string_matcher"),
+)
+TRAINING = ("stage", "label", "seed", "learning_rate", "problem", "steps", "held_out_loss", "held_out_exact")
 
 
 @dataclass(frozen=True)
@@ -51,6 +62,11 @@ class ClrsVariant:
     def bits(self, seed: int, algorithm: str, sizes: Iterable[int]) -> str:
         return "".join(self.by_seed[seed][algorithm].get(str(size), "") for size in sizes)
 
+    def share(self, seed: int, algorithm: str, sizes: Iterable[int]) -> float:
+        """Return the share of right answers of one model; NaN without questions."""
+        bits = self.bits(seed, algorithm, sizes)
+        return bits.count("1") / len(bits) if bits else math.nan
+
     def mean_entropy(self, name: str) -> dict[int, float]:
         """Return size -> mean over algorithms and seeds of "entropy_nats" or "entropy_ratio"."""
         values: dict[int, list[float]] = {}
@@ -69,6 +85,7 @@ class ClrsResults:
     base: str
     steps: int
     missing: list[str]  # labels without a finished main run
+    trainings: list[dict[str, Any]]  # learning rate, held-out loss and held-out share of right answers of each model
 
     def variant(self, label: str, tested_with: str = OWN) -> ClrsVariant | None:
         return next(
@@ -108,13 +125,32 @@ def results_of(lines: Sequence[Line], labels: Sequence[str] = ()) -> ClrsResults
         "out": [size for size in sizes if size > max(trained)],
     }
     missing = [label for label in labels if not any(line["label"] == label for line in main_lines)]
-    return ClrsResults(variants, sorted(first["algorithms"]), ranges, trained, first["base"], first["steps"], missing)
+    trainings = [{name: line.get(name) for name in TRAINING} for line in lines if line["run"] == run]
+    return ClrsResults(
+        variants, sorted(first["algorithms"]), ranges, trained, first["base"], first["steps"], missing, trainings
+    )
 
 
 def interval(variant: ClrsVariant, algorithm: str, sizes: Iterable[int]) -> tuple[float, float, float]:
     """Return the share of right answers with its 95 % Wilson interval."""
     right, total = variant.counts(algorithm, sizes)
     return (right / total, *wilson_interval(right / total, total)) if total else (float("nan"),) * 3
+
+
+def mean_shares(variant: ClrsVariant, algorithms: Sequence[str], sizes: Sequence[int], *, once: bool) -> list[float]:
+    """Return the share of right answers of each seed, over all algorithms.
+
+    once: tasks with the same questions count as one, by their mean.
+    """
+    groups = [[one for one in group if one in algorithms] for group in SAME_QUESTIONS] if once else []
+    weights = dict.fromkeys(algorithms, 1.0) | {one: 1 / len(group) for group in groups for one in group}
+    shares = []
+    for seed in variant.by_seed:
+        answers = {algorithm: variant.bits(seed, algorithm, sizes) for algorithm in algorithms}
+        questions = sum(weights[algorithm] * len(bits) for algorithm, bits in answers.items())
+        right = sum(weights[algorithm] * bits.count("1") for algorithm, bits in answers.items())
+        shares.append(right / questions if questions else math.nan)
+    return shares
 
 
 @dataclass(frozen=True)
@@ -127,12 +163,12 @@ class ClrsComparison:
     worse: int
     p: float
     p_holm: float
-    every_seed: bool  # the difference has the same sign for every seed of both
+    every_pair: bool  # the difference has the same sign for every pair of seeds, one of each side
     unsolved: bool  # neither has a right answer
 
     @property
     def outcome(self) -> Literal["better", "worse", "no difference"]:
-        if self.p_holm >= SIGNIFICANT or not self.every_seed:
+        if self.p_holm >= SIGNIFICANT or not self.every_pair:
             return "no difference"
         return "better" if self.difference > 0 else "worse"
 
@@ -144,7 +180,6 @@ class _SignTest:
     better: int  # questions
     worse: int
     p: float
-    totals: list[int]  # difference of right answers, by pair of models
 
 
 def compare(
@@ -159,8 +194,10 @@ def compare(
     for algorithm in algorithms:
         tests = [_sign_test(variant, baseline, group, algorithm, sizes) for group in groups]
         counted = max(tests, key=lambda test: test.p)
-        totals = [total for test in tests for total in test.totals]
-        same = all(total > 0 for total in totals) or all(total < 0 for total in totals)
+        own, other = (
+            [side.bits(seed, algorithm, sizes).count("1") for seed in side.by_seed] for side in (variant, baseline)
+        )
+        same = min(own) > max(other) or max(own) < min(other)
         (right, questions), (right_before, questions_before) = (
             side.counts(algorithm, sizes) for side in (variant, baseline)
         )
@@ -190,4 +227,4 @@ def _sign_test(
     sums = [sum(of_question) for of_question in zip(*differences, strict=True)]
     better, worse = sum(total > 0 for total in sums), sum(total < 0 for total in sums)
     p = float(binomtest(better, better + worse).pvalue) if better + worse else 1.0
-    return _SignTest(better, worse, p, [sum(seed_differences) for seed_differences in differences])
+    return _SignTest(better, worse, p)

@@ -1,8 +1,8 @@
 """Train and measure every model of a plan, and compute statistics over their records.
 
-Each finished model is stored as one record, so an interrupted run resumes. `records_of` is the entry point;
-`train_and_measure` does the work for one model. Statistics: means, deviations over seeds, and the variance that each
-factor explains.
+Each finished model is stored as one record, so an interrupted run resumes. `run_grid` is the entry point; `records_of`
+trains what has no record, and `train_and_measure` does the work for one model. Statistics: means, deviations over
+seeds, and the variance that each factor explains.
 """
 
 import json
@@ -20,7 +20,13 @@ import pyarrow as pa
 import torch
 
 from attnorm.analysis.analyze import analyze
-from attnorm.experiments.experiment import ExperimentSubject, ProgressCallback, UnfinishedError
+from attnorm.experiments.experiment import (
+    ExperimentSubject,
+    Outcome,
+    ProgressCallback,
+    UnfinishedError,
+    without_verdicts,
+)
 from attnorm.experiments.language_models.experiment import texts_of
 from attnorm.experiments.language_models.train import free_memory, learned, machine
 from attnorm.experiments.language_models.workspace import (
@@ -82,6 +88,16 @@ TINY = GridPlan(
     models=(), layers=1, width=16, context=32, vocab=300, batch=4, tokens=1_000, rate=1e-2, chunks=2, observed=1,
     dtype="float32", compiled=False,
 )  # fmt: skip
+
+
+def run_grid(
+    full: GridPlan, quick: GridPlan, outcome: Callable[[Sequence[Record], GridPlan], Outcome],
+    subject: ExperimentSubject, progress: ProgressCallback, parts: Path,
+) -> Outcome:  # fmt: skip
+    """Train the models of the full or the quick plan and return the outcome of their records."""
+    plan = quick if subject.quick else full
+    made = outcome(records_of(plan, subject, progress, parts), plan)
+    return without_verdicts(made) if subject.quick else made
 
 
 def records_of(plan: GridPlan, subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> list[Record]:
@@ -281,10 +297,16 @@ def loss_at(record: Record, times: int, text: int = 0) -> float:
     return float(by_length.get(str(times * record["settings"]["context"]), math.nan))
 
 
+def values_of_heads(record: Record, column: str) -> list[float]:
+    """Return a column of the heads of a model, without the heads that have no value."""
+    numbers = np.array(record.get("heads", {}).get(column, []), dtype=np.float64)
+    return [float(number) for number in numbers if math.isfinite(number)]
+
+
 def mean_over_heads(record: Record, column: str) -> float:
     """Return the mean of a column over all heads of a model."""
-    numbers = np.array(record.get("heads", {}).get(column, []), dtype=np.float64)
-    return float(np.nanmean(numbers)) if np.isfinite(numbers).any() else math.nan
+    numbers = values_of_heads(record, column)
+    return fmean(numbers) if numbers else math.nan
 
 
 def share_beyond_horizon(record: Record) -> float:
@@ -324,6 +346,26 @@ def table(records: Sequence[Record], **numbers: Number) -> pa.Table:
         for record in records
     ]
     return pa.Table.from_pylist([{name: _plain(value) for name, value in row.items()} for row in rows])
+
+
+def lengths_table(records: Sequence[Record], columns: Sequence[str]) -> pa.Table:
+    """Return the loss by held-out text and length of the window: mean and deviation over seeds.
+
+    columns: names of the columns that distinguish the models.
+    """
+    groups: dict[tuple[Any, ...], list[float]] = {}
+    for record in records:
+        for text, by_length in record.get("losses", {}).items():
+            for tokens, loss_there in by_length.items():
+                key = (*(record[name] for name in columns), text, int(tokens))
+                groups.setdefault(key, []).append(float(loss_there))
+    return pa.Table.from_pylist([
+        {
+            **dict(zip((*columns, "text", "tokens"), key, strict=True)), "seeds": len(losses), "loss": fmean(losses),
+            "deviation": stdev(losses) if len(losses) > 1 else math.nan,
+        }
+        for key, losses in groups.items()
+    ])  # fmt: skip
 
 
 def _plain(value: Any) -> Any:

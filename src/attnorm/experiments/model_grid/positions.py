@@ -5,20 +5,19 @@ positions or none, each with softmax, ssmax and entmax15.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from statistics import stdev
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from attnorm.arithmetic import ceil_div
 from attnorm.experiments.experiment import (
     Experiment,
     ExperimentFinding,
-    ExperimentSubject,
     Outcome,
-    ProgressCallback,
     Verdict,
 )
 from attnorm.experiments.model_grid.grid import (
@@ -27,14 +26,16 @@ from attnorm.experiments.model_grid.grid import (
     GridPlan,
     Number,
     Record,
+    lengths_table,
     loss_at,
     mean,
     mean_over_heads,
-    records_of,
+    run_grid,
     select_records,
     share_beyond_horizon,
     table,
     values,
+    values_of_heads,
     variance_shares,
 )
 from attnorm.figures import CORRECTED, MEASURED, NULL, PRINTED, letter, note, tidy
@@ -66,22 +67,34 @@ FULL = GridPlan(models=models(NORMALIZERS), longer=LONGER)
 QUICK = replace(TINY, models=models(("softmax",)), heads=2, longer=(1, 2))
 
 
-def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
-    plan = QUICK if subject.quick else FULL
-    return outcome(records_of(plan, subject, progress, parts), plan)
-
-
 def outcome(records: Sequence[Record], plan: GridPlan) -> Outcome:
-    small = plan is QUICK
     numbers = effects(max(plan.longer))
-    losses = {f"loss_at_{times}x": partial(loss_at, times=times) for times in plan.longer}
+    others: dict[str, Number] = {
+        **{f"loss_at_{times}x": partial(loss_at, times=times) for times in plan.longer},
+        "slope, deviation over heads": slope_deviation, "slope, standard error": slope_error,
+        "heads with a slope": lambda record: len(values_of_heads(record, "gap_slope")),
+        "effective keys": lambda record: mean_over_heads(record, "effective_keys"),
+    }  # fmt: skip
     return Outcome(
-        summary=summary(records, max(plan.longer)) + (" Models this small show only that everything runs." * small),
-        findings=findings(records, numbers, small=small),
+        summary=summary(records, max(plan.longer)),
+        findings=findings(records, numbers),
         figures={"positions": figure(records, plan.longer)},
-        tables={"models": table(records, **losses, **numbers)},
+        tables={
+            "models": table(records, **others, **numbers), "lengths": lengths_table(records, ("positions", "map")),
+        },
         parameters=plan.as_dict(),
-    )
+    )  # fmt: skip
+
+
+def slope_deviation(record: Record) -> float:
+    """Return the standard deviation of the slope of the effective gap over the heads of a model."""
+    slopes = values_of_heads(record, "gap_slope")
+    return stdev(slopes) if len(slopes) > 1 else math.nan
+
+
+def slope_error(record: Record) -> float:
+    """Return the standard error of the mean slope, as if heads were independent."""
+    return slope_deviation(record) / math.sqrt(max(1, len(values_of_heads(record, "gap_slope"))))
 
 
 def effects(times: int) -> dict[str, Number]:
@@ -93,7 +106,7 @@ def effects(times: int) -> dict[str, Number]:
     }
 
 
-def findings(records: Sequence[Record], numbers: dict[str, Number], *, small: bool) -> tuple[ExperimentFinding, ...]:
+def findings(records: Sequence[Record], numbers: dict[str, Number]) -> tuple[ExperimentFinding, ...]:
     """Compare how much of the variance of each effect the positions and the normalizer explain."""
     results = []
     for name, number in numbers.items():
@@ -101,18 +114,22 @@ def findings(records: Sequence[Record], numbers: dict[str, Number], *, small: bo
         shares = variance_shares(records, ("positions", "map"), number)
         if len(shares) < 2 or not {"positions", "map"} <= {*shares}:
             continue
+        with_positions = [record for record in records if record["positions"] != "none"]
+        without = variance_shares(with_positions, ("positions", "map"), number)
         results.append(
             ExperimentFinding(
                 claim=f"the {name} belongs to the normalizer, not to the positions",
-                ours=f"of the variance between models: positions {shares['positions']:.0%}, "
-                f"normalizer {shares['map']:.0%}, the rest {shares['the rest']:.0%}",
-                verdict="not tested" if small else _verdict(shares["map"], shares["positions"]),
-                why="too small to judge"
-                if small
-                else f"{len(values(records, number))} of {len(records)} models have this number",
+                ours=f"of the variance between models: {_describe_shares(shares)}"
+                + (f"; of that between models with positions: {_describe_shares(without)}" if without else ""),
+                verdict=_verdict(shares["map"], shares["positions"]),
+                why=f"{len(values(records, number))} of {len(records)} models have this number",
             )
         )
     return tuple(results)
+
+
+def _describe_shares(shares: Mapping[str, float]) -> str:
+    return f"positions {shares['positions']:.0%}, normalizer {shares['map']:.0%}, the rest {shares['the rest']:.0%}"
 
 
 def _verdict(map_: float, positions: float) -> Verdict:
@@ -157,18 +174,20 @@ def figure(records: Sequence[Record], longer: Sequence[int]) -> Figure:
     panels[0].legend()
     last = panels[-1]
     for index, (way, look) in enumerate(STYLES.items()):
-        slopes = [
-            mean(select_records(records, positions=way, map=name), lambda r: mean_over_heads(r, "gap_slope"))
-            for name in maps
-        ]
-        last.plot(
-            [position + 0.06 * (index - 1.5) for position in range(len(maps))], slopes, **{**look, "linestyle": ""}
-        )
+        groups = [select_records(records, positions=way, map=name) for name in maps]
+        slopes = [mean(group, lambda r: mean_over_heads(r, "gap_slope")) for group in groups]
+        last.errorbar(
+            [position + 0.06 * (index - 1.5) for position in range(len(maps))], slopes,
+            np.nan_to_num([mean(group, slope_error) for group in groups]), capsize=2, **{**look, "linestyle": ""},
+        )  # fmt: skip
     last.set_xticks(range(len(maps)), maps)
     last.set_ylabel("slope, mean over heads")
     letter(last, "abcdefgh"[len(maps)], "slope of the effective gap")
     tidy(last)
-    note(drawn, "Learned positions end at the training length. attnorm reproduce positions")
+    note(
+        drawn,
+        "Learned positions end at the training length; bars: standard error over heads. attnorm reproduce positions",
+    )
     drawn.tight_layout(rect=(0, 0.03, 1, 1))
     return drawn
 
@@ -178,6 +197,6 @@ EXPERIMENT = Experiment(
     title="Positions and normalizers",
     source="no paper: Velickovic et al. 2024 leave positions out",
     question="Which effects of length belong to the normalizer and which to the positions?",
-    run=run,
+    run=partial(run_grid, FULL, QUICK, outcome),
     needs_model=False,
 )

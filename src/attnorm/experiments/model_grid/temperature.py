@@ -7,30 +7,34 @@ Nair 2025 bounds the Jacobian of softmax at temperature T by 1/(2T), and Mudaris
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
+from itertools import compress
+from statistics import fmean
+from string import ascii_lowercase
+from typing import Any
 
 import matplotlib
 import numpy as np
+import pyarrow as pa
 from matplotlib.figure import Figure
 
 from attnorm.experiments.experiment import (
     Experiment,
     ExperimentFinding,
-    ExperimentSubject,
     Outcome,
-    ProgressCallback,
     Verdict,
 )
 from attnorm.experiments.model_grid.grid import (
     TINY,
     GridModel,
     GridPlan,
+    Number,
     Record,
+    lengths_table,
     loss,
     mean,
     mean_over_heads,
-    records_of,
-    seed_deviation,
+    run_grid,
     select_records,
     table,
     values,
@@ -41,7 +45,6 @@ MAPS = {"softmax": "softmax", "entmax15": "entmax15", "kneemax": "kneemax+share=
 TEMPERATURES = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
 LEARNED = "learned"
 GUIDELINE = 0.1
-WORSE = 0.05  # nats: more than seeds of one model differ by
 STYLES = dict(zip(MAPS, (MEASURED, CORRECTED, PRINTED), strict=True))
 
 
@@ -65,24 +68,45 @@ FULL = GridPlan(
 QUICK = replace(TINY, models=models(("softmax",), (0.05, 1.0)), heads=2, tokens=1_500, looks=True)
 
 
-def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
-    plan = QUICK if subject.quick else FULL
-    return outcome(records_of(plan, subject, progress, parts), plan)
-
-
 def outcome(records: Sequence[Record], plan: GridPlan) -> Outcome:
-    small = plan is QUICK
+    numbers: dict[str, Number] = {
+        "largest_gradient": largest_gradient, "largest_gradient_after_warmup": largest_gradient_after_warmup,
+        "jacobian_norm": jacobian_norm,
+    }  # fmt: skip
     return Outcome(
-        summary=summary(records, small=small),
-        findings=findings(records, small=small),
+        summary=summary(records),
+        findings=findings(records),
         figures={"temperature": figure(records), "course": course_figure(records)},
-        tables={"models": table(records, largest_gradient=largest_gradient, jacobian_norm=jacobian_norm)},
+        tables={
+            "models": table(records, **numbers), "temperatures": temperatures_table(records, {"loss": loss, **numbers}),
+            "lengths": lengths_table(records, ("map", "temperature")),
+        },
         parameters=plan.as_dict(),
-    )
+    )  # fmt: skip
+
+
+def temperatures_table(records: Sequence[Record], numbers: dict[str, Number]) -> pa.Table:
+    """Return one row per map and temperature: each number as its mean over seeds, smallest and largest value."""
+    rows = []
+    for map_, T in dict.fromkeys((record["map"], record["temperature"]) for record in records):
+        group = select_records(records, map=map_, temperature=T)
+        row: dict[str, Any] = {"map": map_, "temperature": T, "seeds": len(group)}
+        for name, number in numbers.items():
+            found = values(group, number)
+            row |= {
+                name: mean(group, number), f"{name}_low": min(found, default=math.nan),
+                f"{name}_high": max(found, default=math.nan),
+            }  # fmt: skip
+        rows.append(row)
+    return pa.Table.from_pylist(rows)
 
 
 def largest_gradient(record: Record) -> float:
-    """Return the largest logged norm of the gradient after the warmup, before clipping."""
+    """Return the largest logged norm of the gradient before clipping; every tenth step is logged."""
+    return max((norm for _, _, _, norm in record["course"]), default=math.nan)
+
+
+def largest_gradient_after_warmup(record: Record) -> float:
     norms = [norm for step, _, _, norm in record["course"] if step > record["settings"]["warmup"]]
     return max(norms, default=math.nan)
 
@@ -98,25 +122,26 @@ def fixed_temperatures(records: Sequence[Record], map_: str) -> list[float]:
     return sorted(float(T) for T in temperatures)
 
 
-def is_costly(records: Sequence[Record], map_: str, temperature: str) -> bool:
-    """Whether some run diverges, or the mean loss is clearly above the best of the map."""
-    group = select_records(records, map=map_, temperature=temperature)
-    means = [
-        mean(select_records(records, map=map_, temperature=str(T)), loss) for T in fixed_temperatures(records, map_)
-    ]
-    best = min((value for value in means if math.isfinite(value)), default=math.nan)
-    return any(record["diverged"] for record in group) or not mean(group, loss) < best + WORSE
+def is_costly(records: Sequence[Record], map_: str, temperature: float) -> bool:
+    """Whether some run diverges, or every seed ends above every seed of the best fixed temperature of the map."""
+    groups = {T: select_records(records, map=map_, temperature=str(T)) for T in fixed_temperatures(records, map_)}
+    group = groups[temperature]
+    finished = {T: values(runs, loss) for T, runs in groups.items() if values(runs, loss)}
+    if any(record["diverged"] for record in group):
+        return True
+    best = min(finished.values(), key=fmean)
+    return min(finished[temperature]) > max(best)
 
 
-def findings(records: Sequence[Record], *, small: bool) -> tuple[ExperimentFinding, ...]:
+def findings(records: Sequence[Record]) -> tuple[ExperimentFinding, ...]:
     """Judge two claims for each map: training diverges at low temperatures, and low temperatures increase the loss."""
     results = []
     for map_ in dict.fromkeys(record["map"] for record in records):
-        results += [_judge_stability(records, map_, small=small), _judge_loss(records, map_, small=small)]
+        results += [_judge_stability(records, map_), _judge_loss(records, map_)]
     return tuple(results)
 
 
-def _judge_stability(records: Sequence[Record], map_: str, *, small: bool) -> ExperimentFinding:
+def _judge_stability(records: Sequence[Record], map_: str) -> ExperimentFinding:
     temperatures = fixed_temperatures(records, map_)
     low = [r for T in temperatures if T <= GUIDELINE for r in select_records(records, map=map_, temperature=str(T))]
     high = [r for T in temperatures if T > GUIDELINE for r in select_records(records, map=map_, temperature=str(T))]
@@ -124,24 +149,22 @@ def _judge_stability(records: Sequence[Record], map_: str, *, small: bool) -> Ex
     verdict: Verdict = "does not" if not diverged[0] else "partly"
     if diverged[0] == len(low) and not diverged[1]:
         verdict = "reproduces"
-    runs = (
-        f"{diverged[0]} of {len(low)} runs diverged or ended above the loss of word counts, {diverged[1]} of "
-        f"{len(high)} at higher temperatures"
-    )
-    gradients = (
-        f"largest norm of the gradient {mean(low, largest_gradient):.2g} and {mean(high, largest_gradient):.2g} (means)"
+    gradients, later = (
+        " and ".join(f"{max(values(group, number), default=math.nan):.2g}" for group in (low, high))
+        for number in (largest_gradient, largest_gradient_after_warmup)
     )
     return ExperimentFinding(
         claim=f"training with {map_} is unstable at temperatures of {GUIDELINE:g} and less",
-        ours=gradients if small else f"{runs}; {gradients}",
-        verdict="not tested" if small else verdict,
-        why="too small to judge" if small else "by the runs that diverged",
+        ours=f"{diverged[0]} of {len(low)} runs diverged or ended above the loss of word counts, {diverged[1]} of "
+        f"{len(high)} at higher temperatures; largest norm of the gradient {gradients}, after the warmup {later}",
+        verdict=verdict,
+        why="by the runs that diverged; gradients are clipped at 1",
     )
 
 
-def _judge_loss(records: Sequence[Record], map_: str, *, small: bool) -> ExperimentFinding:
+def _judge_loss(records: Sequence[Record], map_: str) -> ExperimentFinding:
     temperatures = fixed_temperatures(records, map_)
-    bad = [T for T in temperatures if is_costly(records, map_, str(T))]
+    bad = [T for T in temperatures if is_costly(records, map_, T)]
     ended = {T: mean(select_records(records, map=map_, temperature=str(T)), loss) for T in temperatures}
     low = [T for T in temperatures if T <= GUIDELINE]
     verdict: Verdict = "partly"
@@ -152,10 +175,8 @@ def _judge_loss(records: Sequence[Record], map_: str, *, small: bool) -> Experim
     return ExperimentFinding(
         claim=f"temperatures of {GUIDELINE:g} and less, and only those, cost {map_} loss",
         ours="nats per token: " + ", ".join(f"{value:.3f} at {T:g}" for T, value in ended.items()),
-        verdict="not tested" if small else verdict,
-        why="too small to judge"
-        if small
-        else f"worse than the best by {WORSE} nats, or diverged: {_list_temperatures(bad)}",
+        verdict=verdict,
+        why=f"every seed is worse than every seed of the best temperature, or one diverged: {_list_temperatures(bad)}",
     )
 
 
@@ -163,7 +184,7 @@ def _list_temperatures(temperatures: Sequence[float]) -> str:
     return ", ".join(f"T = {T:g}" for T in temperatures) or "none"
 
 
-def summary(records: Sequence[Record], *, small: bool) -> str:
+def summary(records: Sequence[Record]) -> str:
     sentences = []
     for map_ in dict.fromkeys(record["map"] for record in records):
         by = {
@@ -177,7 +198,7 @@ def summary(records: Sequence[Record], *, small: bool) -> str:
         learned = mean(select_records(records, map=map_, temperature=LEARNED), loss)
         if math.isfinite(learned):
             sentences.append(f"With a learned temperature it has {learned:.3f}.")
-    return " ".join(sentences) + (" Models this small show only that everything runs." if small else "")
+    return " ".join(sentences)
 
 
 def figure(records: Sequence[Record]) -> Figure:
@@ -186,9 +207,19 @@ def figure(records: Sequence[Record]) -> Figure:
     for map_ in dict.fromkeys(record["map"] for record in records):
         T = fixed_temperatures(records, map_)
         groups = [select_records(records, map=map_, temperature=str(temperature)) for temperature in T]
-        bars = [np.nan_to_num(seed_deviation(group, loss)) for group in groups]
-        loss_axes.errorbar(T, [mean(group, loss) for group in groups], bars, label=map_, capsize=2, **STYLES[map_])
-        gradient_axes.plot(T, [mean(group, largest_gradient) for group in groups], label=map_, **STYLES[map_])
+        loss_axes.errorbar(
+            T, [mean(group, loss) for group in groups], _distances_to_extremes(groups, loss), label=map_, capsize=2,
+            **STYLES[map_],
+        )  # fmt: skip
+        gradient_axes.errorbar(
+            T, [mean(group, largest_gradient) for group in groups], _distances_to_extremes(groups, largest_gradient),
+            capsize=2, **STYLES[map_],
+        )  # fmt: skip
+        later = [mean(group, largest_gradient_after_warmup) for group in groups]
+        gradient_axes.errorbar(
+            T, later, _distances_to_extremes(groups, largest_gradient_after_warmup),
+            **{**STYLES[map_], "linewidth": 0.7, "markersize": 2},
+        )  # fmt: skip
         norm_axes.plot(T, [mean(group, jacobian_norm) for group in groups], label=map_, **STYLES[map_])
         diverged = [
             temperature
@@ -210,52 +241,73 @@ def figure(records: Sequence[Record]) -> Figure:
         axes.set_ylabel(label)
         letter(axes, panel_letter, title)
         tidy(axes)
-    gradient_axes.set_yscale("log")
+    gradient_axes.set_ylim(bottom=0)
     norm_axes.set_yscale("log")
     norm_axes.legend()
     seeds = len({record["seed"] for record in records})
-    bars_and_crosses = "bars: standard deviation; crosses: a run diverged"
-    note(drawn, f"Means over {seeds} seed{'s' * (seeds > 1)}, {bars_and_crosses}. attnorm reproduce temperature")
+    legend = "bars: range of the seeds; crosses: a run diverged; thin lines in (b): after the warmup"
+    note(drawn, f"Means over {seeds} seed{'s' * (seeds > 1)}, {legend}. attnorm reproduce temperature")
     drawn.tight_layout(rect=(0, 0.04, 1, 1))
     return drawn
 
 
+def _distances_to_extremes(groups: Sequence[Sequence[Record]], number: Number) -> np.ndarray:
+    """Return the distances from the mean over seeds to the smallest and to the largest seed, for error bars."""
+    found = [values(group, number) or [math.nan] for group in groups]
+    return np.nan_to_num(
+        [[fmean(seeds) - min(seeds) for seeds in found], [max(seeds) - fmean(seeds) for seeds in found]]
+    )
+
+
 def course_figure(records: Sequence[Record]) -> Figure:
-    """The training loss and the Jacobian norm on the way, one column per map and one line per temperature."""
+    """Loss, gradient norm and Jacobian norm during training, one column per map and one line per temperature."""
     maps = list(dict.fromkeys(record["map"] for record in records))
-    drawn = Figure(figsize=(3.5 * len(maps), 5.2))
-    panels = drawn.subplots(2, len(maps), squeeze=False, sharey="row")
-    for column, map_ in enumerate(maps):
-        temperatures = fixed_temperatures(records, map_)
-        shades = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(temperatures)))
-        for T, shade in zip(temperatures, shades, strict=True):
-            group = select_records(records, map=map_, temperature=str(T))
-            for axes, line in zip(panels[:, column], (_mean_course(group), _mean_norms(group)), strict=True):
-                axes.plot(*line, color=shade, label=f"T = {T:g}", linewidth=1.3)
-        letter(panels[0, column], "abcdefgh"[column], f"{map_}: training loss")
-        letter(panels[1, column], "abcdefgh"[len(maps) + column], f"{map_}: Jacobian norm")
-        panels[1, column].set_yscale("log")
-        panels[1, column].set_xlabel("training steps")
-        for axes in panels[:, column]:
+    rows = {"training loss": _mean_losses, "norm of the gradient": _mean_gradients, "Jacobian norm": _mean_norms}
+    drawn = Figure(figsize=(3.5 * len(maps), 2.6 * len(rows)))
+    panels = drawn.subplots(len(rows), len(maps), squeeze=False, sharey="row")
+    letters = iter(ascii_lowercase)
+    for (title, course), row in zip(rows.items(), panels, strict=True):
+        for axes, map_ in zip(row, maps, strict=True):
+            temperatures = fixed_temperatures(records, map_)
+            shades = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(temperatures)))
+            for T, shade in zip(temperatures, shades, strict=True):
+                group = select_records(records, map=map_, temperature=str(T))
+                axes.plot(*course(group), color=shade, label=f"T = {T:g}", linewidth=1.3)
+            letter(axes, next(letters), f"{map_}: {title}")
             tidy(axes)
-    panels[0, 0].set_ylabel("nats per token")
-    panels[1, 0].set_ylabel("mean over heads")
+    for axes, label in zip(panels[:, 0], ("nats per token", "before clipping at 1", "mean over heads"), strict=True):
+        axes.set_ylabel(label)
+    for axes in panels[-1]:
+        axes.set_yscale("log")
+        axes.set_xlabel("training steps")
     panels[0, -1].legend()
-    note(drawn, "Means over seeds. attnorm reproduce temperature")
+    note(drawn, "Means over seeds; the loss without the warmup. attnorm reproduce temperature")
     drawn.tight_layout(rect=(0, 0.03, 1, 1))
     return drawn
 
 
-def _mean_course(records: Sequence[Record]) -> tuple[list[float], list[float]]:
-    """Steps after the warmup and mean losses, as far as all runs got."""
-    rows = zip(*(record["course"] for record in records), strict=False)
-    after = [[entry[:2] for entry in row] for row in rows if row[0][0] > records[0]["settings"]["warmup"]]
-    return [row[0][0] for row in after], [float(np.mean([value for _, value in row])) for row in after]
+Course = tuple[list[float], list[float]]  # steps, and means over seeds
 
 
-def _mean_norms(records: Sequence[Record]) -> tuple[list[float], list[float]]:
+def _mean_losses(records: Sequence[Record]) -> Course:
+    steps, means = _mean_course(records, 1)
+    after = [step > records[0]["settings"]["warmup"] for step in steps]
+    return list(compress(steps, after)), list(compress(means, after))
+
+
+def _mean_gradients(records: Sequence[Record]) -> Course:
+    return _mean_course(records, 3)
+
+
+def _mean_course(records: Sequence[Record], entry: int) -> Course:
+    """Return the means of one entry of the logged steps, as far as all runs got."""
+    rows = list(zip(*(record["course"] for record in records), strict=False))
+    return [row[0][0] for row in rows], [fmean(logged[entry] for logged in row) for row in rows]
+
+
+def _mean_norms(records: Sequence[Record]) -> Course:
     looks = list(zip(*(record.get("looks", ()) for record in records), strict=False))
-    return [look[0]["step"] for look in looks], [float(np.mean([o["jacobian_norm"] for o in look])) for look in looks]
+    return [look[0]["step"] for look in looks], [fmean(one["jacobian_norm"] for one in look) for look in looks]
 
 
 EXPERIMENT = Experiment(
@@ -263,6 +315,6 @@ EXPERIMENT = Experiment(
     title="Training at fixed and learned temperatures",
     source="Mudarisov et al. 2025, guideline 2; Nair 2025, Theorem 1",
     question="Does the bound 1/(2T) on the Jacobian predict where training breaks?",
-    run=run,
+    run=partial(run_grid, FULL, QUICK, outcome),
     needs_model=False,
 )

@@ -16,6 +16,7 @@ from attnorm.experiments.experiment import (
     Outcome,
     ProgressCallback,
     Verdict,
+    untested,
 )
 from attnorm.experiments.retrieval import figure as figures
 from attnorm.experiments.retrieval.plan import (
@@ -156,10 +157,8 @@ def findings(numbers: RetrievalNumbers, *, quick: bool) -> tuple[ExperimentFindi
         for finding in (_judge_fall(numbers), _judge_adaptive(numbers), _judge_cause(numbers), _judge_softmax(numbers))
         if finding
     ]
-    if not quick:
-        return tuple(results)
     reason = "Few steps and narrow models: run without --quick for a verdict."
-    return tuple(ExperimentFinding(finding.claim, finding.ours, "not tested", reason) for finding in results)
+    return untested(results, reason) if quick else tuple(results)
 
 
 def summary(numbers: RetrievalNumbers, missing: Sequence[str], *, quick: bool) -> str:
