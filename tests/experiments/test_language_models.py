@@ -24,7 +24,6 @@ from attnorm.experiments.language_models.stages import (
     run_works,
 )
 from attnorm.experiments.language_models.train import (
-    OutOfTimeError,
     Worker,
     best_rate,
     choose_engines,
@@ -44,6 +43,7 @@ from attnorm.experiments.language_models.workspace import (
 )
 from attnorm.models.load import load
 from attnorm.models.patch_state import normalizer_of, patched_modules
+from attnorm.training.checkpoints import OutOfTimeError
 from attnorm.training.lm.attention import fastest_attention, in_training
 from attnorm.training.lm.evaluate import attention_statistics, spread_chunks
 from attnorm.training.lm.model import build_model

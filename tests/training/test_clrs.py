@@ -17,7 +17,7 @@ from attnorm.metrics.rows import measure_rows
 from attnorm.metrics.sampling import evenly_spaced
 from attnorm.models.observe import observe
 from attnorm.models.patch_state import normalizer_of, patched_modules
-from attnorm.training.checkpoints import StopRequest
+from attnorm.training.checkpoints import OutOfTimeError, StopRequest
 from attnorm.training.clrs import data as clrs_data
 from attnorm.training.clrs.data import (
     Characters,
@@ -43,7 +43,7 @@ from attnorm.training.clrs.evaluate import (
     check_answers,
     fitted_coefficients,
 )
-from attnorm.training.clrs.train import ClrsBase, ClrsRecipe, ClrsRun, OutOfTimeError, train_clrs, with_normalizer
+from attnorm.training.clrs.train import ClrsBase, ClrsRecipe, ClrsRun, train_clrs, with_normalizer
 from attnorm.training.device import accelerated
 
 CPU = torch.device("cpu")

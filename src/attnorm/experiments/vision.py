@@ -26,13 +26,12 @@ from attnorm.experiments.experiment import (
     ProgressCallback,
     Verdict,
 )
-from attnorm.experiments.language_models.train import free_memory, machine
 from attnorm.figures import INK, PALE, letter, note, tidy
 from attnorm.files import append_jsonl, read_jsonl
 from attnorm.intervals import student_interval, wilson_interval
 from attnorm.provenance import file_hash
 from attnorm.run_folder import lock, try_lock
-from attnorm.training.device import chosen_device
+from attnorm.training.device import chosen_device, free_memory, machine
 from attnorm.training.vision.data import ImageSplits, generated_textures, read_archive
 from attnorm.training.vision.model import VisionSettings
 from attnorm.training.vision.train import Record, train_vit

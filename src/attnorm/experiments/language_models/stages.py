@@ -14,13 +14,10 @@ from typing import Any, TypedDict, Unpack
 from attnorm.experiments.language_models.train import (
     Log,
     NotReadyError,
-    OutOfTimeError,
     Worker,
     check_whole,
     choose_engines,
     export_main,
-    free_memory,
-    machine,
     train_main,
     train_to_test,
     trained_model,
@@ -43,7 +40,8 @@ from attnorm.files import write_text
 from attnorm.metrics.normalized import NoRowsError
 from attnorm.provenance import machine_memory_gb
 from attnorm.text import did_you_mean
-from attnorm.training.device import check_accelerate, chosen_device
+from attnorm.training.checkpoints import OutOfTimeError
+from attnorm.training.device import check_accelerate, chosen_device, free_memory, machine
 from attnorm.training.lm.attention import in_training
 from attnorm.training.lm.data import check_file, read_tokenizer
 from attnorm.training.lm.evaluate import attention_statistics, losses_at, observed_windows

@@ -6,7 +6,6 @@ blocks. The faster one is recorded for all later runs; a way that fails is repor
 """
 
 import contextlib
-import gc
 import json
 import math
 import time
@@ -21,12 +20,13 @@ import numpy as np
 import torch
 
 from attnorm.experiments.language_models.workspace import SOFTMAX, WAIT_TO_WRITE, LMWorkspace, Texts
-from attnorm.files import atomic_replace, write_json
+from attnorm.files import atomic_replace, read_jsonl, write_json
 from attnorm.models.saving import save_pretrained
 from attnorm.normalizers.spec import key_spec
 from attnorm.training.checkpoints import (
     METRICS,
     NotFiniteError,
+    OutOfTimeError,
     StopRequest,
     TrainingInterrupted,
     finished_checkpoints,
@@ -35,11 +35,11 @@ from attnorm.training.checkpoints import (
     speed_and_memory,
     step_of,
 )
-from attnorm.training.device import accelerated, chosen_device
+from attnorm.training.device import accelerated, chosen_device, free_memory, machine
 from attnorm.training.lm.attention import Attention, fastest_attention
 from attnorm.training.lm.data import Corpus, as_transformers
-from attnorm.training.lm.export import rounded, training_versions
-from attnorm.training.lm.model import LMSettings, build_model
+from attnorm.training.lm.export import rounded
+from attnorm.training.lm.model import LMSettings, build_model, count_parameters, learned_values
 from attnorm.training.lm.train import CHECKPOINTS, LOG_EVERY, Run
 
 Log = Callable[[str], None]
@@ -52,10 +52,6 @@ ATTENTION = "attention.json"  # how each normalizer is computed while training, 
 
 class NotReadyError(ValueError):
     """An earlier stage has to run first."""
-
-
-class OutOfTimeError(Exception):
-    """The time limit was reached; finished work is kept."""
 
 
 @dataclass(frozen=True)
@@ -296,14 +292,14 @@ def _train(
         raise TrainingInterrupted(run.step)
     if problem is None and run.step < settings.steps:
         raise OutOfTimeError
-    course = [json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
+    course = read_jsonl(folder / METRICS)
     measured = [entry["valid_loss"] for entry in course if "valid_loss" in entry]
     worker.workspace.add(
         {
             "stage": stage, "normalizer": normalizer, "seed": settings.seed, "learning_rate": settings.learning_rate,
             "valid_loss": measured[-1] if problem is None else None, "problem": problem,
             "steps": run.step, "tokens": run.step * settings.tokens_per_step,
-            "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
+            "parameters": count_parameters(run.model),
             **speed_and_memory(folder / METRICS), "training_seconds": round(run.seconds, 1),
             "wall_seconds": round(time.monotonic() - began, 1), "attention": attention,
             "course": [_log_values(entry) for entry in course], "settings": settings.as_dict(),
@@ -334,28 +330,8 @@ def _log_values(entry: dict[str, float]) -> list[float | None]:
 
 def learned(model: Any) -> dict[str, list[float]]:
     """Return the parameters of the normalizers, by layer; without matrices, such as the landmarks of `soft`."""
-    from attnorm.models.dispatch import NORMALIZER
-
-    values_by_name = {
-        name: [round(value, 5) for value in parameter.detach().flatten().float().tolist()]
-        for name, parameter in model.named_parameters()
-        if NORMALIZER in name.split(".") and parameter.numel() <= MOST_LEARNED
-    }
+    values_by_name = learned_values(model, MOST_LEARNED)
     return {name.removeprefix("model.layers."): values for name, values in values_by_name.items()}
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "versions": training_versions(),
-    }
-
-
-def free_memory() -> None:
-    """Free the memory of unused models for other processes on the same GPU."""
-    if torch.cuda.is_available():
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 STEPS = 2 * LOG_EVERY

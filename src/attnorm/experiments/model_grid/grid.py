@@ -5,7 +5,6 @@ Each finished model is stored as one record, so an interrupted run resumes. `rec
 factor explains.
 """
 
-import json
 import math
 import shutil
 import time
@@ -22,7 +21,7 @@ import torch
 from attnorm.analysis.analyze import analyze
 from attnorm.experiments.experiment import ExperimentSubject, ProgressCallback, UnfinishedError
 from attnorm.experiments.language_models.experiment import texts_of
-from attnorm.experiments.language_models.train import free_memory, learned, machine
+from attnorm.experiments.language_models.train import learned
 from attnorm.experiments.language_models.workspace import (
     ModelPlan,
     Texts,
@@ -32,12 +31,13 @@ from attnorm.experiments.language_models.workspace import (
     prepare_texts,
     read_results,
 )
+from attnorm.files import read_jsonl
 from attnorm.provenance import settings_hash
 from attnorm.training.checkpoints import METRICS, StopRequest, TrainingInterrupted, speed_and_memory
-from attnorm.training.device import accelerated, chosen_device
+from attnorm.training.device import accelerated, chosen_device, free_memory, machine
 from attnorm.training.lm.attention import Attention, fastest_attention, in_training, without_compiled_blocks
 from attnorm.training.lm.evaluate import attention_statistics, losses_at, observed_windows
-from attnorm.training.lm.model import ANY_LENGTH, LMSettings
+from attnorm.training.lm.model import ANY_LENGTH, LMSettings, count_parameters
 from attnorm.training.lm.train import Run
 
 RECORDS = "records.jsonl"  # optional file in the output folder: records from another machine, plain or .xz
@@ -187,13 +187,13 @@ def train_and_measure(
             raise TrainingInterrupted(run.step)
         if problem is None and run.step < settings.steps:
             raise UnfinishedError(f"{model.label}, seed {seed}: {run.step} of {settings.steps} steps")
-    course = [json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
+    course = read_jsonl(folder / METRICS)
     losses = [entry["valid_loss"] for entry in course if "valid_loss" in entry]
     record: Record = {
         "stage": "model", "label": model.label, **model.columns, "seed": seed, "normalizer": model.normalizer,
         "valid_loss": losses[-1] if problem is None else None, "lowest_loss": min(losses, default=None),
         "problem": problem,
-        "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
+        "parameters": count_parameters(run.model),
         "course": [
             [entry["step"], entry["loss"], entry.get("valid_loss"), entry["gradient_norm"]] for entry in course
         ],

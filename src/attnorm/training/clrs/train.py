@@ -34,6 +34,7 @@ from attnorm.provenance import file_hash
 from attnorm.run_folder import only_process
 from attnorm.training.checkpoints import (
     METRICS,
+    OutOfTimeError,
     StopRequest,
     TrainingInterrupted,
     finished_checkpoints,
@@ -67,7 +68,7 @@ from attnorm.training.clrs.evaluate import (
     read_result,
     swap_for_test,
 )
-from attnorm.training.device import MemoryPeak, accelerated, check_accelerate, chosen_device
+from attnorm.training.device import MemoryPeak, accelerated, check_accelerate, chosen_device, machine
 from attnorm.training.lm.attention import (
     Attention,
     check_attention,
@@ -75,8 +76,14 @@ from attnorm.training.lm.attention import (
     in_training,
     without_compiled_blocks,
 )
-from attnorm.training.lm.export import training_versions
-from attnorm.training.lm.model import RECORD, LMSettings, build_model, check_normalizer
+from attnorm.training.lm.model import (
+    RECORD,
+    LMSettings,
+    build_model,
+    check_normalizer,
+    count_parameters,
+    learned_values,
+)
 from attnorm.training.lm.step import LARGEST_GRADIENT, make_optimizer, whole_windows
 from attnorm.training.lm.train import CHECKPOINTS, LOG_EVERY, learning_rate, open_run
 
@@ -205,10 +212,6 @@ def with_normalizer(recipe: ClrsRecipe, spec: str, options: dict[str, Any] | Non
     return replace(recipe, normalizer=name, normalizer_options={**spec_options, **(options or {})})
 
 
-class OutOfTimeError(Exception):
-    """The time limit was reached before the last step; a checkpoint was written."""
-
-
 def train_clrs(
     out: Path,
     base: ClrsBase,
@@ -266,9 +269,8 @@ def train_clrs(
             "steps": run.step, "tokens": run.tokens, "training_seconds": round(run.seconds, 1),
             **measure(run, tests),
             **speed_and_memory(out / METRICS), "learned": learned_values(run.model),
-            "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
-            "device": torch.cuda.get_device_name(torch_device) if torch_device.type == "cuda" else torch_device.type,
-            "versions": training_versions(),
+            "parameters": count_parameters(run.model),
+            **machine(torch_device),
         }  # fmt: skip
         if save_model:
             from attnorm.models.saving import save_pretrained
@@ -308,17 +310,6 @@ def measure(run: "ClrsRun", tests: ClrsTests) -> dict[str, Any]:
                     with run.uncompiled():
                         result["entropy"][name] = answer_entropy(model, data.test, tests.observed, device)
     return {**result, "test_seconds": round(time.monotonic() - began, 1)}
-
-
-def learned_values(model: Any) -> dict[str, list[float]]:
-    """Return the parameters of the normalizers by layer."""
-    from attnorm.models.dispatch import NORMALIZER
-
-    return {
-        name: [round(value, 5) for value in parameter.detach().flatten().float().tolist()]
-        for name, parameter in model.named_parameters()
-        if NORMALIZER in name.split(".")
-    }
 
 
 class ClrsRun:

@@ -44,7 +44,7 @@ from attnorm.training.checkpoints import (
     load_checkpoint,
     save_checkpoint,
 )
-from attnorm.training.device import accelerated, check_accelerate, chosen_device
+from attnorm.training.device import accelerated, check_accelerate, chosen_device, device_name
 from attnorm.training.retrieval.data import Batch, RetrievalRecipe, Task, find_task, training_batches
 from attnorm.training.retrieval.evaluate import RECORDS, Record, Trials, leaked_share, records_of
 from attnorm.training.retrieval.model import (
@@ -200,7 +200,7 @@ def _write_manifest(out: Path, command: str, device: torch.device) -> dict[str, 
     manifest = {
         "command": command,
         "written": now(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "device": device_name(device),
         "versions": versions(),
         "models": [
             {"file": stack.path.relative_to(out).as_posix(), **stack.about} for stack in find_trained_seeds(out)
