@@ -19,12 +19,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from attnorm.experiments.experiment import (
+    RECORDS,
     Experiment,
     ExperimentFinding,
     ExperimentSubject,
     Outcome,
     ProgressCallback,
     Verdict,
+    copied_records,
 )
 from attnorm.figures import INK, PALE, letter, note, tidy
 from attnorm.files import append_jsonl, read_jsonl
@@ -36,7 +38,6 @@ from attnorm.training.vision.data import ImageSplits, generated_textures, read_a
 from attnorm.training.vision.model import VisionSettings
 from attnorm.training.vision.train import Record, train_vit
 
-RECORDS = "records.jsonl"  # in the output folder: records of other runs, plain or .xz
 RESULTS = "results.jsonl"  # in the folder of intermediate results: records of this one
 GENERATED = "generated textures"
 RECORDED = ("settings", "tokens", "correct", "tested_on", "images_per_second", "peak_bytes", "parameters")
@@ -165,12 +166,12 @@ def records_of(plan: VisionPlan, subject: ExperimentSubject, progress: ProgressC
 
 def _finished_records(parts: Path, *, of_all_images: bool = False) -> dict[str, Record]:
     """Return the records by their key. of_all_images: those that runs with any --images left in the folder too."""
-    files = [parts.parent.parent / name for name in (RECORDS, f"{RECORDS}.xz")] + [parts / RESULTS]
+    files = [*copied_records(parts), parts / RESULTS]
     if of_all_images:
         files += sorted(parts.parent.glob(f"vision-*/{RESULTS}"))
     records = {}
     for file in files:
-        for record in read_jsonl(file) if file.exists() else ():
+        for record in read_jsonl(file):
             if "images" in record:  # other experiments keep records under the same name
                 if lacking := [name for name in RECORDED if name not in record]:
                     raise ValueError(

@@ -19,7 +19,7 @@ import pyarrow as pa
 import torch
 
 from attnorm.analysis.analyze import analyze
-from attnorm.experiments.experiment import ExperimentSubject, ProgressCallback, UnfinishedError
+from attnorm.experiments.experiment import ExperimentSubject, ProgressCallback, UnfinishedError, copied_records
 from attnorm.experiments.language_models.experiment import texts_of
 from attnorm.experiments.language_models.train import learned
 from attnorm.experiments.language_models.workspace import (
@@ -40,7 +40,6 @@ from attnorm.training.lm.evaluate import attention_statistics, losses_at, observ
 from attnorm.training.lm.model import ANY_LENGTH, LMSettings, count_parameters
 from attnorm.training.lm.train import Run
 
-RECORDS = "records.jsonl"  # optional file in the output folder: records from another machine, plain or .xz
 MEASUREMENTS_IN_TRAINING = 8  # how often a model is measured while it is trained
 MEASURED_IN_TRAINING = ("entropy_ratio", "max_weight", "jacobian_norm", "logit_spread")
 KEPT_OF_HEADS = (
@@ -122,8 +121,7 @@ def records_of(plan: GridPlan, subject: ExperimentSubject, progress: ProgressCal
 
 def _records_elsewhere(parts: Path) -> list[Record]:
     """Return the lines of another machine, in OUT/records.jsonl or its packed copy."""
-    files = [parts.parent.parent / name for name in (RECORDS, f"{RECORDS}.xz")]
-    return [record for file in files if file.exists() for record in read_results(file)]
+    return [record for file in copied_records(parts) for record in read_results(file)]
 
 
 def _known_records(workspace: Workspace[GridPlan], parts: Path) -> dict[str, Record]:
