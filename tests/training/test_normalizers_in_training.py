@@ -14,7 +14,7 @@ from attnorm.models.saving import from_pretrained
 from attnorm.training.lm.data import prepare, validation_windows
 from attnorm.training.lm.evaluate import validation_loss
 from attnorm.training.lm.model import build_model, learned_values
-from attnorm.training.lm.step import make_optimizer
+from attnorm.training.run import make_optimizer
 from tests.training.conftest import tiny
 from tests.training.test_lm import assert_equal_runs, last_state, metrics
 

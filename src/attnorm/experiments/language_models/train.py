@@ -40,7 +40,8 @@ from attnorm.training.lm.attention import Attention, fastest_attention
 from attnorm.training.lm.data import Corpus, as_transformers
 from attnorm.training.lm.export import rounded
 from attnorm.training.lm.model import LMSettings, build_model, count_parameters, learned_values
-from attnorm.training.lm.train import CHECKPOINTS, LOG_EVERY, Run
+from attnorm.training.lm.train import Run
+from attnorm.training.run import CHECKPOINTS, LOG_EVERY
 
 Log = Callable[[str], None]
 OFTEN = 4  # validation losses per main run; short runs have one at the end

@@ -22,7 +22,8 @@ from attnorm.training.checkpoints import METRICS, loss_rise, speed_and_memory
 from attnorm.training.device import device_name, training_versions
 from attnorm.training.lm.data import Corpus, as_transformers, token_bytes
 from attnorm.training.lm.evaluate import baselines, losses_by_length
-from attnorm.training.lm.model import ARCHITECTURES, RECORD, LMSettings, count_parameters, softmax_of_equal_size
+from attnorm.training.lm.model import ARCHITECTURES, LMSettings, count_parameters, softmax_of_equal_size
+from attnorm.training.run import RECORD
 
 SAMPLE = "sample.txt"
 TEMPERATURE = 0.9

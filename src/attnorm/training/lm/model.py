@@ -20,7 +20,6 @@ from attnorm.training.lm.data import LARGEST_VOCABULARY
 
 SMALLEST_VOCABULARY = 257  # every byte, and the end of a text
 DTYPES = ("float32", "bfloat16")
-RECORD = "training.json"  # in the folder of a run: its settings and, at the end, its result
 ANY_LENGTH = {"gpt2": False, "llama": True, "nope": True}  # architecture -> whether it has no largest position
 
 

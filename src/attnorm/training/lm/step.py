@@ -19,12 +19,10 @@ from attnorm.training.device import Processes
 from attnorm.training.lm.attention import Attention, compile_blocks, is_traceable
 from attnorm.training.lm.evaluate import predicted_loss, window_loss
 from attnorm.training.lm.model import LMSettings
+from attnorm.training.run import LARGEST_GRADIENT, make_optimizer
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-BETAS = (0.9, 0.95)
-LARGEST_GRADIENT = 1.0  # norm over all parameters, for gradient clipping
 
 STEPS_BEFORE = 3  # steps without capture: they compile kernels, which a capture cannot do
 
@@ -92,22 +90,6 @@ class WindowLoss(torch.nn.Module):
 
     def forward(self, windows: torch.Tensor) -> Any:
         return window_loss(self.model, windows, self.loss)
-
-
-def make_optimizer(model: torch.nn.Module, settings: LMSettings) -> torch.optim.AdamW:
-    from attnorm.models.dispatch import NORMALIZER
-
-    decaying: list[torch.nn.Parameter] = []
-    free: list[torch.nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        # Normalizers learn scales and thresholds, which should not decay to 0; second queries are a projection.
-        decays = parameter.dim() > 1 and (NORMALIZER not in name.split(".") or name.endswith(".second.weight"))
-        (decaying if decays else free).append(parameter)
-    groups: list[dict[str, Any]] = [
-        {"params": decaying, "weight_decay": settings.weight_decay},
-        {"params": free, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=BETAS, fused=decaying[0].is_cuda)
 
 
 class CapturedStep:

@@ -58,13 +58,13 @@ from attnorm.training.retrieval.model import (
     save_trained_seeds,
     trained_seeds_name,
 )
+from attnorm.training.run import CHECKPOINTS
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 MANIFEST = "manifest.json"
 METRICS = "metrics.jsonl"
-CHECKPOINTS = "checkpoints"
 REPORT_EVERY = 100  # steps; reading the loss makes the GPU wait
 _SMALLEST_VARIANCE = 1e-12
 SEEDS = tuple(range(10))
