@@ -68,6 +68,7 @@ from attnorm.training.lm.attention import (
     check_attention,
     compile_blocks,
     in_training,
+    whole_windows,
     without_compiled_blocks,
 )
 from attnorm.training.lm.model import (
@@ -77,7 +78,6 @@ from attnorm.training.lm.model import (
     count_parameters,
     learned_values,
 )
-from attnorm.training.lm.step import whole_windows
 from attnorm.training.run import LARGEST_GRADIENT, RECORD, TrainingRun, make_optimizer, open_run
 
 if TYPE_CHECKING:

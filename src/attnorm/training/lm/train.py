@@ -1,4 +1,4 @@
-"""Train a small language model on text files in a folder: `train_lm`, and the `Run` of its steps.
+"""Train a small language model on text files in a folder: `train_lm`, the `Run` of its steps, and one `TrainingStep`.
 
 Text -> byte-level BPE -> tokens on disk -> random windows -> AdamW with a cosine schedule -> a Hugging Face folder.
 Started by torchrun or `accelerate launch`, several processes share every batch (training/device.py).
@@ -19,9 +19,18 @@ import torch
 
 from attnorm.arithmetic import round_up
 from attnorm.run_folder import only_process
+from attnorm.training.captured_step import WeightUpdate
 from attnorm.training.checkpoints import StopRequest, TrainingInterrupted
 from attnorm.training.device import Processes, accelerated, check_accelerate, chosen_device
-from attnorm.training.lm.attention import Attention, check_attention, in_training, without_compiled_blocks
+from attnorm.training.lm.attention import (
+    Attention,
+    check_attention,
+    compile_blocks,
+    in_training,
+    is_traceable,
+    whole_windows,
+    without_compiled_blocks,
+)
 from attnorm.training.lm.data import (
     Corpus,
     check_length,
@@ -31,11 +40,10 @@ from attnorm.training.lm.data import (
     training_windows,
     validation_windows,
 )
-from attnorm.training.lm.evaluate import check_lengths, evaluation_lengths, validation_loss
+from attnorm.training.lm.evaluate import check_lengths, evaluation_lengths, predicted_loss, validation_loss, window_loss
 from attnorm.training.lm.export import export
 from attnorm.training.lm.model import LMSettings, build_model, check_normalizer
-from attnorm.training.lm.step import TrainingStep, whole_windows
-from attnorm.training.run import TrainingRun, open_run, require_own
+from attnorm.training.run import LARGEST_GRADIENT, TrainingRun, make_optimizer, open_run, require_own
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -160,6 +168,57 @@ def _is_finished(record: dict[str, Any], settings: LMSettings, lengths: Sequence
     return {*(lengths or ())} <= {entry["length"] for entry in result["validation"].get("by_length", ())}
 
 
+class TrainingStep(WeightUpdate):
+    """One update per call. Call it inside `in_training` and `whole_windows`."""
+
+    def __init__(
+        self,
+        model: Any,
+        settings: LMSettings,
+        accelerator: "Accelerator",
+        *,
+        compiled: bool = False,
+        attention: Attention = "engine",
+        processes: Processes | None = None,
+    ) -> None:
+        super().__init__(model, accelerator.prepare(make_optimizer(model, settings)))
+        self.accelerator, self.compiled, self.attention = accelerator, compiled, attention
+        self.dtype = settings.dtype
+        self.processes = processes or Processes()
+        loss: Callable[..., Any] = predicted_loss
+        if compiled:
+            loss = torch.compile(predicted_loss, dynamic=False)
+            compile_blocks(model, settings)
+        self.loss = self.processes.parallel(WindowLoss(model, loss))
+
+    def _gradients(self, *inputs: torch.Tensor) -> torch.Tensor:
+        with self.accelerator.autocast():
+            loss = self.loss(*inputs)
+        self.accelerator.backward(loss)
+        detached: torch.Tensor = loss.detach()
+        return detached
+
+    def _clip(self) -> torch.Tensor:
+        norm: torch.Tensor = self.accelerator.clip_grad_norm_(self.model.parameters(), LARGEST_GRADIENT)
+        return norm
+
+    def _can_be_captured(self) -> bool:
+        """Whether a step is nothing but kernels: compiled blocks, attention that is part of them, one process."""
+        on_gpu = self.accelerator.device.type == "cuda" and self.processes.count == 1
+        return on_gpu and self.compiled and self.attention == "engine" and is_traceable(self.model, self.dtype)
+
+
+class WindowLoss(torch.nn.Module):
+    """The model and its loss as one module, so that torch can average gradients over processes."""
+
+    def __init__(self, model: Any, loss: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, windows: torch.Tensor) -> Any:
+        return window_loss(self.model, windows, self.loss)
+
+
 class Run(TrainingRun):
     """The training run of a language model."""
 
@@ -213,7 +272,7 @@ class Run(TrainingRun):
         if self.device.type == "cuda":
             windows = windows.pin_memory()
         self.tokens += settings.tokens_per_step
-        return self.update(windows.to(self.device, non_blocking=True), rate)
+        return self.update(rate, windows.to(self.device, non_blocking=True))
 
     def _validation_loss(self) -> float:
         self.model.eval()
