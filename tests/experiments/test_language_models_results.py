@@ -14,7 +14,7 @@ from attnorm.experiments.language_models.results import (
     rank_correlation,
     summary,
 )
-from attnorm.experiments.language_models.workspace import read_results
+from attnorm.experiments.trained_models import read_results
 from attnorm.normalizers.asentmax import asentmax
 from attnorm.normalizers.ssmax import ssmax
 

@@ -11,9 +11,9 @@ import torch
 
 from attnorm.experiments.catalogue import experiment
 from attnorm.experiments.experiment import RECORDS, ExperimentSubject, UnfinishedError
-from attnorm.experiments.language_models.workspace import Workspace, read_texts
 from attnorm.experiments.model_grid import grid, heads, positions, temperature
 from attnorm.experiments.model_grid.grid import loss_at, share_beyond_horizon, variance_shares
+from attnorm.experiments.trained_models import Workspace, read_texts
 from attnorm.files import append_jsonl, read_jsonl
 from attnorm.training.lm.model import LMSettings, build_model
 

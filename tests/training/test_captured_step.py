@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnorm.engines.inputs import head_numbers, validate_inputs
-from attnorm.experiments.language_models.train import _random_corpus
+from attnorm.experiments.language_models.stages import _random_corpus
 from attnorm.training import captured_step
 from attnorm.training.captured_step import CapturedStep
 from attnorm.training.checkpoints import StopRequest

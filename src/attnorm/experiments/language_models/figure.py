@@ -11,9 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from attnorm.experiments.language_models.results import LMContender, main_runs, most_informative_length
-from attnorm.experiments.language_models.workspace import SOFTMAX
 from attnorm.figures import INK, PALE, letter, note, tidy
 from attnorm.intervals import wilson_interval
+from attnorm.models.layer_normalizer import SOFTMAX
 
 # Styles of lengths or texts: colour, marker and fill differ.
 LOOKS: tuple[dict[str, Any], ...] = (

@@ -20,16 +20,16 @@ import torch
 
 from attnorm.analysis.analyze import analyze
 from attnorm.experiments.experiment import ExperimentSubject, ProgressCallback, UnfinishedError, copied_records
-from attnorm.experiments.language_models.experiment import texts_of
-from attnorm.experiments.language_models.train import learned
-from attnorm.experiments.language_models.workspace import (
+from attnorm.experiments.trained_models import (
     ModelPlan,
     Texts,
     Workspace,
     check_same_texts,
+    learned,
     on_this_machine,
     prepare_texts,
     read_results,
+    texts_of,
 )
 from attnorm.files import read_jsonl
 from attnorm.provenance import settings_hash
