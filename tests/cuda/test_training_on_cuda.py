@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 import attnorm
 from attnorm.models.load import load
 from attnorm.models.patch import Patch
-from attnorm.training.captured_step import CapturedStep
 from attnorm.training.device import accelerated
 from attnorm.training.lm.attention import in_training, whole_windows
 from attnorm.training.lm.model import LMSettings, build_model
 from attnorm.training.lm.train import TrainingStep
+from attnorm.training.run import CapturedStep
 from attnorm.training.vision import model as vision_model
 from attnorm.training.vision.data import as_model_input, generated_textures
 from attnorm.training.vision.model import VisionSettings

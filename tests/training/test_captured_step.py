@@ -11,12 +11,12 @@ from torch import Tensor
 
 from attnorm.engines.inputs import head_numbers, validate_inputs
 from attnorm.experiments.language_models.stages import _random_corpus
-from attnorm.training import captured_step
-from attnorm.training.captured_step import CapturedStep
+from attnorm.training import run as training_run
 from attnorm.training.checkpoints import StopRequest
 from attnorm.training.device import MemoryPeak, accelerated
 from attnorm.training.lm.model import build_model
 from attnorm.training.lm.train import Run, TrainingStep
+from attnorm.training.run import CapturedStep
 from tests.training.conftest import tiny
 
 
@@ -35,7 +35,7 @@ def test_a_run_with_captured_steps_learns_the_same_keeps_no_gradients_and_logs_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = tiny(steps=12, batch=2, context=8, layers=1)
-    monkeypatch.setattr(captured_step, "CapturedStep", Uncaptured)
+    monkeypatch.setattr(training_run, "CapturedStep", Uncaptured)
     losses = []
     for captures in (False, True):
         monkeypatch.setattr(TrainingStep, "_can_be_captured", lambda self, captures=captures: captures)
@@ -59,7 +59,7 @@ def test_a_step_that_cannot_be_captured_continues_without_a_graph(monkeypatch: p
 
     settings = tiny(steps=6, batch=2, context=8, layers=1)
     batches = torch.randint(257, (6, 2, 9), generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(captured_step, "CapturedStep", fails)
+    monkeypatch.setattr(training_run, "CapturedStep", fails)
     courses = []
     for captures in (False, True):
         monkeypatch.setattr(TrainingStep, "_can_be_captured", lambda self, captures=captures: captures)

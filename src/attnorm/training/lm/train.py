@@ -19,7 +19,6 @@ import torch
 
 from attnorm.arithmetic import round_up
 from attnorm.run_folder import only_process
-from attnorm.training.captured_step import WeightUpdate
 from attnorm.training.checkpoints import StopRequest, TrainingInterrupted
 from attnorm.training.device import Processes, accelerated, check_accelerate, chosen_device
 from attnorm.training.lm.attention import (
@@ -43,7 +42,7 @@ from attnorm.training.lm.data import (
 from attnorm.training.lm.evaluate import check_lengths, evaluation_lengths, predicted_loss, validation_loss, window_loss
 from attnorm.training.lm.export import export
 from attnorm.training.lm.model import LMSettings, build_model, check_normalizer
-from attnorm.training.run import LARGEST_GRADIENT, TrainingRun, make_optimizer, open_run, require_own
+from attnorm.training.run import LARGEST_GRADIENT, TrainingRun, WeightUpdate, make_optimizer, open_run, require_own
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

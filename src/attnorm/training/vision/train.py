@@ -23,10 +23,9 @@ from attnorm.normalizers.registry import entries
 from attnorm.normalizers.spec import parse_spec
 from attnorm.provenance import package_versions
 from attnorm.text import visible
-from attnorm.training.captured_step import STEPS_BEFORE, WeightUpdate
 from attnorm.training.device import MemoryPeak
 from attnorm.training.lm.attention import whole_windows
-from attnorm.training.run import LARGEST_GRADIENT
+from attnorm.training.run import LARGEST_GRADIENT, STEPS_BEFORE, WeightUpdate
 from attnorm.training.vision.data import ImageSplits, LabelledImages, as_model_input, shifted_and_mirrored
 from attnorm.training.vision.model import STAGES, VisionSettings, build_model
 
