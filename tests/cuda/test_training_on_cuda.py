@@ -18,9 +18,10 @@ import attnorm
 from attnorm.models.load import load
 from attnorm.models.patch import Patch
 from attnorm.training.device import accelerated
-from attnorm.training.lm.attention import in_training
+from attnorm.training.lm.attention import in_training, whole_windows
 from attnorm.training.lm.model import LMSettings, build_model
-from attnorm.training.lm.step import CapturedStep, TrainingStep, whole_windows
+from attnorm.training.lm.train import TrainingStep
+from attnorm.training.run import CapturedStep
 from attnorm.training.vision import model as vision_model
 from attnorm.training.vision.data import as_model_input, generated_textures
 from attnorm.training.vision.model import VisionSettings
@@ -177,8 +178,8 @@ def test_a_captured_step_trains_as_the_step_itself_does(name: str) -> None:
             update = TrainingStep(model, settings, accelerator, compiled=True)
             if not captures:
                 update._can_be_captured = lambda: False  # type: ignore[method-assign]
-            courses.append([float(update(windows, 1e-3)[0]) for windows in batches])
-            assert (update._captured is not None) == captures
+            courses.append([float(update(1e-3, windows)[0]) for windows in batches])
+            assert (update.captured is not None) == captures
     # AdamW turns rounding of a small gradient into a step of the same size, so only the first digits are equal.
     assert_close(*(torch.tensor(course) for course in courses), rtol=5e-3, atol=0)
 
@@ -199,7 +200,7 @@ def test_a_captured_image_classifier_has_the_gradients_of_the_step_itself(name: 
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*CUDA graph")
         for pixels, labels in batches[:4]:
-            update(as_model_input(pixels), labels, 1e-3)
+            update(1e-3, as_model_input(pixels), labels)
     assert (update.captured is not None) == (DEVICE == "cuda")
     for pixels, labels in batches[4:6]:
         found = _loss_and_gradients(update.captured or update._gradients, model, as_model_input(pixels), labels)

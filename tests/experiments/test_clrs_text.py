@@ -39,7 +39,7 @@ from attnorm.experiments.clrs_text.workspace import (
     run_items,
 )
 from attnorm.experiments.experiment import ExperimentFinding
-from attnorm.experiments.language_models.workspace import change_plan
+from attnorm.experiments.trained_models import change_plan
 from attnorm.run_folder import try_lock
 from attnorm.training.checkpoints import NotFiniteError
 from attnorm.training.clrs.evaluate import OWN, REFITTED

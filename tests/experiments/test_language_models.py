@@ -15,35 +15,30 @@ from attnorm.analysis.analyze import analyze
 from attnorm.experiments.experiment import ExperimentSubject
 from attnorm.experiments.language_models import stages
 from attnorm.experiments.language_models import train as training
-from attnorm.experiments.language_models.experiment import EXPERIMENT, outcome, texts_of
+from attnorm.experiments.language_models.experiment import EXPERIMENT, outcome
 from attnorm.experiments.language_models.results import main_runs
 from attnorm.experiments.language_models.stages import (
     MAX_PROBLEMS,
+    choose_engines,
     closest,
     run_stage,
     run_works,
 )
 from attnorm.experiments.language_models.train import (
-    OutOfTimeError,
-    Worker,
-    best_rate,
-    choose_engines,
-    seconds_of_tests,
-    trained_model,
-)
-from attnorm.experiments.language_models.workspace import (
     FULL,
     LARGE,
     QUICK,
     LanguageModelPlan,
     LMWorkspace,
-    change_plan,
-    prepare_texts,
-    read_results,
-    read_texts,
+    Worker,
+    best_rate,
+    seconds_of_tests,
+    trained_model,
 )
+from attnorm.experiments.trained_models import change_plan, prepare_texts, read_results, read_texts, texts_of
 from attnorm.models.load import load
 from attnorm.models.patch_state import normalizer_of, patched_modules
+from attnorm.training.checkpoints import OutOfTimeError
 from attnorm.training.lm.attention import fastest_attention, in_training
 from attnorm.training.lm.evaluate import attention_statistics, spread_chunks
 from attnorm.training.lm.model import build_model

@@ -13,9 +13,8 @@ from attnorm.experiments.language_models.results import (
     most_informative_length,
     rank_correlation,
     summary,
-    wilson_interval,
 )
-from attnorm.experiments.language_models.workspace import read_results
+from attnorm.experiments.trained_models import read_results
 from attnorm.normalizers.asentmax import asentmax
 from attnorm.normalizers.ssmax import ssmax
 
@@ -140,12 +139,6 @@ def test_models_that_find_as_many_keys_are_all_named() -> None:
     made = [line for line in lines() if line["stage"] == "measure" and line["seed"] == 0]
     made += [asked("softmax", 1.0, 0.4, 0.0), asked("ssmax", 1.0, 0.1, 0.0)]
     assert "At 8 tokens ssmax, softmax find most keys, 100.0 %." in summary(contenders(made))
-
-
-def test_a_share_of_few_questions_is_uncertain() -> None:
-    assert wilson_interval(0.0, 100) == (pytest.approx(0, abs=1e-9), pytest.approx(0.037, abs=1e-3))
-    assert wilson_interval(0.3, 100) == (pytest.approx(0.219, abs=1e-3), pytest.approx(0.396, abs=1e-3))
-    assert wilson_interval(0.3, 10)[1] > wilson_interval(0.3, 100)[1]
 
 
 def test_what_normalizers_learned_is_given_as_it_acts() -> None:

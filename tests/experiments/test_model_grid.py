@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from attnorm.experiments.catalogue import experiment
-from attnorm.experiments.experiment import ExperimentSubject, UnfinishedError
-from attnorm.experiments.language_models.workspace import Workspace, read_texts
+from attnorm.experiments.experiment import RECORDS, ExperimentSubject, UnfinishedError
 from attnorm.experiments.model_grid import grid, heads, positions, temperature
 from attnorm.experiments.model_grid.grid import loss_at, share_beyond_horizon, variance_shares
 from attnorm.experiments.run import reproduce
+from attnorm.experiments.trained_models import Workspace, read_texts
 from attnorm.files import append_jsonl, read_jsonl
 from attnorm.training.lm.model import LMSettings, build_model
 
@@ -59,17 +59,17 @@ def test_records_from_elsewhere_are_used(
     trained: tuple[Path, list[grid.Record]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, records = trained
-    append_jsonl(tmp_path / grid.RECORDS, records)
+    append_jsonl(tmp_path / RECORDS, records)
     monkeypatch.setattr(grid, "train_and_measure", lambda *_: pytest.fail("trained again"))
     plan = replace(temperature.QUICK, models=temperature.QUICK.models[1:])
     assert grid.records_of(plan, SUBJECT, silent, tmp_path / "parts" / "temperature") == records
-    assert read_jsonl(tmp_path / grid.RECORDS) == records
+    assert read_jsonl(tmp_path / RECORDS) == records
 
 
 def test_records_of_another_plan_are_not_used(trained: tuple[Path, list[grid.Record]], tmp_path: Path) -> None:
     """The quick and the full plan have models of the same name."""
     _, records = trained
-    append_jsonl(tmp_path / grid.RECORDS, records)
+    append_jsonl(tmp_path / RECORDS, records)
     plan = replace(temperature.QUICK, models=temperature.QUICK.models[1:2], tokens=256)
     (found,) = grid.records_of(plan, SUBJECT, silent, tmp_path / "parts" / "temperature")
     assert found["settings"]["steps"] == 2 != records[0]["settings"]["steps"]
@@ -80,7 +80,7 @@ def test_models_of_another_text_are_not_mixed_with_those_of_this_one(
 ) -> None:
     parts, records = trained
     (texts,) = [line for line in read_jsonl(parts / "results.jsonl") if line["stage"] == "texts"]
-    append_jsonl(tmp_path / grid.RECORDS, [texts | {"training_tokens": 7}, records[0]])
+    append_jsonl(tmp_path / RECORDS, [texts | {"training_tokens": 7}, records[0]])
     plan = replace(temperature.QUICK, models=temperature.QUICK.models[1:])
     with pytest.raises(ValueError, match="7 tokens"):
         grid.records_of(plan, SUBJECT, silent, tmp_path / "parts" / "temperature")
@@ -111,7 +111,7 @@ def test_a_time_limit_starts_no_model_that_would_not_finish(
         grid.records_of(plan, replace(SUBJECT, minutes=0.0), silent, parts)
     assert (parts / "data" / "texts.json").exists(), "the texts are encoded"
     assert all(record["wall_seconds"] > 0 for record in records)
-    append_jsonl(tmp_path / grid.RECORDS, [records[0] | {"wall_seconds": 120.0}])
+    append_jsonl(tmp_path / RECORDS, [records[0] | {"wall_seconds": 120.0}])
     with pytest.raises(UnfinishedError, match="1 of 2"):
         grid.records_of(plan, replace(SUBJECT, minutes=1.9), silent, parts)
     monkeypatch.setattr(grid, "train_and_measure", lambda *_: records[1])

@@ -9,21 +9,15 @@ from scipy.stats import ttest_rel
 
 from attnorm.experiments.retrieval.results import (
     compare_with,
-    holm,
     lines_of,
     needed_margin,
     predicted_right,
     scales_of,
 )
+from attnorm.intervals import holm
 from attnorm.training.retrieval.data import CLASSES
 from attnorm.training.retrieval.model import normalizer_for
 from tests.experiments.retrieval_records import found, record, training
-
-
-def test_holm_by_hand() -> None:
-    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    assert holm([0.9, 0.6]) == [1.0, 1.0]
-    assert holm([]) == []
 
 
 def test_differences_are_paired_by_seed_whatever_the_order() -> None:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from attnorm.engines.inputs import head_numbers, validate_inputs
-from attnorm.experiments.language_models.train import _random_corpus
+from attnorm.experiments.language_models.stages import _random_corpus
+from attnorm.training import run as training_run
 from attnorm.training.checkpoints import StopRequest
 from attnorm.training.device import MemoryPeak, accelerated
-from attnorm.training.lm import step
 from attnorm.training.lm.model import build_model
-from attnorm.training.lm.step import CapturedStep
-from attnorm.training.lm.train import Run
+from attnorm.training.lm.train import Run, TrainingStep
+from attnorm.training.run import CapturedStep
 from tests.training.conftest import tiny
 
 
@@ -35,10 +35,10 @@ def test_a_run_with_captured_steps_learns_the_same_keeps_no_gradients_and_logs_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = tiny(steps=12, batch=2, context=8, layers=1)
-    monkeypatch.setattr(step, "CapturedStep", Uncaptured)
+    monkeypatch.setattr(training_run, "CapturedStep", Uncaptured)
     losses = []
     for captures in (False, True):
-        monkeypatch.setattr(step.TrainingStep, "_can_be_captured", lambda self, captures=captures: captures)
+        monkeypatch.setattr(TrainingStep, "_can_be_captured", lambda self, captures=captures: captures)
         peaks = iter([700, 200])
         monkeypatch.setattr(MemoryPeak, "bytes", lambda self, peaks=peaks: next(peaks))
         out = tmp_path / str(captures)
@@ -59,18 +59,18 @@ def test_a_step_that_cannot_be_captured_continues_without_a_graph(monkeypatch: p
 
     settings = tiny(steps=6, batch=2, context=8, layers=1)
     batches = torch.randint(257, (6, 2, 9), generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(step, "CapturedStep", fails)
+    monkeypatch.setattr(training_run, "CapturedStep", fails)
     courses = []
     for captures in (False, True):
-        monkeypatch.setattr(step.TrainingStep, "_can_be_captured", lambda self, captures=captures: captures)
+        monkeypatch.setattr(TrainingStep, "_can_be_captured", lambda self, captures=captures: captures)
         model = build_model(settings, 257, 0)
         with (
             accelerated(torch.device("cpu"), settings.dtype) as accelerator,
             warnings.catch_warnings(record=True) as said,
         ):
             warnings.simplefilter("always")
-            update = step.TrainingStep(model, settings, accelerator)
-            courses.append([[float(t) for t in update(windows, 1e-3)] for windows in batches])
+            update = TrainingStep(model, settings, accelerator)
+            courses.append([[float(t) for t in update(1e-3, windows)] for windows in batches])
         assert [str(one.message).endswith("capturing") for one in said if "CUDA graph" in str(one.message)] == [
             True
         ] * captures

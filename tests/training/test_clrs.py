@@ -18,7 +18,7 @@ from attnorm.metrics.rows import measure_rows
 from attnorm.metrics.sampling import evenly_spaced
 from attnorm.models.observe import observe
 from attnorm.models.patch_state import normalizer_of, patched_modules
-from attnorm.training.checkpoints import StopRequest
+from attnorm.training.checkpoints import OutOfTimeError, StopRequest, finished_checkpoints
 from attnorm.training.clrs import data as clrs_data
 from attnorm.training.clrs.data import (
     Characters,
@@ -44,7 +44,7 @@ from attnorm.training.clrs.evaluate import (
     check_answers,
     fitted_coefficients,
 )
-from attnorm.training.clrs.train import ClrsBase, ClrsRecipe, ClrsRun, OutOfTimeError, train_clrs, with_normalizer
+from attnorm.training.clrs.train import ClrsBase, ClrsRecipe, ClrsRun, train_clrs, with_normalizer
 from attnorm.training.device import accelerated
 
 CPU = torch.device("cpu")
@@ -249,6 +249,17 @@ def test_a_run_that_ran_out_of_time_resumes_to_the_same_result(data: ClrsData, t
     assert train_clrs(tmp_path / "parts", ClrsBase(), recipe, data, tests, device="cpu") == parts
     with pytest.raises(ValueError, match="seed is 1 here and 0 there"):
         train_clrs(tmp_path / "parts", ClrsBase(), replace(recipe, seed=1), data, tests, device="cpu")
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_without_checkpoints_between_steps_one_is_written_if_training_is_stopped(
+    asked: bool, data: ClrsData, tmp_path: Path
+) -> None:
+    with accelerated(CPU, "float32") as accelerator, StopRequest() as stop:
+        run = ClrsRun(tmp_path, ClrsBase(), replace(TINY, steps=1), data, accelerator)
+        stop.asked = asked  # in the last step: the call is interrupted before the tests
+        list(run.steps(math.inf, stop, None))
+    assert bool(finished_checkpoints(tmp_path / "checkpoints")) == asked
 
 
 def test_a_softmax_model_is_also_tested_with_both_adaptive_temperatures(data: ClrsData, tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from attnorm.models.patch_state import normalizer_of, patched_modules
 from attnorm.models.saving import from_pretrained
 from attnorm.training.lm.data import prepare, validation_windows
 from attnorm.training.lm.evaluate import validation_loss
-from attnorm.training.lm.model import build_model
-from attnorm.training.lm.step import make_optimizer
+from attnorm.training.lm.model import build_model, learned_values
+from attnorm.training.run import make_optimizer
 from tests.training.conftest import tiny
 from tests.training.test_lm import assert_equal_runs, last_state, metrics
 
@@ -167,6 +167,16 @@ def test_a_normalizer_that_cannot_be(changed: dict[str, Any], message: str, trai
     with pytest.raises(ValueError, match=message):
         train(tmp_path / "run", **changed)
     assert not (tmp_path / "run").exists()
+
+
+def test_what_a_record_says_that_a_normalizer_learned() -> None:
+    model = build_model(tiny(architecture="llama", normalizer="ssmax"), 300, 0)
+    found = learned_values(model)
+    assert len(found) == 2, "a parameter per layer, and nothing of the model"
+    for name, values in found.items():
+        assert values == [round(value, 5) for value in model.get_parameter(name).flatten().tolist()]
+    assert len(next(iter(found.values()))) == 2, "heads"
+    assert learned_values(model, at_most=1) == {}
 
 
 def test_a_rotary_head_of_odd_width() -> None:

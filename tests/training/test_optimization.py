@@ -3,8 +3,7 @@
 import pytest
 
 from attnorm.training.lm.model import build_model
-from attnorm.training.lm.step import make_optimizer
-from attnorm.training.lm.train import learning_rate
+from attnorm.training.run import learning_rate, make_optimizer
 from tests.training.conftest import tiny
 
 

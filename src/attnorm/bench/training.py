@@ -58,9 +58,10 @@ def _time_step(settings: "LMSettings", device: torch.device, quick: bool) -> flo
     Models are timed one after the other: torch searches the compiled blocks of all of them in every call.
     """
     from attnorm.training.device import accelerated
-    from attnorm.training.lm.attention import in_training
+    from attnorm.training.lm.attention import in_training, whole_windows
     from attnorm.training.lm.model import build_model
-    from attnorm.training.lm.step import STEPS_BEFORE, TrainingStep, whole_windows
+    from attnorm.training.lm.train import TrainingStep
+    from attnorm.training.run import STEPS_BEFORE
 
     torch._dynamo.reset()
     model = build_model(settings, settings.vocab, 0).to(device).train()
@@ -75,7 +76,7 @@ def _time_step(settings: "LMSettings", device: torch.device, quick: bool) -> flo
         update = TrainingStep(model, settings, accelerator, compiled=compiled)
 
         def step() -> None:
-            update(windows, settings.learning_rate)
+            update(settings.learning_rate, windows)
             if device.type == "cuda":
                 torch.cuda.synchronize()
 

@@ -242,14 +242,15 @@ def _check_stage(names: list[str], not_used: dict[str, Any]) -> None:
 
 def _unknown_size(size: str) -> str:
     """Return a sentence that names the known sizes if `size` is none of them."""
-    from attnorm.experiments.language_models.workspace import SIZES
+    from attnorm.experiments.language_models.train import SIZES
 
     return "" if size in SIZES else f"--size: expected {' or '.join(SIZES)}, got {size!r}. "
 
 
 def _run_stage(stage: str, folder: Path, *, quick: bool, size: str | None, changes: list[str], **options: Any) -> bool:
     from attnorm.experiments.language_models.stages import run_stage
-    from attnorm.experiments.language_models.workspace import QUICK, SIZES, change_plan, on_this_machine
+    from attnorm.experiments.language_models.train import QUICK, SIZES
+    from attnorm.experiments.trained_models import change_plan, on_this_machine
 
     if size is not None and (quick or size not in SIZES):
         raise ValueError(f"expected --size {' or '.join(SIZES)} without --quick, got {size!r}")
@@ -262,7 +263,7 @@ def _run_clrs(
     changes: list[str], minutes: float | None, device: str | None, seed: int,
 ) -> bool:  # fmt: skip
     from attnorm.experiments.clrs_text.workspace import FULL, QUICK, ClrsWorkspace, run_items
-    from attnorm.experiments.language_models.workspace import change_plan
+    from attnorm.experiments.trained_models import change_plan
     from attnorm.training.device import chosen_device
 
     if stage != "train":

@@ -10,18 +10,15 @@ import numpy as np
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 from scipy.stats import binomtest, ttest_1samp
-from scipy.stats import t as student
 
-from attnorm.experiments.language_models.results import wilson_interval
-from attnorm.experiments.retrieval.results import holm
 from attnorm.files import write_text
+from attnorm.intervals import Interval, holm, student_interval, wilson_interval
 from attnorm.normalizers.spec import read_spec
 from attnorm.report.page_text import WIDTH as PANEL_WIDTH
 from attnorm.report.page_text import ScoreRow, ScoreTable, SideScore
 from attnorm.run_folder import read_record
 from attnorm.text import policy_hash
 
-Interval = tuple[float, float]
 SIGNIFICANT = 0.05
 WIDTH = 200  # of the drawing of an interval
 RECORD = "evaluation.json"
@@ -88,7 +85,7 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
     """95 % interval of the mean: Wilson for right or wrong, else Student's t; None for a single document."""
     if _is_binary(values):
         return wilson_interval(float(np.mean(values)), len(values))
-    return _student_interval(values)
+    return student_interval(values) if len(values) > 1 else None
 
 
 def paired(before: Scores, after: Scores) -> Paired | None:
@@ -100,19 +97,12 @@ def paired(before: Scores, after: Scores) -> Paired | None:
     old, new = np.array(pairs).T
     change = new - old
     binary = _is_binary(old) and _is_binary(new)
-    interval = _newcombe_interval(old, new) if binary else _student_interval(change)
+    interval = _newcombe_interval(old, new) if binary else student_interval(change) if len(change) > 1 else None
     return Paired(len(pairs), float(change.mean()), interval, _p_value(change, binary=binary))
 
 
 def _is_binary(values: Any) -> bool:
     return set(np.unique(values)) <= {0.0, 1.0}
-
-
-def _student_interval(values: Any) -> Interval | None:
-    if len(values) < 2:
-        return None
-    reach = float(student.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / np.sqrt(len(values)))
-    return float(np.mean(values)) - reach, float(np.mean(values)) + reach
 
 
 def _newcombe_interval(old: Any, new: Any) -> Interval:

@@ -32,6 +32,7 @@ UNDECIDED: tuple[Verdict, ...] = ("not decided", "not tested")
 Floats = NDArray[np.float64]
 
 BUNDLED = "bundled"
+RECORDS = "records.jsonl"  # optional file in the output folder: records from another machine, plain or .xz
 ProgressCallback = Callable[[str, int, int], None]
 """Called with what is being done, how many steps of it are finished, and the total."""
 
@@ -68,6 +69,15 @@ def combine_verdicts(verdicts: Sequence[Verdict]) -> Verdict:
 
 class UnfinishedError(Exception):
     """The time limit was reached before everything was trained; finished models are kept."""
+
+
+def copied_records(parts: Path) -> tuple[Path, Path]:
+    """Return the paths of records that a user may have copied into the output folder, plain and compressed.
+
+    parts: the folder of intermediate results of an experiment, which is in `parts` of the output folder.
+    """
+    out = parts.parent.parent
+    return out / RECORDS, out / f"{RECORDS}.xz"
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.stats import t as student
 from torch import Tensor
 from torch.nn.functional import pad
 
 from attnorm.experiments.experiment import ExperimentSubject, Floats, ProgressCallback, Verdict
+from attnorm.intervals import student_half_width
 from attnorm.metrics.call import AttentionCall, logit_blocks
 from attnorm.metrics.normalized import as_normalizer, resolve_normalizers, rows_block
 from attnorm.metrics.sampling import evenly_spaced, length_bins, rows_to_measure
@@ -236,7 +236,7 @@ class WindowMean:
     @property
     def interval(self) -> tuple[float, float]:
         """95 % interval by Student's t."""
-        reach = float(student.ppf(0.975, self.windows - 1)) * self.error
+        reach = student_half_width(self.error, self.windows)
         return self.value - reach, self.value + reach
 
     def __str__(self) -> str:

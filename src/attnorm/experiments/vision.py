@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import pyarrow as pa
@@ -17,29 +17,28 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
-from scipy.stats import t as student
 
 from attnorm.experiments.experiment import (
+    RECORDS,
     Experiment,
     ExperimentFinding,
     ExperimentSubject,
     Outcome,
     ProgressCallback,
     Verdict,
+    copied_records,
     without_verdicts,
 )
-from attnorm.experiments.language_models.results import wilson_interval
-from attnorm.experiments.language_models.train import free_memory, machine
 from attnorm.figures import INK, PALE, letter, note, tidy
 from attnorm.files import append_jsonl, read_jsonl
+from attnorm.intervals import student_interval, wilson_interval
 from attnorm.provenance import file_hash
 from attnorm.run_folder import lock, try_lock
-from attnorm.training.device import chosen_device
+from attnorm.training.device import chosen_device, free_memory, machine
 from attnorm.training.vision.data import ImageSplits, generated_textures, read_archive
 from attnorm.training.vision.model import VisionSettings
 from attnorm.training.vision.train import Record, train_vit
 
-RECORDS = "records.jsonl"  # in the output folder: records of other runs, plain or .xz
 RESULTS = "results.jsonl"  # in the folder of intermediate results: records of this one
 GENERATED = "generated textures"
 RECORDED = ("settings", "tokens", "correct", "tested_on", "images_per_second", "peak_bytes", "parameters")
@@ -169,12 +168,12 @@ def records_of(plan: VisionPlan, subject: ExperimentSubject, progress: ProgressC
 
 def _finished_records(parts: Path, *, of_all_images: bool = False) -> dict[str, Record]:
     """Return the records by their key. of_all_images: those that runs with any --images left in the folder too."""
-    files = [parts.parent.parent / name for name in (RECORDS, f"{RECORDS}.xz")] + [parts / RESULTS]
+    files = [*copied_records(parts), parts / RESULTS]
     if of_all_images:
         files += sorted(parts.parent.glob(f"vision-*/{RESULTS}"))
     records = {}
     for file in files:
-        for record in read_jsonl(file) if file.exists() else ():
+        for record in read_jsonl(file):
             if "images" in record:  # other experiments keep records under the same name
                 if lacking := [name for name in RECORDED if name not in record]:
                     raise ValueError(
@@ -232,13 +231,8 @@ def accuracy(records: Sequence[Record]) -> Accuracy:
         return Accuracy(math.nan, math.nan, math.nan, 0)
     if len(shares) == 1:
         return Accuracy(shares[0], *wilson_interval(shares[0], records[0]["tested_on"]), 1)
-    low, high = _student_interval(shares)
+    low, high = student_interval(shares)
     return Accuracy(fmean(shares), max(0.0, low), min(1.0, high), len(shares))
-
-
-def _student_interval(values: Sequence[float]) -> tuple[float, float]:
-    half = float(student.ppf(0.975, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
-    return fmean(values) - half, fmean(values) + half
 
 
 def groups_of(records: Sequence[Record]) -> dict[tuple[int, str], list[Record]]:
@@ -321,7 +315,7 @@ def _compare(ours: Sequence[Record], theirs: Sequence[Record]) -> tuple[Verdict,
     if len(pairs) < MIN_SEEDS:
         return "not tested", "", f"{len(pairs)} of the {MIN_SEEDS} seeds that a verdict needs"
     differences = [mine["correct"] / mine["tested_on"] - other["correct"] / other["tested_on"] for mine, other in pairs]
-    low, high = _student_interval(differences)
+    low, high = student_interval(differences)
     words = f"; difference {100 * fmean(differences):+.1f} points ({100 * low:+.1f} to {100 * high:+.1f})"
     if low <= 0 <= high:
         return "not decided", words, "the interval of the difference contains 0"

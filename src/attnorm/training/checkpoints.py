@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from attnorm.files import atomic_replace, write_json, write_text
+from attnorm.files import atomic_replace, read_jsonl, write_json, write_text
 
 METRICS = "metrics.jsonl"
 CLEAR_RISE = 0.05  # nats per token above the lowest validation loss
@@ -128,6 +128,10 @@ class TrainingInterrupted(KeyboardInterrupt):
         self.step = step
 
 
+class OutOfTimeError(Exception):
+    """The time limit was reached; finished work and the last checkpoint are kept."""
+
+
 class StopRequest:
     """Context manager: the first signal sets `asked`, a second one has its usual effect."""
 
@@ -197,8 +201,7 @@ def loss_rise(path: Path) -> dict[str, float] | None:
 
     Causes are a learning rate that is too high, or overfitting.
     """
-    entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    measured = [entry for entry in entries if "valid_loss" in entry]
+    measured = [entry for entry in read_jsonl(path) if "valid_loss" in entry]
     if not measured:
         return None
     lowest = min(measured, key=lambda entry: entry["valid_loss"])
@@ -210,7 +213,7 @@ def loss_rise(path: Path) -> dict[str, float] | None:
 
 def speed_and_memory(path: Path) -> dict[str, float | int | None]:
     """Return the median of the logged speeds, which ignores compilation, and the highest memory peak."""
-    entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    entries = read_jsonl(path)
     speeds = [entry["tokens_per_second"] for entry in entries]
     peaks = [entry["peak_memory_bytes"] for entry in entries if entry.get("peak_memory_bytes") is not None]
     return {"tokens_per_second": median(speeds) if speeds else None, "peak_memory_bytes": max(peaks, default=None)}

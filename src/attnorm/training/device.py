@@ -1,4 +1,4 @@
-"""Where a training runs: its device, precision and peak memory, and several processes that train one model.
+"""Where a training runs: its device, precision, versions and memory, and several processes that train one model.
 
 accelerate keeps device and precision once per process and reads what is not given from the environment. Here several
 models are trained in one process, and settings of `accelerate config` or a launcher must not change their weights. So
@@ -11,6 +11,7 @@ a launcher there is one process and no communication.
 
 import gc
 import os
+import platform
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import distributed, nn
+
+from attnorm.provenance import package_versions
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -105,6 +108,28 @@ def chosen_device(name: str | None, local_rank: int = 0) -> torch.device:
         why = str(error).splitlines()[0].partition(". ")[0]
         raise ValueError(f"cannot use device {name!r}: {why}; try cpu") from None
     return device
+
+
+def device_name(device: torch.device) -> str:
+    """Return the model of a GPU, or the type of another device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def training_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that decide the weights."""
+    return {"python": platform.python_version(), **package_versions("torch", "transformers", "tokenizers")}
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Return what the record of a training says about device and versions."""
+    return {"device": device_name(device), "versions": training_versions()}
+
+
+def free_memory() -> None:
+    """Free the memory of unused models for other processes on the same GPU."""
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 class MemoryPeak:

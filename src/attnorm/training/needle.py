@@ -21,13 +21,18 @@ from torch.nn import functional as F
 
 from attnorm.normalizers.spec import read_settings
 from attnorm.training.device import accelerated, check_accelerate, chosen_device
-from attnorm.training.lm.attention import Attention, compile_blocks, in_training, without_compiled_blocks
+from attnorm.training.lm.attention import (
+    Attention,
+    compile_blocks,
+    in_training,
+    whole_windows,
+    without_compiled_blocks,
+)
 from attnorm.training.lm.data import Tokens, encode
 from attnorm.training.lm.evaluate import EVALUATION_BATCH, LONGER, check_lengths
-from attnorm.training.lm.model import ANY_LENGTH, RECORD, LMSettings
-from attnorm.training.lm.step import LARGEST_GRADIENT, make_optimizer, whole_windows
-from attnorm.training.lm.train import learning_rate
+from attnorm.training.lm.model import ANY_LENGTH, LMSettings
 from attnorm.training.pass_keys import Puzzles, Wording, puzzles_at, shortest_window, training_puzzles
+from attnorm.training.run import LARGEST_GRADIENT, RECORD, learning_rate, make_optimizer
 
 BUNDLED = "bundled"
 LOG_EVERY = 20

@@ -45,8 +45,8 @@ from attnorm.experiments.experiment import (
     ProgressCallback,
     Verdict,
 )
-from attnorm.experiments.language_models.results import wilson_interval
 from attnorm.figures import CORRECTED, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
+from attnorm.intervals import wilson_interval
 from attnorm.training.clrs.evaluate import OWN, REFITTED
 
 ALGORITHMS = 30

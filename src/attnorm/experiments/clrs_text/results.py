@@ -17,8 +17,7 @@ from typing import Any, Literal
 from scipy.stats import binomtest
 
 from attnorm.experiments.clrs_text.workspace import ADAPTIVE, Line
-from attnorm.experiments.language_models.results import wilson_interval
-from attnorm.experiments.retrieval.results import holm
+from attnorm.intervals import holm, wilson_interval
 from attnorm.training.clrs.evaluate import OWN, REFITTED
 
 SIGNIFICANT = 0.05

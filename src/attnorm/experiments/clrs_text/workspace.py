@@ -20,16 +20,10 @@ from typing import Any, Literal
 from attnorm.files import append_jsonl, read_jsonl
 from attnorm.provenance import file_hash, settings_hash
 from attnorm.run_folder import lock, try_lock
-from attnorm.training.checkpoints import NotFiniteError
+from attnorm.training.checkpoints import NotFiniteError, OutOfTimeError
 from attnorm.training.clrs.data import ClrsData, prepare_data, quick_examples, read_examples
 from attnorm.training.clrs.evaluate import REFITTED, ClrsTests
-from attnorm.training.clrs.train import (
-    ClrsBase,
-    ClrsRecipe,
-    OutOfTimeError,
-    train_clrs,
-    with_normalizer,
-)
+from attnorm.training.clrs.train import ClrsBase, ClrsRecipe, train_clrs, with_normalizer
 from attnorm.training.device import chosen_device
 
 SOFTMAX, ADAPTIVE = "softmax", "adaptive_temperature"

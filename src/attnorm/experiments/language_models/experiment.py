@@ -6,7 +6,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from attnorm.analysis.settings import passage, topics
 from attnorm.experiments.experiment import (
     Experiment,
     ExperimentFinding,
@@ -18,21 +17,14 @@ from attnorm.experiments.experiment import (
 from attnorm.experiments.language_models import stages
 from attnorm.experiments.language_models.figure import comparison_figure, course_figure
 from attnorm.experiments.language_models.results import Line, LMContender, contenders, summary
-from attnorm.experiments.language_models.workspace import (
-    FULL,
-    QUICK,
-    SOFTMAX,
-    LanguageModelPlan,
-    LMWorkspace,
-    on_this_machine,
-    prepare_texts,
-)
+from attnorm.experiments.language_models.train import FULL, QUICK, LanguageModelPlan, LMWorkspace
+from attnorm.experiments.trained_models import on_this_machine, prepare_texts, texts_of
+from attnorm.models.layer_normalizer import SOFTMAX
 from attnorm.training.device import check_accelerate, chosen_device
 
 SECOND_SEEDS = 3  # normalizers with the lowest losses
 MIN_TOKENS = 10_000_000
 TOO_SMALL = "Models this small, on so few tokens, show that everything runs, not which normalizer is better."
-HELD_OUT_SHARE = 0.3  # of the bundled text
 NO_VERDICT = 0.02  # nats: equivalent normalizers differ by this much between runs
 
 
@@ -73,30 +65,6 @@ def outcome(lines: Sequence[Line], plan: LanguageModelPlan) -> Outcome:
         tables={"models": _table(models)},
         parameters=plan.as_dict(),
     )
-
-
-def texts_of(subject: ExperimentSubject, folder: Path) -> tuple[list[Path], Path, list[Path]]:
-    """Return the texts for training, for validation, and further held-out texts.
-
-    Raises:
-        ValueError: No training text, or no validation text.
-    """
-    if subject.texts and subject.valid:
-        return list(subject.texts), subject.valid[0], list(subject.valid[1:])
-    if subject.texts or subject.valid or not subject.quick:
-        given = "--text only" if subject.texts else "--valid only" if subject.valid else "neither"
-        raise ValueError(
-            f"expected --text to train on and --valid to measure on (.txt or .txt.xz), got {given}. Give both, or "
-            "--quick alone, which uses text that is part of Python."
-        )
-    all_topics = topics()
-    cut = all_topics.rfind("\n", 0, int((1 - HELD_OUT_SHARE) * len(all_topics))) + 1
-    contents = {"python-topics": all_topics[:cut], "python-topics-held-out": all_topics[cut:], "passage": passage()}
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in contents.items():
-        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
-    train, valid, other = (folder / f"{name}.txt" for name in contents)
-    return [train], valid, [other]
 
 
 def _findings(models: Sequence[LMContender], *, judge_claims: bool) -> tuple[ExperimentFinding, ...]:

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
 
-from scipy.stats import binomtest, spearmanr
+from scipy.stats import spearmanr
+
+from attnorm.intervals import wilson_interval
 
 Line = Mapping[str, Any]
 Heads = dict[str, list[float]]
@@ -155,12 +157,6 @@ def most_informative_length(models: Sequence[LMContender]) -> int | None:
         key=lambda n: sum(by_length[n].mean * (1 - by_length[n].mean) for by_length in shares_found),
         default=None,
     )
-
-
-def wilson_interval(share: float, questions: int) -> tuple[float, float]:
-    """Return Wilson's 95 % interval of a share that was measured with so many questions."""
-    interval = binomtest(round(share * questions), questions).proportion_ci(method="wilson")
-    return float(interval.low), float(interval.high)
 
 
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:

@@ -2,54 +2,68 @@
 
 Every stage takes normalizers and a time limit in minutes, and returns whether all of its work is finished. It does not
 repeat finished work and skips work that another process has claimed, so several processes can share one folder.
+
+`choose_engines` first decides how attention is computed in training: it times a few steps on random tokens with the
+engine that attnorm.attention chooses, and with dense attention over the whole matrix of weights, both in compiled
+blocks. The faster one is recorded for all later runs; a way that fails is reported.
 """
 
+import contextlib
+import json
+import math
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypedDict, Unpack
 
+import numpy as np
+import torch
+
 from attnorm.experiments.language_models.train import (
+    ATTENTION,
+    LanguageModelPlan,
+    LMWorkspace,
     Log,
     NotReadyError,
-    OutOfTimeError,
     Worker,
+    check_plan,
     check_whole,
-    choose_engines,
     export_main,
-    free_memory,
-    machine,
     train_main,
     train_to_test,
     trained_model,
     try_rates,
     unfinished_variants,
 )
-from attnorm.experiments.language_models.workspace import (
+from attnorm.experiments.trained_models import (
     RESULTS,
-    SOFTMAX,
-    LanguageModelPlan,
-    LMWorkspace,
-    check_plan,
+    WAIT_TO_WRITE,
     names_of_texts,
     prepare_texts,
     read_results,
     read_texts,
     require_texts,
 )
-from attnorm.files import write_text
+from attnorm.files import write_json, write_text
 from attnorm.metrics.normalized import NoRowsError
+from attnorm.models.layer_normalizer import SOFTMAX
+from attnorm.normalizers.spec import key_spec
 from attnorm.provenance import machine_memory_gb
 from attnorm.text import did_you_mean
-from attnorm.training.device import check_accelerate, chosen_device
-from attnorm.training.lm.attention import in_training
-from attnorm.training.lm.data import check_file, read_tokenizer
+from attnorm.training.checkpoints import OutOfTimeError, StopRequest
+from attnorm.training.device import accelerated, check_accelerate, chosen_device, free_memory, machine
+from attnorm.training.lm.attention import Attention, fastest_attention, in_training
+from attnorm.training.lm.data import Corpus, check_file, read_tokenizer
 from attnorm.training.lm.evaluate import attention_statistics, losses_at, observed_windows
 from attnorm.training.lm.model import LMSettings, training_memory_gb
+from attnorm.training.lm.train import Run
 from attnorm.training.needle import among_many, find_keys, fine_tune, split_filler, summary
 from attnorm.training.pass_keys import Wording
+from attnorm.training.run import LOG_EVERY
 
 Names = Sequence[str] | None
 Work = Callable[[Worker, str, int], None]
@@ -139,6 +153,96 @@ def _with_normalizer(model: Any, instead: str | None, settings: LMSettings) -> I
     )
     with context:
         yield
+
+
+STEPS = 2 * LOG_EVERY
+MAX_SECONDS = 60  # of one trial
+
+
+def choose_engines(
+    workspace: LMWorkspace, normalizers: Sequence[str] | None = None, *, max_minutes: float | None = None,
+    device: str | None = None, log: Log = lambda message: None,
+) -> None:  # fmt: skip
+    """Record speed and memory of every way as results, and the fastest way of each normalizer for later runs."""
+    where = chosen_device(device)
+    torch.set_float32_matmul_precision("high")
+    deadline = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
+    for normalizer in workspace.plan.chosen(list(normalizers or ())):
+        speeds: dict[Attention, float] = {}
+        fused_everywhere = fastest_attention(normalizer, torch.device("cpu")) == "engine"
+        ways: tuple[Attention, ...] = ("engine",) if fused_everywhere else ("dense", "engine")
+        with workspace.claimed(f"trial-{normalizer}") as acquired:
+            if not acquired or workspace.results(stage="trial", normalizer=normalizer):
+                continue
+            for way in ways:
+                if time.monotonic() >= deadline:
+                    break
+                began = time.monotonic()
+                try:
+                    figures = _timed_run(workspace, normalizer, way, where)
+                    speeds[way] = figures["tokens_per_second"]
+                    problem = None
+                except Exception as error:  # a compiler or a GPU may raise anything; the other way may work
+                    figures, problem = {}, f"{type(error).__name__}: {error}"[:2000]
+                    log(traceback.format_exc()[-1500:])
+                figures["wall_seconds"] = round(time.monotonic() - began, 1)
+                workspace.add(
+                    {"stage": "trial", "normalizer": normalizer, "attention": way, "problem": problem, **figures,
+                     **machine(where)}
+                )  # fmt: skip
+                log(f"{normalizer} {way}: {problem or figures}")
+                free_memory()
+            if speeds:
+                _record_choice(workspace, normalizer, max(speeds, key=lambda way: speeds[way]))
+
+
+def _timed_run(workspace: LMWorkspace, normalizer: str, way: Attention, device: torch.device) -> dict[str, Any]:
+    plan = workspace.plan
+    settings = replace(
+        plan.settings(normalizer, rate=plan.rates[0], tokens=plan.main_tokens, seed=0), steps=STEPS, warmup=STEPS
+    )
+    with (
+        TemporaryDirectory() as folder, accelerated(device, settings.dtype) as accelerator, StopRequest() as stop
+    ):  # fmt: skip
+        run = Run(
+            Path(folder), settings, _random_corpus(plan.vocab, settings.context), accelerator,
+            compiled=plan.compiled, attention=way,
+        )  # fmt: skip
+        entries = list(run.steps(time.monotonic() + MAX_SECONDS, stop, STEPS + 1, None))
+    last = entries[-1]
+    return {
+        "tokens_per_second": last["tokens_per_second"],
+        "peak_memory_bytes": last.get("peak_memory_bytes"),
+        "loss": last["loss"],
+        "with_compiling": len(entries) == 1,
+    }
+
+
+class _Vocabulary:
+    """The part of a tokenizer that a run uses."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def get_vocab_size(self) -> int:
+        return self.size
+
+    def token_to_id(self, token: str) -> int:
+        return 0
+
+
+def _random_corpus(vocabulary: int, context: int) -> Corpus:
+    tokens = np.random.default_rng(0).integers(0, vocabulary, size=64 * (context + 2)).astype(np.uint16)
+    return Corpus(_Vocabulary(vocabulary), tokens, tokens, {}, Path())
+
+
+def _record_choice(workspace: LMWorkspace, normalizer: str, way: Attention) -> None:
+    path = workspace.folder / ATTENTION
+    with workspace.locked("attention", WAIT_TO_WRITE):
+        known: dict[str, str] = {}
+        with contextlib.suppress(FileNotFoundError):
+            known = json.loads(path.read_text(encoding="utf-8"))
+        write_json(path, {**known, key_spec(normalizer): way})
 
 
 WORKS: dict[str, Sequence[Work]] = {

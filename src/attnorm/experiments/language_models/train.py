@@ -1,32 +1,25 @@
-"""The training runs: short ones at several learning rates, then a long one at the best rate.
-
-`choose_engines` first decides how attention is computed in training: it times a few steps on random tokens with the
-engine that attnorm.attention chooses, and with dense attention over the whole matrix of weights, both in compiled
-blocks. The faster one is recorded for all later runs; a way that fails is reported.
-"""
+"""The plan and its training runs: short ones at several learning rates, then a long one at the best rate."""
 
 import contextlib
-import gc
 import json
 import math
 import time
-import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
 
-from attnorm.experiments.language_models.workspace import SOFTMAX, WAIT_TO_WRITE, LMWorkspace, Texts
-from attnorm.files import atomic_replace, write_json
+from attnorm.experiments.trained_models import ModelPlan, Texts, Workspace, learned
+from attnorm.files import atomic_replace, read_jsonl
+from attnorm.models.layer_normalizer import SOFTMAX
 from attnorm.models.saving import save_pretrained
-from attnorm.normalizers.spec import key_spec
+from attnorm.normalizers.spec import key_spec, state_spec
 from attnorm.training.checkpoints import (
     METRICS,
     NotFiniteError,
+    OutOfTimeError,
     StopRequest,
     TrainingInterrupted,
     finished_checkpoints,
@@ -35,27 +28,94 @@ from attnorm.training.checkpoints import (
     speed_and_memory,
     step_of,
 )
-from attnorm.training.device import accelerated, chosen_device
+from attnorm.training.device import accelerated, chosen_device, free_memory, machine
 from attnorm.training.lm.attention import Attention, fastest_attention
-from attnorm.training.lm.data import Corpus, as_transformers
-from attnorm.training.lm.export import rounded, training_versions
-from attnorm.training.lm.model import LMSettings, build_model
-from attnorm.training.lm.train import CHECKPOINTS, LOG_EVERY, Run
+from attnorm.training.lm.data import as_transformers
+from attnorm.training.lm.export import rounded
+from attnorm.training.lm.model import LMSettings, build_model, check_normalizer, count_parameters
+from attnorm.training.lm.train import Run
+from attnorm.training.needle import NeedleTask
+from attnorm.training.run import CHECKPOINTS, LOG_EVERY
 
 Log = Callable[[str], None]
 OFTEN = 4  # validation losses per main run; short runs have one at the end
 SETTLED = 5 * LOG_EVERY  # steps, from the start or a resumed checkpoint, until the speed is known: compiling is over
-MOST_LEARNED = 256  # numbers of one parameter in a record: a few per head
 AS_TRAINED = None  # instead of a normalizer that replaces softmax at inference
 ATTENTION = "attention.json"  # how each normalizer is computed while training, from choose_engines
 
 
+@dataclass(frozen=True, kw_only=True)
+class LanguageModelPlan(ModelPlan):
+    """Equal conditions for every normalizer: only the normalizer and its learning rate differ."""
+
+    normalizers: tuple[str, ...] = (
+        SOFTMAX, "ssmax", "sigmoid", "entmax15", "asentmax", "kneemax:share=1", "kneemax:knee=0.25", "softpick",
+        "sa_softmax", "sink", "alibi", "nearmax",
+    )  # fmt: skip
+    at_inference: tuple[str, ...] = ("adaptive_temperature", "log_scaled")
+    """Replace softmax in the trained softmax model; log_scaled equals softmax up to the training length."""
+    rates: tuple[float, ...] = (5e-4, 1e-3, 2e-3)
+    rate_tokens: int = 5_200_000
+    main_tokens: int = 50_331_648
+    needle: NeedleTask = field(default_factory=lambda: NeedleTask(steps=400, batch=16))
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "normalizers", tuple(map(state_spec, self.normalizers)))
+
+    def settings(self, normalizer: str, *, rate: float, tokens: int, seed: int) -> LMSettings:
+        return self.model_settings(normalizer, rate=rate, tokens=tokens, seed=seed)
+
+    def chosen(self, names: "tuple[str, ...] | list[str] | None") -> tuple[str, ...]:
+        """Return the selected normalizers, or all if none is given.
+
+        Raises:
+            ValueError: One is not part of the plan.
+        """
+        if not names:
+            return self.normalizers
+        names = [state_spec(name) for name in names]
+        unknown = [name for name in names if name not in self.normalizers]
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} is not trained here; there are {', '.join(self.normalizers)}")
+        return tuple(names)
+
+
+FULL = LanguageModelPlan()
+# GPT-2's shape with rotary positions, so that longer windows can be tried. Its tokenizer is given with --tokenizer.
+LARGE = LanguageModelPlan(
+    normalizers=(
+        SOFTMAX, "ssmax", "entmax15", "asentmax", "sink", "softpick", "sigmoid", "kneemax:knee=0.25", "nearmax",
+        "gaussian", "soft:landmarks=64:learned=64:normalised=true", "linear",
+    ),
+    layers=12, heads=12, width=768, vocab=50_257, rates=(6e-4, 1.2e-3), rate_tokens=6_553_600,
+    main_tokens=131_072_000,
+)  # fmt: skip
+QUICK = LanguageModelPlan(
+    normalizers=(SOFTMAX, "ssmax", "entmax15"),
+    layers=2, heads=2, width=32, context=64, vocab=384, batch=8,
+    rates=(3e-3, 1e-2), rate_tokens=5_000, main_tokens=20_000, chunks=4, observed=2,
+    needle=NeedleTask(steps=20, batch=8, questions=4, characters=2, longer=(1, 2), depths=(0.2, 0.8)),
+    dtype="float32", compiled=False,
+)  # fmt: skip
+
+
+SIZES = {"30M": FULL, "124M": LARGE}
+
+
+def check_plan(plan: LanguageModelPlan) -> None:
+    """Raise ValueError if a model of the plan cannot be trained: an unknown normalizer, or no layer, for example."""
+    if not plan.rates:
+        raise ValueError("rates: expected at least one learning rate, got none")
+    for normalizer in plan.normalizers:
+        settings = [plan.settings(normalizer, rate=rate, tokens=plan.main_tokens, seed=0) for rate in plan.rates]
+        check_normalizer(settings[0])
+
+
+LMWorkspace = Workspace[LanguageModelPlan]
+
+
 class NotReadyError(ValueError):
     """An earlier stage has to run first."""
-
-
-class OutOfTimeError(Exception):
-    """The time limit was reached; finished work is kept."""
 
 
 @dataclass(frozen=True)
@@ -296,14 +356,14 @@ def _train(
         raise TrainingInterrupted(run.step)
     if problem is None and run.step < settings.steps:
         raise OutOfTimeError
-    course = [json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
+    course = read_jsonl(folder / METRICS)
     measured = [entry["valid_loss"] for entry in course if "valid_loss" in entry]
     worker.workspace.add(
         {
             "stage": stage, "normalizer": normalizer, "seed": settings.seed, "learning_rate": settings.learning_rate,
             "valid_loss": measured[-1] if problem is None else None, "problem": problem,
             "steps": run.step, "tokens": run.step * settings.tokens_per_step,
-            "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
+            "parameters": count_parameters(run.model),
             **speed_and_memory(folder / METRICS), "training_seconds": round(run.seconds, 1),
             "wall_seconds": round(time.monotonic() - began, 1), "attention": attention,
             "course": [_log_values(entry) for entry in course], "settings": settings.as_dict(),
@@ -330,119 +390,3 @@ def _check_remaining_time(worker: Worker, settings: LMSettings, step: int, token
 
 def _log_values(entry: dict[str, float]) -> list[float | None]:
     return [entry["tokens"], entry["loss"], entry.get("valid_loss")]
-
-
-def learned(model: Any) -> dict[str, list[float]]:
-    """Return the parameters of the normalizers, by layer; without matrices, such as the landmarks of `soft`."""
-    from attnorm.models.dispatch import NORMALIZER
-
-    values_by_name = {
-        name: [round(value, 5) for value in parameter.detach().flatten().float().tolist()]
-        for name, parameter in model.named_parameters()
-        if NORMALIZER in name.split(".") and parameter.numel() <= MOST_LEARNED
-    }
-    return {name.removeprefix("model.layers."): values for name, values in values_by_name.items()}
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "versions": training_versions(),
-    }
-
-
-def free_memory() -> None:
-    """Free the memory of unused models for other processes on the same GPU."""
-    if torch.cuda.is_available():
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
-STEPS = 2 * LOG_EVERY
-MAX_SECONDS = 60  # of one trial
-
-
-def choose_engines(
-    workspace: LMWorkspace, normalizers: Sequence[str] | None = None, *, max_minutes: float | None = None,
-    device: str | None = None, log: Log = lambda message: None,
-) -> None:  # fmt: skip
-    """Record speed and memory of every way as results, and the fastest way of each normalizer for later runs."""
-    where = chosen_device(device)
-    torch.set_float32_matmul_precision("high")
-    deadline = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
-    for normalizer in workspace.plan.chosen(list(normalizers or ())):
-        speeds: dict[Attention, float] = {}
-        fused_everywhere = fastest_attention(normalizer, torch.device("cpu")) == "engine"
-        ways: tuple[Attention, ...] = ("engine",) if fused_everywhere else ("dense", "engine")
-        with workspace.claimed(f"trial-{normalizer}") as acquired:
-            if not acquired or workspace.results(stage="trial", normalizer=normalizer):
-                continue
-            for way in ways:
-                if time.monotonic() >= deadline:
-                    break
-                began = time.monotonic()
-                try:
-                    figures = _timed_run(workspace, normalizer, way, where)
-                    speeds[way] = figures["tokens_per_second"]
-                    problem = None
-                except Exception as error:  # a compiler or a GPU may raise anything; the other way may work
-                    figures, problem = {}, f"{type(error).__name__}: {error}"[:2000]
-                    log(traceback.format_exc()[-1500:])
-                figures["wall_seconds"] = round(time.monotonic() - began, 1)
-                workspace.add(
-                    {"stage": "trial", "normalizer": normalizer, "attention": way, "problem": problem, **figures,
-                     **machine(where)}
-                )  # fmt: skip
-                log(f"{normalizer} {way}: {problem or figures}")
-                free_memory()
-            if speeds:
-                _record_choice(workspace, normalizer, max(speeds, key=lambda way: speeds[way]))
-
-
-def _timed_run(workspace: LMWorkspace, normalizer: str, way: Attention, device: torch.device) -> dict[str, Any]:
-    plan = workspace.plan
-    settings = replace(
-        plan.settings(normalizer, rate=plan.rates[0], tokens=plan.main_tokens, seed=0), steps=STEPS, warmup=STEPS
-    )
-    with (
-        TemporaryDirectory() as folder, accelerated(device, settings.dtype) as accelerator, StopRequest() as stop
-    ):  # fmt: skip
-        run = Run(
-            Path(folder), settings, _random_corpus(plan.vocab, settings.context), accelerator,
-            compiled=plan.compiled, attention=way,
-        )  # fmt: skip
-        entries = list(run.steps(time.monotonic() + MAX_SECONDS, stop, STEPS + 1, None))
-    last = entries[-1]
-    return {
-        "tokens_per_second": last["tokens_per_second"],
-        "peak_memory_bytes": last.get("peak_memory_bytes"),
-        "loss": last["loss"],
-        "with_compiling": len(entries) == 1,
-    }
-
-
-class _Vocabulary:
-    """The part of a tokenizer that a run uses."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def get_vocab_size(self) -> int:
-        return self.size
-
-    def token_to_id(self, token: str) -> int:
-        return 0
-
-
-def _random_corpus(vocabulary: int, context: int) -> Corpus:
-    tokens = np.random.default_rng(0).integers(0, vocabulary, size=64 * (context + 2)).astype(np.uint16)
-    return Corpus(_Vocabulary(vocabulary), tokens, tokens, {}, Path())
-
-
-def _record_choice(workspace: LMWorkspace, normalizer: str, way: Attention) -> None:
-    path = workspace.folder / ATTENTION
-    with workspace.locked("attention", WAIT_TO_WRITE):
-        known: dict[str, str] = {}
-        with contextlib.suppress(FileNotFoundError):
-            known = json.loads(path.read_text(encoding="utf-8"))
-        write_json(path, {**known, key_spec(normalizer): way})

@@ -5,7 +5,6 @@ trains what has no record, and `train_and_measure` does the work for one model. 
 seeds, and the variance that each factor explains.
 """
 
-import json
 import math
 import shutil
 import time
@@ -25,28 +24,29 @@ from attnorm.experiments.experiment import (
     Outcome,
     ProgressCallback,
     UnfinishedError,
+    copied_records,
     without_verdicts,
 )
-from attnorm.experiments.language_models.experiment import texts_of
-from attnorm.experiments.language_models.train import free_memory, learned, machine
-from attnorm.experiments.language_models.workspace import (
+from attnorm.experiments.trained_models import (
     ModelPlan,
     Texts,
     Workspace,
     check_same_texts,
+    learned,
     on_this_machine,
     prepare_texts,
     read_results,
+    texts_of,
 )
+from attnorm.files import read_jsonl
 from attnorm.provenance import settings_hash
 from attnorm.training.checkpoints import METRICS, StopRequest, TrainingInterrupted, speed_and_memory
-from attnorm.training.device import accelerated, chosen_device
+from attnorm.training.device import accelerated, chosen_device, free_memory, machine
 from attnorm.training.lm.attention import Attention, fastest_attention, in_training, without_compiled_blocks
 from attnorm.training.lm.evaluate import attention_statistics, losses_at, observed_windows
-from attnorm.training.lm.model import ANY_LENGTH, LMSettings
+from attnorm.training.lm.model import ANY_LENGTH, LMSettings, count_parameters
 from attnorm.training.lm.train import Run
 
-RECORDS = "records.jsonl"  # optional file in the output folder: records from another machine, plain or .xz
 MEASUREMENTS_IN_TRAINING = 8  # how often a model is measured while it is trained
 MEASURED_IN_TRAINING = ("entropy_ratio", "max_weight", "jacobian_norm", "logit_spread")
 KEPT_OF_HEADS = (
@@ -138,8 +138,7 @@ def records_of(plan: GridPlan, subject: ExperimentSubject, progress: ProgressCal
 
 def _records_elsewhere(parts: Path) -> list[Record]:
     """Return the lines of another machine, in OUT/records.jsonl or its packed copy."""
-    files = [parts.parent.parent / name for name in (RECORDS, f"{RECORDS}.xz")]
-    return [record for file in files if file.exists() for record in read_results(file)]
+    return [record for file in copied_records(parts) for record in read_results(file)]
 
 
 def _known_records(workspace: Workspace[GridPlan], parts: Path) -> dict[str, Record]:
@@ -203,13 +202,13 @@ def train_and_measure(
             raise TrainingInterrupted(run.step)
         if problem is None and run.step < settings.steps:
             raise UnfinishedError(f"{model.label}, seed {seed}: {run.step} of {settings.steps} steps")
-    course = [json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
+    course = read_jsonl(folder / METRICS)
     losses = [entry["valid_loss"] for entry in course if "valid_loss" in entry]
     record: Record = {
         "stage": "model", "label": model.label, **model.columns, "seed": seed, "normalizer": model.normalizer,
         "valid_loss": losses[-1] if problem is None else None, "lowest_loss": min(losses, default=None),
         "problem": problem,
-        "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
+        "parameters": count_parameters(run.model),
         "course": [
             [entry["step"], entry["loss"], entry.get("valid_loss"), entry["gradient_norm"]] for entry in course
         ],

@@ -16,6 +16,7 @@ from attnorm.experiments.experiment import (
     Outcome,
     ProgressCallback,
     Verdict,
+    copied_records,
     untested,
 )
 from attnorm.experiments.retrieval import figure as figures
@@ -89,9 +90,8 @@ def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> 
 
 def _records_elsewhere(parts: Path) -> Iterator[Path]:
     """Yield record files that a user may have put into the output folder, and those of other selections."""
-    out = parts.parent.parent
-    yield from (out / RECORDS, out / f"{RECORDS}.xz")
-    yield from sorted(out.glob(f"parts/retrieval-*/{TRAINING}/{RECORDS}"))
+    yield from copied_records(parts)
+    yield from sorted(parts.parent.glob(f"retrieval-*/{TRAINING}/{RECORDS}"))
 
 
 def _missing(entries: list[TrainingRecords]) -> list[str]:

@@ -35,6 +35,7 @@ from attnorm.experiments.retrieval.plan import (
     Training,
     TrainingRecords,
 )
+from attnorm.intervals import holm
 from attnorm.normalizers.contract import Normalizer
 from attnorm.training.retrieval.data import CLASSES
 from attnorm.training.retrieval.evaluate import OWN, Mean, Record, RetrievalRow, mean_of, summarise
@@ -185,19 +186,8 @@ def compare_with(
         raw = {key: _p_value(differences) for key, differences in pairs.items()}
         corrected = dict(zip(raw, holm(list(raw.values())), strict=True))
         for key, differences in pairs.items():
-            by_row_and_size[key, size] = Difference(_mean_difference(differences), raw[key], corrected[key])
+            by_row_and_size[key, size] = Difference(Mean.of(differences.tolist()), raw[key], corrected[key])
     return by_row_and_size
-
-
-def holm(values: Sequence[float]) -> list[float]:
-    """Return Holm's correction: the smallest of m p-values times m, the next times m - 1, ...; monotone, at most 1."""
-    order = sorted(range(len(values)), key=lambda index: values[index])
-    corrected = [1.0] * len(values)
-    highest = 0.0
-    for rank, index in enumerate(order):
-        highest = max(highest, min(1.0, (len(values) - rank) * values[index]))
-        corrected[index] = highest
-    return corrected
 
 
 def _by_seed(records: Sequence[Record], size: int) -> dict[int, float]:
@@ -212,14 +202,6 @@ def _p_value(differences: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float
     if np.ptp(differences) < 1e-12:  # equal in every seed: the test would divide by 0
         return 0.0
     return float(ttest_rel(differences, np.zeros_like(differences)).pvalue)
-
-
-def _mean_difference(differences: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Mean:
-    from scipy.stats import t
-
-    count = len(differences)
-    error = float(differences.std(ddof=1)) / count**0.5
-    return Mean(float(differences.mean()), float(t.ppf(0.975, count - 1)) * error)
 
 
 def delivered_margin(slope: float, size: int) -> float:

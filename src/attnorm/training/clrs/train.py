@@ -15,7 +15,6 @@ are those of the language model trainer.
 """
 
 import copy
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,13 +33,9 @@ from attnorm.provenance import file_hash
 from attnorm.run_folder import only_process
 from attnorm.training.checkpoints import (
     METRICS,
+    OutOfTimeError,
     StopRequest,
     TrainingInterrupted,
-    finished_checkpoints,
-    keep_metrics,
-    load_checkpoint,
-    log_entry,
-    save_checkpoint,
     speed_and_memory,
 )
 from attnorm.training.clrs.data import (
@@ -67,18 +62,23 @@ from attnorm.training.clrs.evaluate import (
     read_result,
     swap_for_test,
 )
-from attnorm.training.device import MemoryPeak, accelerated, check_accelerate, chosen_device
+from attnorm.training.device import accelerated, check_accelerate, chosen_device, machine
 from attnorm.training.lm.attention import (
     Attention,
     check_attention,
     compile_blocks,
     in_training,
+    whole_windows,
     without_compiled_blocks,
 )
-from attnorm.training.lm.export import training_versions
-from attnorm.training.lm.model import RECORD, LMSettings, build_model, check_normalizer
-from attnorm.training.lm.step import LARGEST_GRADIENT, make_optimizer, whole_windows
-from attnorm.training.lm.train import CHECKPOINTS, LOG_EVERY, learning_rate, open_run
+from attnorm.training.lm.model import (
+    LMSettings,
+    build_model,
+    check_normalizer,
+    count_parameters,
+    learned_values,
+)
+from attnorm.training.run import LARGEST_GRADIENT, RECORD, TrainingRun, make_optimizer, open_run
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -205,10 +205,6 @@ def with_normalizer(recipe: ClrsRecipe, spec: str, options: dict[str, Any] | Non
     return replace(recipe, normalizer=name, normalizer_options={**spec_options, **(options or {})})
 
 
-class OutOfTimeError(Exception):
-    """The time limit was reached before the last step; a checkpoint was written."""
-
-
 def train_clrs(
     out: Path,
     base: ClrsBase,
@@ -266,9 +262,8 @@ def train_clrs(
             "steps": run.step, "tokens": run.tokens, "training_seconds": round(run.seconds, 1),
             **measure(run, tests),
             **speed_and_memory(out / METRICS), "learned": learned_values(run.model),
-            "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
-            "device": torch.cuda.get_device_name(torch_device) if torch_device.type == "cuda" else torch_device.type,
-            "versions": training_versions(),
+            "parameters": count_parameters(run.model),
+            **machine(torch_device),
         }  # fmt: skip
         if save_model:
             from attnorm.models.saving import save_pretrained
@@ -310,42 +305,26 @@ def measure(run: "ClrsRun", tests: ClrsTests) -> dict[str, Any]:
     return {**result, "test_seconds": round(time.monotonic() - began, 1)}
 
 
-def learned_values(model: Any) -> dict[str, list[float]]:
-    """Return the parameters of the normalizers by layer."""
-    from attnorm.models.dispatch import NORMALIZER
-
-    return {
-        name: [round(value, 5) for value in parameter.detach().flatten().float().tolist()]
-        for name, parameter in model.named_parameters()
-        if NORMALIZER in name.split(".")
-    }
-
-
-class ClrsRun:
-    """The run in a folder; it continues from the last checkpoint if there is one."""
+class ClrsRun(TrainingRun):
+    """The training run of a CLRS-Text model."""
 
     def __init__(
         self, out: Path, base: ClrsBase, recipe: ClrsRecipe, data: ClrsData, accelerator: "Accelerator",
         *, attention: Attention = "engine", compiled: bool = False,
     ) -> None:  # fmt: skip
-        self.out, self.recipe, self.data, self.accelerator, self.attention = out, recipe, data, accelerator, attention
-        self.model = base.build(recipe, accelerator.device)
-        self.schedule = recipe.as_lm()
-        self.device, self.compiled = accelerator.device, compiled
+        self.recipe, self.data, self.accelerator = recipe, data, accelerator
+        self.attention, self.compiled = attention, compiled
+        model = base.build(recipe, accelerator.device)
         if compiled:
-            if not hasattr(getattr(self.model, "model", None), "layers"):
+            if not hasattr(getattr(model, "model", None), "layers"):
                 raise ValueError(
-                    f"expected a model with blocks in model.layers to compile, got {type(self.model).__name__}; "
+                    f"expected a model with blocks in model.layers to compile, got {type(model).__name__}; "
                     "remove --compile (compiled=True)"
                 )
-            compile_blocks(self.model, self.schedule, any_length=True)
-        self.optimizer = accelerator.prepare(make_optimizer(self.model, self.schedule))
-        self.step, self.seconds, self.tokens = 0, 0.0, 0
+            compile_blocks(model, recipe.as_lm(), any_length=True)
         out.mkdir(parents=True, exist_ok=True)
-        if done := finished_checkpoints(out / CHECKPOINTS):
-            state = load_checkpoint(done[-1], self.model, self.optimizer, accelerator.device)
-            self.step, self.seconds, self.tokens = state["step"], state["seconds"], state["tokens"]
-        keep_metrics(out / METRICS, self.step)
+        optimizer = accelerator.prepare(make_optimizer(model, recipe))
+        super().__init__(out, recipe, model, optimizer, accelerator.device)
 
     def steps(self, deadline: float, stop: StopRequest, checkpoint_every: int | None) -> Iterator[dict[str, float]]:
         """Train until the last step, the deadline or a request to stop; yield the log entries.
@@ -355,34 +334,8 @@ class ClrsRun:
         Raises:
             NotFiniteError: The loss is not finite.
         """
-        losses: list[torch.Tensor] = []
-        with self.in_training(), (self.out / METRICS).open("a", encoding="utf-8") as log:
-            self.model.train()
-            memory, clock, tokens = MemoryPeak(self.accelerator.device), time.monotonic(), self.tokens
-            while self.step < self.recipe.steps:
-                rate = learning_rate(self.step, self.schedule)
-                loss, norm = self._update(rate)
-                losses.append(loss)
-                self.step += 1
-                complete = self.step == self.recipe.steps
-                early = not complete and (stop.asked or time.monotonic() >= deadline)
-                due = checkpoint_every is not None and (complete or self.step % checkpoint_every == 0)
-                save = stop.asked or early or due
-                if complete or save or self.step % LOG_EVERY == 0:
-                    entry = self._entry(losses, rate, norm)
-                    elapsed = time.monotonic() - clock
-                    self.seconds += elapsed
-                    entry["tokens_per_second"] = round((self.tokens - tokens) / elapsed, 1)
-                    if (peak := memory.bytes()) is not None:
-                        entry["peak_memory_bytes"] = peak
-                    log.write(json.dumps(entry) + "\n")
-                    log.flush()
-                    yield entry
-                    if save:
-                        self._save()
-                    losses, clock, tokens = [], time.monotonic(), self.tokens
-                if early:
-                    return
+        with self.in_training():
+            yield from self._logged_steps(deadline, stop, checkpoint_every=checkpoint_every, checkpoint_if_stopped=True)
 
     @contextmanager
     def in_training(self) -> Iterator[None]:
@@ -396,7 +349,7 @@ class ClrsRun:
 
     def uncompiled(self) -> AbstractContextManager[None]:
         """Run the blocks without their graphs, to observe attention."""
-        return without_compiled_blocks(self.model, self.schedule) if self.compiled else nullcontext()
+        return without_compiled_blocks(self.model, self.recipe.as_lm()) if self.compiled else nullcontext()
 
     def _update(self, rate: float) -> tuple[torch.Tensor, torch.Tensor]:
         recipe, accelerator = self.recipe, self.accelerator
@@ -405,8 +358,8 @@ class ClrsRun:
         batch = [self.data.train[i] for i in step_indices(len(self.data.train), recipe.batch, recipe.seed, self.step)]
         answer_tokens = sum(len(example.tokens) - example.answer_from for example in batch)
         total = torch.zeros((), device=accelerator.device)
-        for group in groups_by_length(batch, recipe.tokens_at_once):
-            part = [batch[index] for index in group]
+        for indices in groups_by_length(batch, recipe.tokens_at_once):
+            part = [batch[index] for index in indices]
             examples = padded(part).to(accelerator.device)
             with accelerator.autocast():
                 logits = answer_logits(self.model, examples)
@@ -420,10 +373,5 @@ class ClrsRun:
         self.optimizer.zero_grad()
         return total, norm
 
-    def _entry(self, losses: list[torch.Tensor], rate: float, norm: torch.Tensor) -> dict[str, Any]:
-        loss = torch.stack(losses).mean()
-        return log_entry(self.step, self.tokens, loss, norm, rate, highest_rate=self.recipe.learning_rate)
-
-    def _save(self) -> None:
-        state = {"seconds": self.seconds, "tokens": self.tokens}
-        save_checkpoint(self.out / CHECKPOINTS, self.model, self.optimizer, self.step, state)
+    def _state(self) -> dict[str, Any]:
+        return {**super()._state(), "tokens": self.tokens}

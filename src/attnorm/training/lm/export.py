@@ -6,7 +6,6 @@ The card says what the model is, what it was trained on, and its loss next to ba
 import copy
 import errno
 import math
-import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -19,11 +18,12 @@ import torch
 from attnorm.files import write_json, write_text
 from attnorm.models.layer_normalizer import SOFTMAX
 from attnorm.normalizers.registry import entries
-from attnorm.provenance import package_versions
 from attnorm.training.checkpoints import METRICS, loss_rise, speed_and_memory
+from attnorm.training.device import device_name, training_versions
 from attnorm.training.lm.data import Corpus, as_transformers, token_bytes
 from attnorm.training.lm.evaluate import baselines, losses_by_length
-from attnorm.training.lm.model import ARCHITECTURES, RECORD, LMSettings, count_parameters, softmax_of_equal_size
+from attnorm.training.lm.model import ARCHITECTURES, LMSettings, count_parameters, softmax_of_equal_size
+from attnorm.training.run import RECORD
 
 SAMPLE = "sample.txt"
 TEMPERATURE = 0.9
@@ -68,7 +68,7 @@ def export(
         "vocabulary": corpus.vocabulary,
         "parameters": parameters,
         "training_seconds": round(seconds, 1),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "device": device_name(device),
         **speed_and_memory(out / METRICS),
         "validation": _validation(saved, corpus, settings, device, lengths),
         "rise": loss_rise(out / METRICS),
@@ -88,11 +88,6 @@ def export(
     write_text(out / "README.md", model_card(record, sample))
     write_json(out / RECORD, record)
     return record
-
-
-def training_versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that decide the weights."""
-    return {"python": platform.python_version(), **package_versions("torch", "transformers", "tokenizers")}
 
 
 def _save_pretrained(out: Path, model: Any, tokenizer: Any) -> None:

@@ -4,6 +4,7 @@ Only the repeating blocks of a model are compiled: one small graph serves all la
 code around the blocks, which prepares masks and positions, is not compiled.
 """
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -19,7 +20,6 @@ from attnorm.training.lm.data import LARGEST_VOCABULARY
 
 SMALLEST_VOCABULARY = 257  # every byte, and the end of a text
 DTYPES = ("float32", "bfloat16")
-RECORD = "training.json"  # in the folder of a run: its settings and, at the end, its result
 ANY_LENGTH = {"gpt2": False, "llama": True, "nope": True}  # architecture -> whether it has no largest position
 
 
@@ -231,6 +231,17 @@ def build_model(settings: LMSettings, vocabulary: int, end_of_text: int) -> Any:
 
 def count_parameters(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def learned_values(model: torch.nn.Module, at_most: int = sys.maxsize) -> dict[str, list[float]]:
+    """Return the numbers of the normalizers' parameters by name, without parameters of more than `at_most` numbers."""
+    from attnorm.models.dispatch import NORMALIZER
+
+    return {
+        name: [round(value, 5) for value in parameter.detach().flatten().float().tolist()]
+        for name, parameter in model.named_parameters()
+        if NORMALIZER in name.split(".") and parameter.numel() <= at_most
+    }
 
 
 def training_memory_gb(settings: LMSettings) -> float:

@@ -1,4 +1,4 @@
-"""Train a small language model on text files in a folder: `train_lm`, and the `Run` of its steps.
+"""Train a small language model on text files in a folder: `train_lm`, the `Run` of its steps, and one `TrainingStep`.
 
 Text -> byte-level BPE -> tokens on disk -> random windows -> AdamW with a cosine schedule -> a Hugging Face folder.
 Started by torchrun or `accelerate launch`, several processes share every batch (training/device.py).
@@ -7,10 +7,7 @@ The windows of a step depend only on the seed and the step, and checkpoints are 
 exactly where it stopped; on a CPU its weights are identical to those of one long run.
 """
 
-import json
 import math
-import os
-import shutil
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
@@ -21,21 +18,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnorm.arithmetic import round_up
-from attnorm.files import write_json
-from attnorm.normalizers.spec import read_settings
-from attnorm.run_folder import only_process, read_record, require_only, require_same_run
-from attnorm.training.checkpoints import (
-    METRICS,
-    StopRequest,
-    TrainingInterrupted,
-    finished_checkpoints,
-    keep_metrics,
-    load_checkpoint,
-    log_entry,
-    save_checkpoint,
+from attnorm.run_folder import only_process
+from attnorm.training.checkpoints import StopRequest, TrainingInterrupted
+from attnorm.training.device import Processes, accelerated, check_accelerate, chosen_device
+from attnorm.training.lm.attention import (
+    Attention,
+    check_attention,
+    compile_blocks,
+    in_training,
+    is_traceable,
+    whole_windows,
+    without_compiled_blocks,
 )
-from attnorm.training.device import MemoryPeak, Processes, accelerated, check_accelerate, chosen_device
-from attnorm.training.lm.attention import Attention, check_attention, in_training, without_compiled_blocks
 from attnorm.training.lm.data import (
     Corpus,
     check_length,
@@ -45,17 +39,15 @@ from attnorm.training.lm.data import (
     training_windows,
     validation_windows,
 )
-from attnorm.training.lm.evaluate import check_lengths, evaluation_lengths, validation_loss
+from attnorm.training.lm.evaluate import check_lengths, evaluation_lengths, predicted_loss, validation_loss, window_loss
 from attnorm.training.lm.export import export
-from attnorm.training.lm.model import RECORD, LMSettings, build_model, check_normalizer
-from attnorm.training.lm.step import TrainingStep, whole_windows
+from attnorm.training.lm.model import LMSettings, build_model, check_normalizer
+from attnorm.training.run import LARGEST_GRADIENT, TrainingRun, WeightUpdate, make_optimizer, open_run, require_own
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-CHECKPOINTS = "checkpoints"
-LOG_EVERY = 10  # steps; reading the loss synchronizes with the GPU
 QUICK_VALIDATION = 64  # windows of the validation loss while training; the final loss uses all
 
 
@@ -175,53 +167,59 @@ def _is_finished(record: dict[str, Any], settings: LMSettings, lengths: Sequence
     return {*(lengths or ())} <= {entry["length"] for entry in result["validation"].get("by_length", ())}
 
 
-def open_run(out: Path, identity: dict[str, Any], *, resume: bool) -> dict[str, Any]:
-    """Return the record of the run with these settings in the folder; create it if the folder is new or empty.
+class TrainingStep(WeightUpdate):
+    """One update per call. Call it inside `in_training` and `whole_windows`."""
 
-    Raises:
-        ValueError: The folder holds another run, or files of something else.
-    """
-    path = out / RECORD
-    record = read_record(path, ("run",), "choose another folder with --out, or remove this one")
-    if record is None:
-        require_own(out)
-        return _new_record(path, identity)
-    started = any((out / CHECKPOINTS).glob("*")) or record.get("result")
-    unsaved = "" if started else "; that run has saved nothing yet: unless it is running now, remove the folder"
-    remedy = f"Choose another folder with --out, or give the same settings to continue that run{unsaved}"
-    usual = {"normalizer": "softmax", "normalizer_options": {}, "recipe": {}, "output": "softmax"}
-    current, recorded = ({**usual, **values} for values in (identity, read_settings(record["run"])))
-    require_same_run(current, recorded, f"{out} holds another run", remedy, _format_files)
-    if resume:
-        return record
-    shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
-    (out / METRICS).unlink(missing_ok=True)
-    return _new_record(path, identity)
+    def __init__(
+        self,
+        model: Any,
+        settings: LMSettings,
+        accelerator: "Accelerator",
+        *,
+        compiled: bool = False,
+        attention: Attention = "engine",
+        processes: Processes | None = None,
+    ) -> None:
+        super().__init__(model, accelerator.prepare(make_optimizer(model, settings)))
+        self.accelerator, self.compiled, self.attention = accelerator, compiled, attention
+        self.dtype = settings.dtype
+        self.processes = processes or Processes()
+        loss: Callable[..., Any] = predicted_loss
+        if compiled:
+            loss = torch.compile(predicted_loss, dynamic=False)
+            compile_blocks(model, settings)
+        self.loss = self.processes.parallel(WindowLoss(model, loss))
 
+    def _gradients(self, *inputs: torch.Tensor) -> torch.Tensor:
+        with self.accelerator.autocast():
+            loss = self.loss(*inputs)
+        self.accelerator.backward(loss)
+        detached: torch.Tensor = loss.detach()
+        return detached
 
-def require_own(out: Path) -> None:
-    """Raise ValueError if the folder holds files and no training run."""
-    if not (out / RECORD).is_file():
-        require_only(out, (), "files, but no training run")
+    def _clip(self) -> torch.Tensor:
+        norm: torch.Tensor = self.accelerator.clip_grad_norm_(self.model.parameters(), LARGEST_GRADIENT)
+        return norm
 
-
-def _new_record(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    record = {"run": identity, "result": None}
-    write_json(path, record)
-    return record
-
-
-def _format_files(value: Any) -> str:
-    """Show files by their names, without their hashes."""
-    if isinstance(value, dict) and "name" in value:
-        return str(value["name"])
-    if isinstance(value, list):
-        return " and ".join(map(_format_files, value))
-    return str(value)
+    def _can_be_captured(self) -> bool:
+        """Whether a step is nothing but kernels: compiled blocks, attention that is part of them, one process."""
+        on_gpu = self.accelerator.device.type == "cuda" and self.processes.count == 1
+        return on_gpu and self.compiled and self.attention == "engine" and is_traceable(self.model, self.dtype)
 
 
-class Run:
-    """A training run in a folder; it resumes from the last checkpoint if there is one."""
+class WindowLoss(torch.nn.Module):
+    """The model and its loss as one module, so that torch can average gradients over processes."""
+
+    def __init__(self, model: Any, loss: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, windows: torch.Tensor) -> Any:
+        return window_loss(self.model, windows, self.loss)
+
+
+class Run(TrainingRun):
+    """The training run of a language model."""
 
     def __init__(
         self,
@@ -234,19 +232,15 @@ class Run:
         attention: Attention = "engine",
         processes: Processes | None = None,
     ) -> None:
-        self.out, self.settings, self.corpus, self.accelerator = out, settings, corpus, accelerator
-        self.compiled, self.attention, self.processes = compiled, attention, processes or Processes()
+        self.settings, self.corpus, self.accelerator = settings, corpus, accelerator
+        self.compiled, self.attention = compiled, attention
         # Not prepared by accelerate: it would wrap `forward` permanently, and the loss calls the base model.
-        self.model = build_model(settings, corpus.vocabulary, corpus.end_of_text).to(accelerator.device)
+        model = build_model(settings, corpus.vocabulary, corpus.end_of_text).to(accelerator.device)
         self.update = TrainingStep(
-            self.model, settings, accelerator, compiled=compiled, attention=attention, processes=self.processes
+            model, settings, accelerator, compiled=compiled, attention=attention, processes=processes
         )
-        self.optimizer = self.update.optimizer
-        self.step, self.seconds = 0, 0.0
-        if done := self.processes.by_first(lambda: finished_checkpoints(out / CHECKPOINTS)):
-            state = load_checkpoint(done[-1], self.model, self.optimizer, accelerator.device)
-            self.step, self.seconds = state["step"], state["seconds"]
-        self.processes.by_first(lambda: keep_metrics(out / METRICS, self.step))
+        super().__init__(out, settings, model, self.update.optimizer, accelerator.device, processes)
+        self.tokens = self.step * settings.tokens_per_step
         self.quick = validation_windows(corpus.valid, settings.context, QUICK_VALIDATION)
 
     def steps(
@@ -254,7 +248,6 @@ class Run:
     ) -> Generator[dict[str, float], None, None]:
         """Train until the last step, the deadline or a request to stop; yield the log entries.
 
-        An entry is checked to be finite before a checkpoint is written, so no checkpoint holds a broken model.
         checkpoint_every: None for no checkpoints.
         """
         try:
@@ -262,47 +255,12 @@ class Run:
                 in_training(self.model, compiled=self.compiled, attention=self.attention, dtype=self.settings.dtype),
                 whole_windows(),
             ):
-                yield from self._steps(deadline, stop, evaluate_every, checkpoint_every)
+                yield from self._logged_steps(
+                    deadline, stop, checkpoint_every=checkpoint_every, evaluate_every=evaluate_every
+                )
         finally:
             del self.update  # before the processes are disconnected
             self.optimizer.zero_grad()  # a captured step keeps its gradients; evaluation needs their memory
-
-    def _steps(
-        self, deadline: float, stop: StopRequest, evaluate_every: int, checkpoint_every: int | None
-    ) -> Generator[dict[str, float], None, None]:
-        """The loop of `steps`, inside its contexts."""
-        self.model.train()
-        losses: list[torch.Tensor] = []
-        memory, clock = MemoryPeak(self.accelerator.device), time.monotonic()
-        highest = 0  # peak memory of all steps; torch does not count the memory of captured steps
-        path = self.out / METRICS if self.processes.first else Path(os.devnull)
-        with path.open("a", encoding="utf-8") as log:
-            ending = self.step == self.settings.steps
-            while not ending:
-                rate = learning_rate(self.step, self.settings)
-                loss, norm = self._update(rate)
-                losses.append(loss)
-                self.step += 1
-                complete = self.step == self.settings.steps
-                ending = complete or self.processes.any(stop.asked or time.monotonic() >= deadline)
-                evaluate = complete or self.step % evaluate_every == 0
-                save = checkpoint_every is not None and (ending or self.step % checkpoint_every == 0)
-                if evaluate or ending or save or self.step % LOG_EVERY == 0:
-                    entry = self._entry(losses, rate, norm)
-                    elapsed = time.monotonic() - clock
-                    entry["tokens_per_second"] = round(len(losses) * self.settings.tokens_per_step / elapsed, 1)
-                    self.seconds += elapsed
-                    if (peak := memory.bytes()) is not None:
-                        entry["peak_memory_bytes"] = highest = max(highest, peak)
-                    if evaluate:
-                        entry["valid_loss"] = self.processes.by_first(self._quick_loss)
-                    log.write(json.dumps(entry) + "\n")
-                    log.flush()
-                    yield entry
-                    if save:
-                        self.processes.by_first(self._save)
-                    memory.restart()
-                    losses, clock = [], time.monotonic()
 
     def _update(self, rate: float) -> tuple[torch.Tensor, torch.Tensor]:
         settings = self.settings
@@ -310,30 +268,14 @@ class Run:
             self.corpus.train, seed=settings.seed, step=self.step, batch=settings.batch, context=settings.context
         )
         windows = self.processes.share(windows)
-        if self.accelerator.device.type == "cuda":
+        if self.device.type == "cuda":
             windows = windows.pin_memory()
-        return self.update(windows.to(self.accelerator.device, non_blocking=True), rate)
+        self.tokens += settings.tokens_per_step
+        return self.update(rate, windows.to(self.device, non_blocking=True))
 
-    def _entry(self, losses: list[torch.Tensor], rate: float, norm: torch.Tensor) -> dict[str, Any]:
-        loss, settings = self.processes.mean(torch.stack(losses).mean()), self.settings
-        tokens = self.step * settings.tokens_per_step
-        return log_entry(self.step, tokens, loss, norm, rate, highest_rate=settings.learning_rate)
-
-    def _quick_loss(self) -> float:
+    def _validation_loss(self) -> float:
         self.model.eval()
         with without_compiled_blocks(self.model, self.settings):
-            loss = validation_loss(self.model, self.quick, self.accelerator.device, getattr(torch, self.settings.dtype))
+            loss = validation_loss(self.model, self.quick, self.device, getattr(torch, self.settings.dtype))
         self.model.train()
         return round(loss, 5)
-
-    def _save(self) -> None:
-        save_checkpoint(self.out / CHECKPOINTS, self.model, self.optimizer, self.step, {"seconds": self.seconds})
-
-
-def learning_rate(step: int, settings: LMSettings) -> float:
-    """Return the learning rate of a step, counted from 0; the first and the last are above 0."""
-    warmup = min(settings.warmup, settings.steps)
-    if step < warmup:
-        return settings.learning_rate * (step + 1) / (warmup + 1)
-    progress = (step - warmup + 1) / (settings.steps - warmup + 1)
-    return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnorm.files import append_jsonl, read_jsonl
+from attnorm.intervals import student_half_width
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.spec import read_settings, state_spec
 from attnorm.training.retrieval.data import CLASSES, Batch, Sets, Task, find_task, sets_for_testing
@@ -30,7 +31,6 @@ ITEMS_IN_ALL = 2**24  # per model and size: 1024 sets of 16,384 items, 128 of 13
 SIZES = (16, 64, 256, 1024, 4096, 16_384)
 OWN = "own"  # the normalizer it was trained with
 RECORDS = "records.jsonl"  # one per normalizer, seed, size and test normalizer
-CONFIDENCE = 0.95
 Record = dict[str, Any]
 
 
@@ -258,6 +258,14 @@ class Mean:
     value: float
     half_width: float | None  # None for a single seed
 
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Mean":
+        numbers = np.asarray(values, dtype=np.float64)
+        count = len(numbers)
+        if count < 2:
+            return cls(float(numbers[0]), None)
+        return cls(float(numbers.mean()), student_half_width(float(numbers.std(ddof=1)) / count**0.5, count))
+
 
 @dataclass(frozen=True)
 class RetrievalRow:
@@ -297,13 +305,7 @@ def mean_of(records: Sequence[Record], name: str) -> Mean | None:
     values = [record.get(name) for record in records]
     if not values or any(value is None for value in values):
         return None
-    numbers = np.asarray(values, dtype=np.float64)
-    if len(numbers) < 2:
-        return Mean(float(numbers[0]), None)
-    from scipy.stats import t
-
-    error = float(numbers.std(ddof=1)) / math.sqrt(len(numbers))
-    return Mean(float(numbers.mean()), float(t.ppf((1 + CONFIDENCE) / 2, len(numbers) - 1)) * error)
+    return Mean.of([record[name] for record in records])
 
 
 def tables(task: str, rows: Sequence[RetrievalRow]) -> RenderableType:

@@ -44,7 +44,7 @@ from attnorm.training.checkpoints import (
     load_checkpoint,
     save_checkpoint,
 )
-from attnorm.training.device import accelerated, check_accelerate, chosen_device
+from attnorm.training.device import accelerated, check_accelerate, chosen_device, device_name
 from attnorm.training.retrieval.data import Batch, RetrievalRecipe, Task, find_task, training_batches
 from attnorm.training.retrieval.evaluate import RECORDS, Record, Trials, leaked_share, records_of
 from attnorm.training.retrieval.model import (
@@ -58,13 +58,13 @@ from attnorm.training.retrieval.model import (
     save_trained_seeds,
     trained_seeds_name,
 )
+from attnorm.training.run import CHECKPOINTS
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 MANIFEST = "manifest.json"
 METRICS = "metrics.jsonl"
-CHECKPOINTS = "checkpoints"
 REPORT_EVERY = 100  # steps; reading the loss makes the GPU wait
 _SMALLEST_VARIANCE = 1e-12
 SEEDS = tuple(range(10))
@@ -200,7 +200,7 @@ def _write_manifest(out: Path, command: str, device: torch.device) -> dict[str, 
     manifest = {
         "command": command,
         "written": now(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "device": device_name(device),
         "versions": versions(),
         "models": [
             {"file": stack.path.relative_to(out).as_posix(), **stack.about} for stack in find_trained_seeds(out)

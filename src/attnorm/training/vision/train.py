@@ -8,6 +8,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from attnorm.normalizers.spec import parse_spec
 from attnorm.provenance import package_versions
 from attnorm.text import visible
 from attnorm.training.device import MemoryPeak
-from attnorm.training.lm.step import STEPS_BEFORE, CapturedStep, capture, whole_windows
+from attnorm.training.lm.attention import whole_windows
+from attnorm.training.run import LARGEST_GRADIENT, STEPS_BEFORE, WeightUpdate
 from attnorm.training.vision.data import ImageSplits, LabelledImages, as_model_input, shifted_and_mirrored
 from attnorm.training.vision.model import STAGES, VisionSettings, build_model
 
@@ -72,7 +74,7 @@ def train_vit(
             indices = indices.to(device)
             pixels = as_model_input(shifted_and_mirrored(train.pixels[indices], random))
             rate = settings.learning_rate * _schedule(step, steps, settings.warmup_share)
-            total += update(pixels, train.labels[indices], rate)
+            total += update(rate, pixels, train.labels[indices])[0]
             step += 1
             if report is not None:
                 if step == 1 or step % LOSS_EVERY == 0 or done == len(batches):
@@ -126,37 +128,30 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if type(module) is kind]
 
 
-class _Update:
-    """One update of the weights per call. On a GPU loss and gradients are a CUDA graph from the fourth call on."""
+class _Update(WeightUpdate):
+    """One update per call."""
 
     def __init__(self, model: Any, settings: VisionSettings, blocks: Sequence[nn.Module] = ()) -> None:
         """blocks: the parts of the model to compile."""
-        self.model, self.settings, self.optimizer = model, settings, _optimizer(model, settings)
+        super().__init__(model, _optimizer(model, settings))
+        self.settings = settings
         for block in blocks:
             block.compile(**COMPILE_OPTIONS)
-        self.captured: CapturedStep | None = None
-        self._calls = 0
 
-    def __call__(self, pixels: Tensor, labels: Tensor, rate: float) -> Tensor:
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        if self._calls == STEPS_BEFORE and pixels.is_cuda:
-            with whole_windows():
-                self.captured = capture(self._gradients, pixels, labels)
-            if self.captured is None:
-                self.optimizer.zero_grad()
-        self._calls += 1
-        loss = (self._gradients if self.captured is None else self.captured)(pixels, labels)
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        if self.captured is None:
-            self.optimizer.zero_grad()
-        return loss
-
-    def _gradients(self, pixels: Tensor, labels: Tensor) -> Tensor:
+    def _gradients(self, *inputs: Tensor) -> Tensor:
+        pixels, labels = inputs
         loss = cross_entropy(_logits(self.model, pixels, self.settings), labels)
         loss.backward()
         return loss.detach()
+
+    def _clip(self) -> Tensor:
+        return nn.utils.clip_grad_norm_(self.model.parameters(), LARGEST_GRADIENT)
+
+    def _can_be_captured(self) -> bool:
+        return bool(next(self.model.parameters()).is_cuda)
+
+    def _capturing(self) -> AbstractContextManager[None]:
+        return whole_windows()
 
 
 def _logits(model: Any, pixels: Tensor, settings: VisionSettings) -> Tensor:

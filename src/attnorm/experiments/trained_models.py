@@ -1,4 +1,6 @@
-"""The plan (models, tokens, learning rates, tests), and the folder that several processes share. No work is done twice.
+"""Models that an experiment trains from scratch: their plan, their texts, and the folder that several processes share.
+
+No work is done twice.
 
 plan.json                     the plan of this folder; a folder belongs to one plan
 data/                         the texts as tokens, encoded once and memory-mapped by every process
@@ -11,21 +13,29 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 
+from attnorm.analysis.settings import passage, topics
+from attnorm.experiments.experiment import ExperimentSubject
 from attnorm.files import append_jsonl, atomic_replace, read_jsonl, write_json
-from attnorm.normalizers.spec import key_spec, parse_spec, read_settings, read_spec, state_spec
+from attnorm.normalizers.spec import key_spec, parse_spec, read_settings, read_spec
 from attnorm.run_folder import lock, read_record, require_same_run, try_lock
 from attnorm.training.lm.data import Corpus, Tokens, encode, prepare, read_corpus, token_bytes
 from attnorm.training.lm.evaluate import baselines
-from attnorm.training.lm.model import LMSettings, check_normalizer
-from attnorm.training.needle import NeedleTask
+from attnorm.training.lm.model import LMSettings, learned_values
 
-SOFTMAX = "softmax"
+PLAN = "plan.json"
+RESULTS = "results.jsonl"
+WAIT_TO_WRITE = 60  # seconds
+DATA = "data"
+INDEX = "texts.json"
+SEED = 0  # of the tokenizer's sample: all models have the same tokens, whatever their seed
+HELD_OUT_SHARE = 0.3  # of the bundled text
+MOST_LEARNED = 256  # numbers of one parameter in a record: a few per head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,64 +77,8 @@ class ModelPlan:
         return asdict(self)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LanguageModelPlan(ModelPlan):
-    """Equal conditions for every normalizer: only the normalizer and its learning rate differ."""
-
-    normalizers: tuple[str, ...] = (
-        SOFTMAX, "ssmax", "sigmoid", "entmax15", "asentmax", "kneemax:share=1", "kneemax:knee=0.25", "softpick",
-        "sa_softmax", "sink", "alibi", "nearmax",
-    )  # fmt: skip
-    at_inference: tuple[str, ...] = ("adaptive_temperature", "log_scaled")
-    """Replace softmax in the trained softmax model; log_scaled equals softmax up to the training length."""
-    rates: tuple[float, ...] = (5e-4, 1e-3, 2e-3)
-    rate_tokens: int = 5_200_000
-    main_tokens: int = 50_331_648
-    needle: NeedleTask = field(default_factory=lambda: NeedleTask(steps=400, batch=16))
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "normalizers", tuple(map(state_spec, self.normalizers)))
-
-    def settings(self, normalizer: str, *, rate: float, tokens: int, seed: int) -> LMSettings:
-        return self.model_settings(normalizer, rate=rate, tokens=tokens, seed=seed)
-
-    def chosen(self, names: "tuple[str, ...] | list[str] | None") -> tuple[str, ...]:
-        """Return the selected normalizers, or all if none is given.
-
-        Raises:
-            ValueError: One is not part of the plan.
-        """
-        if not names:
-            return self.normalizers
-        names = [state_spec(name) for name in names]
-        unknown = [name for name in names if name not in self.normalizers]
-        if unknown:
-            raise ValueError(f"{unknown[0]!r} is not trained here; there are {', '.join(self.normalizers)}")
-        return tuple(names)
-
-
 AnyPlan = TypeVar("AnyPlan", bound=ModelPlan)
 ChangedPlan = TypeVar("ChangedPlan", bound=Any)  # a dataclass
-FULL = LanguageModelPlan()
-# GPT-2's shape with rotary positions, so that longer windows can be tried. Its tokenizer is given with --tokenizer.
-LARGE = LanguageModelPlan(
-    normalizers=(
-        SOFTMAX, "ssmax", "entmax15", "asentmax", "sink", "softpick", "sigmoid", "kneemax:knee=0.25", "nearmax",
-        "gaussian", "soft:landmarks=64:learned=64:normalised=true", "linear",
-    ),
-    layers=12, heads=12, width=768, vocab=50_257, rates=(6e-4, 1.2e-3), rate_tokens=6_553_600,
-    main_tokens=131_072_000,
-)  # fmt: skip
-QUICK = LanguageModelPlan(
-    normalizers=(SOFTMAX, "ssmax", "entmax15"),
-    layers=2, heads=2, width=32, context=64, vocab=384, batch=8,
-    rates=(3e-3, 1e-2), rate_tokens=5_000, main_tokens=20_000, chunks=4, observed=2,
-    needle=NeedleTask(steps=20, batch=8, questions=4, characters=2, longer=(1, 2), depths=(0.2, 0.8)),
-    dtype="float32", compiled=False,
-)  # fmt: skip
-
-
-SIZES = {"30M": FULL, "124M": LARGE}
 
 
 def on_this_machine(plan: AnyPlan) -> AnyPlan:
@@ -178,23 +132,6 @@ def _has_type(value: Any, kind: Any) -> bool:
     if get_origin(kind) is tuple:
         return isinstance(value, tuple) and all(_has_type(item, get_args(kind)[0]) for item in value)
     return type(value) is kind or (kind is float and type(value) is int)
-
-
-def check_plan(plan: LanguageModelPlan) -> None:
-    """Raise ValueError if a model of the plan cannot be trained: an unknown normalizer, or no layer, for example."""
-    if not plan.rates:
-        raise ValueError("rates: expected at least one learning rate, got none")
-    for normalizer in plan.normalizers:
-        settings = [plan.settings(normalizer, rate=rate, tokens=plan.main_tokens, seed=0) for rate in plan.rates]
-        check_normalizer(settings[0])
-
-
-PLAN = "plan.json"
-RESULTS = "results.jsonl"
-WAIT_TO_WRITE = 60  # seconds
-DATA = "data"
-INDEX = "texts.json"
-SEED = 0  # of the tokenizer's sample: all models have the same tokens, whatever their seed
 
 
 @dataclass(frozen=True)
@@ -256,9 +193,6 @@ class Workspace(Generic[AnyPlan]):
 def read_results(path: Path) -> list[dict[str, Any]]:
     """Read results.jsonl or a packed copy; what earlier versions wrote keeps its meaning."""
     return [read_settings(line) for line in read_jsonl(path)]
-
-
-LMWorkspace = Workspace[LanguageModelPlan]
 
 
 def _as_file(name: str) -> str:
@@ -380,3 +314,33 @@ def _describe_texts(texts: Texts) -> dict[str, Any]:
             for name, tokens in texts.held_out.items()
         },
     }
+
+
+def texts_of(subject: ExperimentSubject, folder: Path) -> tuple[list[Path], Path, list[Path]]:
+    """Return the texts for training, for validation, and further held-out texts.
+
+    Raises:
+        ValueError: No training text, or no validation text.
+    """
+    if subject.texts and subject.valid:
+        return list(subject.texts), subject.valid[0], list(subject.valid[1:])
+    if subject.texts or subject.valid or not subject.quick:
+        given = "--text only" if subject.texts else "--valid only" if subject.valid else "neither"
+        raise ValueError(
+            f"expected --text to train on and --valid to measure on (.txt or .txt.xz), got {given}. Give both, or "
+            "--quick alone, which uses text that is part of Python."
+        )
+    all_topics = topics()
+    cut = all_topics.rfind("\n", 0, int((1 - HELD_OUT_SHARE) * len(all_topics))) + 1
+    contents = {"python-topics": all_topics[:cut], "python-topics-held-out": all_topics[cut:], "passage": passage()}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in contents.items():
+        (folder / f"{name}.txt").write_text(text, encoding="utf-8")
+    train, valid, other = (folder / f"{name}.txt" for name in contents)
+    return [train], valid, [other]
+
+
+def learned(model: Any) -> dict[str, list[float]]:
+    """Return the parameters of the normalizers, by layer; without matrices, such as the landmarks of `soft`."""
+    values_by_name = learned_values(model, MOST_LEARNED)
+    return {name.removeprefix("model.layers."): values for name, values in values_by_name.items()}
