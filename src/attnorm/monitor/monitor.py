@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from attnorm.models.dispatch import check_model, check_observable
+from attnorm.models.private_names import lightning_step
 from attnorm.monitor.alerts import MEANING, Alert, AlertThresholds, AttentionAlert, largest_logit, states
 from attnorm.monitor.measure import REPORTED
 from attnorm.monitor.watch import (
@@ -369,14 +370,6 @@ def lightning_callback(monitor: Any) -> Any:
             monitor.close()
 
     return LightningAttentionMonitor()
-
-
-def lightning_step(trainer: Any) -> int:
-    """Counted from 0, as Lightning's own numbers are, so that attention and the loss of a batch share a step.
-
-    Not global_step, which moves on by two where two optimizers step. Lightning's callbacks ask for the same attribute.
-    """
-    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def lightning_callback_class() -> Any:

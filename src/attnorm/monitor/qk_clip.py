@@ -25,6 +25,7 @@ from attnorm.metrics.normalized import MODEL
 from attnorm.metrics.rows import measure_rows
 from attnorm.models.dispatch import UnsupportedModel, attention_sites, check_observable
 from attnorm.models.observe import observe
+from attnorm.models.private_names import lightning_step
 from attnorm.models.query_key_origin import QueryKeyWeights, query_key_weights
 from attnorm.monitor.monitor import (
     PREFIX,
@@ -32,7 +33,6 @@ from attnorm.monitor.monitor import (
     add_to_log,
     keep_off_the_terminal,
     lightning_callback_class,
-    lightning_step,
 )
 from attnorm.monitor.watch import trained_model
 
