@@ -21,7 +21,17 @@ from attnorm.run_folder import make_writable, only_process, read_record, require
 from attnorm.search.plan import COMMAND, SearchPlan, read_content
 from attnorm.search.results import SearchResult, confirm, is_uniform, summarize
 from attnorm.sweep.engines import Engine, Outcome, WorkerDied, check_engine, open_engine
-from attnorm.sweep.folder import FORMAT, PAGE, RECORD, merged_rows, states, write_failure, write_page, write_table
+from attnorm.sweep.folder import (
+    FORMAT,
+    PAGE,
+    RECORD,
+    TABLE,
+    merged_rows,
+    states,
+    write_failure,
+    write_page,
+    write_table,
+)
 from attnorm.sweep.plan import Item
 from attnorm.sweep.run import Pruned, work_in
 from attnorm.sweep.tasks import train_lm_item
@@ -73,7 +83,7 @@ def search(
         _write_items(out, plan, items)
         all_items = list(items.values())
         rows = merged_rows(out, all_items)
-        write_table(out, rows)
+        write_table(out / TABLE, rows)
         write_page(out / PAGE, states(out, all_items), rows, title="Search")
         result = summarize(plan, out, study, items)
     if plan.confirm_seeds and result.best is not None:

@@ -13,7 +13,6 @@ report, a Content-Security-Policy allows only this style and this script.
 """
 
 import json
-import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -173,11 +172,11 @@ def merged_rows(out: Path, items: Iterable[Item]) -> list[dict[str, Any]]:
     return rows
 
 
-def write_table(out: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write the merged table; a row without a column has null there."""
+def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows as a table; a row without a column has null there."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     columns = {name: _column([row.get(name) for row in rows]) for name in names}
-    with atomic_replace(out / TABLE) as draft:
+    with atomic_replace(path) as draft:
         pq.write_table(pa.table(columns) if columns else pa.table({"item": pa.array([], pa.string())}), draft)
 
 
@@ -189,11 +188,6 @@ def _column(values: list[Any]) -> pa.Array:
     elif len(kinds) > 1 or not kinds <= {int, float, bool, str}:
         values = [None if value is None else str(value) for value in values]
     return pa.array(values)
-
-
-def plain(value: Any) -> Any:
-    """A number for JSON: NaN and infinities become None."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_page(

@@ -197,15 +197,10 @@ def ks_threshold(heads: int, level: float = LEVEL) -> float:
 
 def ks_p_value(steps: int, heads: int) -> float:
     """Return P(statistic >= steps / heads) for two samples from one law: Gnedenko and Korolyuk's alternating sum."""
-    total, sign = 0.0, 1.0
-    for shift in range(steps, heads + 1, steps):
-        total += sign * math.exp(_log_choose(2 * heads, heads - shift) - _log_choose(2 * heads, heads))
-        sign = -sign
-    return min(1.0, 2 * total)
-
-
-def _log_choose(n: int, k: int) -> float:
-    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+    shifts = np.arange(1, heads + 1)
+    ratios = np.cumprod((heads + 1 - shifts) / (heads + shifts))  # C(2 heads, heads - shift) / C(2 heads, heads)
+    terms = ratios[steps - 1 :: steps]
+    return min(1.0, 2 * float(terms[::2].sum() - terms[1::2].sum()))
 
 
 def is_accepted(first: Floats, second: Floats, level: float = LEVEL) -> npt.NDArray[np.bool_]:
