@@ -54,6 +54,6 @@ def test_a_quick_run_measures_local_processes_and_names_what_is_missing(monkeypa
 def test_a_quick_run_measures_ray() -> None:
     pytest.importorskip("ray")
     notes: list[str] = []
-    (found,) = measure_sweep(quick=True, notes=notes, places=("ray",))
+    (found,) = measure_sweep(quick=True, notes=notes, engines=("ray",))
     assert (found.what, found.items, notes) == ("Ray", 2, [])
     assert found.overhead_seconds > 0

@@ -129,11 +129,11 @@ class ExperimentSubject:
         """Return the texts with their names."""
         return _passages(self.texts, self.model == BUNDLED)
 
-    def model_inputs(self, length: int, text: int = 0) -> "dict[str, Tensor]":
-        """Return the first `length` tokens of a text as model inputs."""
+    def model_inputs(self, length: int) -> "dict[str, Tensor]":
+        """Return the first `length` tokens of the first text as model inputs."""
         from attnorm.models.inputs import prepared
 
-        return prepared(self.passages()[text], self.loaded(), length)
+        return prepared(self.passages()[0], self.loaded(), length)
 
     def lengths(self, wanted: Iterable[int]) -> tuple[int, ...]:
         """Return the lengths, sorted, for which the first text has tokens and the model has positions."""
