@@ -92,7 +92,7 @@ class Experiment:
     run: "Callable[[ExperimentSubject, ProgressCallback, Path], Outcome]"
     needs_model: bool = True
     tokens: tuple[int, int] = (1, 1)  # fewest tokens of the text: in full, and with --quick
-    passing: bool = False  # its intermediate results are removed at the end
+    removes_parts: bool = False  # its intermediate results are removed at the end
 
     def fewest_tokens(self, *, quick: bool) -> int:
         return self.tokens[quick]

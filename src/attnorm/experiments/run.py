@@ -120,7 +120,7 @@ def _run_experiment(
         }
         record = _make_record(experiment, outcome, identity, manifest)
         _write(folder, outcome, record)
-    if experiment.passing:
+    if experiment.removes_parts:
         _clear(parts)
     return Written(experiment.name, folder, record, found=False)
 

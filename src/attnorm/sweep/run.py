@@ -46,7 +46,7 @@ from attnorm.sweep.tasks import TASKS, models_loaded
 
 RETRIES = 3
 MERGE_SECONDS = 60  # between two versions of the table and the page while items run
-Report = Callable[[Outcome, int, int], None]
+OutcomeCallback = Callable[[Outcome, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def sweep(
     address: str | None = None,
     retries: int = RETRIES,
     extend: bool = False,
-    report: Report = lambda outcome, done, total: None,
+    report: OutcomeCallback = lambda outcome, done, total: None,
 ) -> SweepResult:
     """Run all items of the plan that are not finished; write the merged table and the page.
 

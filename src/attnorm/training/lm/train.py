@@ -69,7 +69,7 @@ class LMProgress:
     metrics: dict[str, float] | None = None
 
 
-Report = Callable[[LMProgress], None]
+LMCallback = Callable[[LMProgress], None]
 
 
 def train_lm(
@@ -90,7 +90,7 @@ def train_lm(
     sample_tokens: int = 0,
     note: str = "",
     command: str = "",
-    report: Report = lambda progress: None,
+    report: LMCallback = lambda progress: None,
 ) -> dict[str, Any]:
     """Train the model in `out`, or continue; return the record that training.json holds.
 
