@@ -1,15 +1,20 @@
 """Text for people: names from other people's files made safe to show, and the closest known name for a wrong one.
 
 Terminals obey escape sequences and HTML pages obey bidirectional controls; names and tokens may contain both. So every
-control or format character becomes a visible one.
+control or format character becomes a visible one. Pages run no code of others: `render_page` escapes every value.
 """
 
 import base64
 import difflib
 import hashlib
 import unicodedata
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 _NAMED = {"\n": "⏎", "\t": "⇥", "\r": "␍", "\x7f": "␡"}
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}  # controls, formats, surrogates, not assigned, separators
@@ -40,8 +45,56 @@ def escaped_json(text: str) -> str:
     return "".join(_json_escape(character) if _is_hidden(character) else character for character in text)
 
 
-def policy_hash(text: str) -> str:
-    """Return the name under which a Content-Security-Policy allows this style sheet or script, and no other."""
+def render_page(
+    template: Path,
+    *,
+    style: str,
+    script: str = "",
+    images: str = "",
+    filters: Mapping[str, Callable[..., str]] | None = None,
+    **words: Any,
+) -> str:
+    """Return a page that works offline, from a template beside the files that it includes.
+
+    Its Content-Security-Policy allows this style sheet and this script by their hashes, images from the sources
+    `images`, and nothing else: no name of a text, model or folder can run code or fetch anything.
+    """
+    from markupsafe import Markup
+
+    environment = _templates(template.parent)
+    environment.filters.update(filters or {})
+    allowed = {
+        "default-src": "'none'",
+        "style-src": _policy_hash(style),
+        "script-src": _policy_hash(script) if script else "",
+        "img-src": images,
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    return environment.get_template(template.name).render(
+        policy="; ".join(f"{name} {sources}" for name, sources in allowed.items() if sources),
+        style=Markup(style),  # unescaped: the policy allows exactly these bytes
+        script=Markup(script),
+        **words,
+    )
+
+
+@cache
+def _templates(folder: Path) -> "Environment":
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(folder),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":"), "ensure_ascii": False}
+    return environment
+
+
+def _policy_hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 

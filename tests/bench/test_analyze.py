@@ -65,14 +65,14 @@ def _no_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_quick_run_measures_every_way_and_judges_nothing() -> None:
     heard: list[Result] = []
     results = run_benchmarks("analyze", threads=1, quick=True, finished=heard.append)
-    assert heard == results.results
-    assert [(ratio.what, ratio.against) for ratio in results.ratios] == [
+    assert tuple(heard) == results.results
+    assert [(ratio.what, ratio.against) for ratio in results.of_kind(Ratio)] == [
         (WORDS["core"], WORDS["plain"]),
         (WORDS["full"], WORDS["plain"]),
         (WORDS["core"], WORDS["eager"]),
     ]
-    assert [run.what for run in results.runs] == list(WORDS.values())
-    assert [[point.length for point in one.points] for one in results.growth] == [[64, 128]]
+    assert [run.what for run in results.of_kind(ModelRun)] == list(WORDS.values())
+    assert [[point.length for point in one.points] for one in results.of_kind(Growth)] == [[64, 128]]
     assert all(result.met is None for result in results.results)
     assert any("--model" in note for note in results.notes)
     json.dumps(results.as_dict(), allow_nan=False)
@@ -171,7 +171,7 @@ def test_memory_that_grows_with_the_square_is_told_as_missed() -> None:
     assert growth(9, 10, 19.9).exponent == pytest.approx(1, abs=0.02)  # what is constant does not count
     quadratic = growth(1, 4, 16)
     assert quadratic.exponent == pytest.approx(2)
-    results = Benchmarks(machine=run_benchmarks("cuda", quick=True).machine, growth=(quadratic,))
+    results = Benchmarks(machine=run_benchmarks("cuda", quick=True).machine, results=(quadratic,))
     assert results.missed == [quadratic]
     last = benchmark_markdown(results).splitlines()[-1]
     assert last == "| 4,096 | 16.00 | 32.00 | 2.00x | 8 | 16 | memory as L^2.00, at most L^1.1: missed |"

@@ -175,7 +175,7 @@ ONE = Ratio(topic="t", what="w", against="a", ours_ms=1.0, theirs_ms=2.0, speedu
 def test_the_suite_cuda_is_all_of_its_parts(suite: suites.Suite, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, function in PARTS.items():
         monkeypatch.setattr(suites, function, lambda name=name, **_: iter([replace(ONE, what=name)]))
-    measured = [result.what for result in suites.run_benchmarks(suite).ratios]
+    measured = [result.what for result in suites.run_benchmarks(suite).results]
     assert measured == (list(PARTS) if suite == "cuda" else [suite])
 
 

@@ -70,5 +70,5 @@ def test_neighbours_of_a_smooth_image_are_closer_than_independent_tokens() -> No
 
 
 def test_json_has_the_exponent_of_each_curve() -> None:
-    results = Benchmarks(machine=MACHINE, costs=(curve(2),))
+    results = Benchmarks(machine=MACHINE, results=(curve(2),))
     assert results.as_dict()["costs"][0]["exponent"] == pytest.approx(2)

@@ -13,9 +13,10 @@ from attnorm.monitor.monitor import AttentionMonitor
 @pytest.mark.as_installed
 def test_a_quick_run_measures_both_and_judges_nothing() -> None:
     results = run_benchmarks("monitor", threads=1, quick=True)
-    assert len(results.ratios) == 4
-    assert all(ratio.target is None for ratio in results.ratios)
-    for watched, per_step in zip(results.ratios[::2], results.ratios[1::2], strict=True):
+    ratios = results.of_kind(Ratio)
+    assert len(ratios) == 4
+    assert all(ratio.target is None for ratio in ratios)
+    for watched, per_step in zip(ratios[::2], ratios[1::2], strict=True):
         assert 1 / per_step.speedup == pytest.approx(1 + (1 / watched.speedup - 1) / EVERY)
         extra = watched.ours_ms - watched.theirs_ms
         assert per_step.ours_ms - per_step.theirs_ms == pytest.approx(extra / EVERY)

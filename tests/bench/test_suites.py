@@ -13,7 +13,7 @@ import attnorm
 from attnorm.bench import attention, normalizers, timing
 from attnorm.bench.attention import adaptive_as_printed, blocked_normalizers, dense
 from attnorm.bench.normalizers import by_bisection, compare_normalizers
-from attnorm.bench.results import Result
+from attnorm.bench.results import Ratio, Result
 from attnorm.bench.suites import run_benchmarks
 from attnorm.bench.timing import peak_above, run_and_read_json, time_alternating
 from tests.forked import forked_json
@@ -33,9 +33,10 @@ def test_a_quick_run_covers_everything_and_judges_nothing(monkeypatch: pytest.Mo
     assert [options["quick"] for options in asked] == [True, True, True]
     assert results.quick
     assert not results.missed
-    assert all(ratio.target is None for ratio in results.ratios)
-    assert len(heard) == len(results.results)
-    timed = {ratio.what.partition(",")[0] for ratio in results.ratios}
+    ratios = results.of_kind(Ratio)
+    assert all(ratio.target is None for ratio in ratios)
+    assert tuple(heard) == results.results
+    timed = {ratio.what.partition(",")[0] for ratio in ratios}
     assert timed >= {
         "sparsemax",
         "softmax",
@@ -45,8 +46,8 @@ def test_a_quick_run_covers_everything_and_judges_nothing(monkeypatch: pytest.Mo
         "adaptive_temperature",
         *blocked_normalizers(),
     }
-    assert all(ratio.ours_ms > 0 and ratio.theirs_ms > 0 and ratio.speedup > 0 for ratio in results.ratios)
-    errors = [ratio.error for ratio in results.ratios if ratio.error is not None]
+    assert all(ratio.ours_ms > 0 and ratio.theirs_ms > 0 and ratio.speedup > 0 for ratio in ratios)
+    errors = [ratio.error for ratio in ratios if ratio.error is not None]
     assert max(errors) < 1e-6
 
 

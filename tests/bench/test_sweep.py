@@ -31,7 +31,7 @@ def test_the_ideal_is_the_time_of_the_items_over_the_workers() -> None:
 def test_both_limits_count(wall: float, items: float, count: int, met: bool) -> None:
     found = cost(wall, items, count, **LIMITS)
     assert found.met is met
-    results = Benchmarks(machine=this_machine(), sweeps=(found,))
+    results = Benchmarks(machine=this_machine(), results=(found,))
     assert results.missed == ([] if met else [found])
     assert f"1.3x, 1 s per item: {'met' if met else 'missed'}" in benchmark_markdown(results)
     (written,) = results.as_dict()["sweeps"]
@@ -43,7 +43,7 @@ def test_a_quick_run_measures_local_processes_and_names_what_is_missing(monkeypa
     monkeypatch.setattr("attnorm.bench.analyze.SWEEP_WORKERS", 1)
     monkeypatch.setitem(sys.modules, "ray", None)
     results = run_benchmarks("sweep", quick=True)
-    (found,) = results.sweeps
+    (found,) = results.of_kind(SweepCost)
     assert (found.what, found.items, found.met) == ("local processes", 2, None)
     assert 0 < found.item_seconds < found.workers * found.wall_seconds
     assert found.models_loaded == 1  # of two items
@@ -54,6 +54,6 @@ def test_a_quick_run_measures_local_processes_and_names_what_is_missing(monkeypa
 def test_a_quick_run_measures_ray() -> None:
     pytest.importorskip("ray")
     notes: list[str] = []
-    (found,) = measure_sweep(quick=True, notes=notes, places=("ray",))
+    (found,) = measure_sweep(quick=True, notes=notes, engines=("ray",))
     assert (found.what, found.items, notes) == ("Ray", 2, [])
     assert found.overhead_seconds > 0

@@ -86,7 +86,7 @@ def test_statistic_threshold_and_p_value_are_those_of_the_exact_test(heads: int)
         exact = stats.ks_2samp(first[:, 0], second[:, 0], method="exact")
         statistic = ks_statistic(first, second)[0]
         assert statistic == pytest.approx(exact.statistic)
-        assert ks_p_value(round(statistic * heads), heads) == pytest.approx(exact.pvalue, rel=1e-6)
+        assert ks_p_value(round(statistic * heads), heads) == pytest.approx(exact.pvalue, rel=1e-9)
         assert is_accepted(first, second)[0] == (exact.pvalue >= 0.01)
 
 

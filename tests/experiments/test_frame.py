@@ -319,7 +319,7 @@ def test_fig2_needs_three_lengths() -> None:
 def test_parts_that_nothing_needs_are_gone_after_success_and_what_is_finished_is_still_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    toy = Toy(passing=True).enter(monkeypatch)
+    toy = Toy(removes_parts=True).enter(monkeypatch)
     reproduce(["toy"], SUBJECT, tmp_path)
     assert not (tmp_path / "parts").exists()
     (again,) = reproduce(["toy"], SUBJECT, tmp_path)

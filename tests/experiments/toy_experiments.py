@@ -29,20 +29,27 @@ class Toy:
         fails: BaseException | None = None,
         needs_model: bool = False,
         tokens: int = 1,
-        passing: bool = False,
+        removes_parts: bool = False,
         takes: Mapping[str, int | None] = catalogue.ONE_OF_EACH,
     ) -> None:
         self.name, self.fails, self.takes, self.runs = name, fails, takes, 0
         self.parts: list[Path] = []
         self.experiment = Experiment(
-            name, f"The {name}", "Someone 2025", "Is it so?", self.run, needs_model, (tokens, -(-tokens // 2)), passing
+            name,
+            f"The {name}",
+            "Someone 2025",
+            "Is it so?",
+            self.run,
+            needs_model,
+            (tokens, -(-tokens // 2)),
+            removes_parts,
         )
 
     def run(self, subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
         self.runs += 1
         self.parts.append(parts)
         progress("playing", 1, 2)
-        if self.experiment.passing:
+        if self.experiment.removes_parts:
             parts.mkdir(parents=True)
         if self.fails is not None:
             raise self.fails

@@ -1,6 +1,7 @@
 """From what a user has to a forward pass."""
 
 import lzma
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from transformers import BatchEncoding, CLIPConfig, CLIPModel
 
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.forward_pass import run
-from attnorm.models.inputs import Text, _add_decoder_inputs, _cut_inputs, _input_device, prepared, texts_from
+from attnorm.models.inputs import Text, _add_decoder_inputs, _cut_inputs, _input_device, prepared, texts_from, tokens_of
 from attnorm.models.load import LoadedModel, load
 from attnorm.models.observe import observe
 from tests.models.families import FAMILIES, ids, image, tiny, tiny_inputs, tiny_tokenizer, words
@@ -135,6 +136,18 @@ def test_the_first_tokens_of_a_text(loaded: LoadedModel) -> None:
     assert whole["input_ids"].shape == (1, 50)
     assert torch.equal(prepared(text, loaded, 20)["input_ids"], whole["input_ids"][:, :20])
     assert set(whole) == {"input_ids", "attention_mask"}
+
+
+@pytest.mark.parametrize("tokenized_by", [lambda text, loaded: prepared(text, loaded, None), tokens_of])
+def test_blank_texts_and_single_rows_of_token_ids_that_a_program_made(
+    tokenized_by: Callable[[Text, LoadedModel], object], loaded: LoadedModel
+) -> None:
+    with pytest.raises(ValueError, match="'t' is empty"):
+        tokenized_by(Text("t", " \n"), loaded)
+    row = torch.arange(3)
+    found = tokenized_by(Text("t", row), loaded)
+    ids = found["input_ids"] if isinstance(found, dict) else found.ids  # type: ignore[attr-defined]
+    assert torch.equal(ids, row[None])
 
 
 def test_a_long_text_is_not_tokenized_to_its_end(loaded: LoadedModel) -> None:

@@ -272,6 +272,37 @@ def test_wrong_options_are_named(options: dict[str, Any], error: type[Exception]
         QKClip(**options)
 
 
-def test_attach_takes_a_trainer() -> None:
-    with pytest.raises(TypeError, match="int"):
+@pytest.mark.parametrize(("make", "variable"), [(AttentionMonitor, "monitor"), (QKClip, "clip")])
+@pytest.mark.parametrize("attribute", ["setup", "on_exception"])  # the second is read after an error of the first
+def test_what_lightning_reads_of_it_names_the_callback_for_lightning(
+    make: Callable[[], object], variable: str, attribute: str
+) -> None:
+    with pytest.raises(AttributeError, match=rf"{variable}\.lightning\(\)"):
+        getattr(make(), attribute)
+
+
+def test_attach_takes_a_trainer_of_one_gpu_per_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TypeError, match=r"int.*clip\.step\(model\)"):
         QKClip().attach(3)
+    trainer = trainer_of(llama(), tmp_path, Reporter())
+    monkeypatch.setattr(type(trainer.args), "n_gpu", 2)
+    with pytest.raises(ValueError, match="2 GPUs"):
+        QKClip().attach(trainer)
+
+
+def test_a_step_that_an_exception_ended_does_not_count_in_the_next_training() -> None:
+    model, ids = llama(), tokens(2, 12)
+    clip = QKClip(tau=0.01)
+
+    def interrupted_step() -> None:
+        with clip.step(model):
+            model(input_ids=ids)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_step()
+    with observe(model, lambda call: None):  # the model is released
+        model(input_ids=ids)
+    clip.on_train_begin(None, None, None)  # type: ignore[arg-type]
+    clip.finish(1)
+    assert not clip.clips

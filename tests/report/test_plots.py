@@ -68,8 +68,9 @@ def test_what_cannot_be_drawn_is_named(options: dict[str, Any], words: str) -> N
 
 
 @pytest.mark.filterwarnings("ignore:Glyph:UserWarning")  # the font has no owl
-def test_hostile_names_are_text_in_a_figure() -> None:
-    figure = plot(hostile(), "curves")
+@pytest.mark.parametrize("kind", ["curves", "heads", "verdicts"])
+def test_hostile_names_are_text_in_a_figure(kind: str) -> None:
+    figure = plot(hostile(), kind)
     title = figure.axes[0].get_title(loc="left")
     assert HOSTILE[:20] in title
     assert "\u202e" not in title

@@ -13,7 +13,7 @@ A score is the mean weight on the right key. Rows of the last quarter of the seq
 nearly as many keys as the sequence has tokens. Only these rows are computed: there is no attention matrix.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,20 +112,16 @@ def measure_circuits(
     *,
     seed: int = 0,
     text: str | None = None,
-    sequences: int = SEQUENCES,
-    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> pa.Table:
     """Return one row per normalizer, layer, head, circuit and length, see SCHEMA. Only causal heads are measured.
 
     normalizers: name -> normalizer; None is what the model runs. The others are applied to the same logits.
     text: around the needles (default: the built-in text).
     """
-    probes = [(length, probe) for length in lengths for probe in _probes(loaded, length, seed, text, sequences)]
+    probes = [(length, probe) for length in lengths for probe in _probes(loaded, length, seed, text)]
     pieces: list[dict[str, Any]] = []
     for number, (length, probe) in enumerate(probes):
-        progress(number, len(probes))
         pieces += _measure_probe(loaded, normalizers, length, probe, check=number == 0)
-    progress(len(probes), len(probes))
     if not pieces:
         raise ValueError(f"{loaded.name} has no causal attention; circuits are defined for causal heads only")
     return pa.Table.from_pylist(pieces, schema=SCHEMA)
@@ -183,9 +179,7 @@ def with_circuits(heads: pa.Table, table: pa.Table) -> pa.Table:
     return heads
 
 
-def _probes(
-    loaded: LoadedModel, length: int, seed: int, text: str | None, sequences: int
-) -> tuple[CircuitProbe, CircuitProbe]:
+def _probes(loaded: LoadedModel, length: int, seed: int, text: str | None) -> tuple[CircuitProbe, CircuitProbe]:
     limit, hard = longest_context(loaded.model)
     if hard and limit is not None and length > limit:
         raise ValueError(f"{loaded.name}: expected lengths of at most {limit} tokens, got {length}")
@@ -198,16 +192,16 @@ def _probes(
     if tokenizer is None:
         hay, cue = ordinary[torch.randperm(len(ordinary), generator=generator)], ordinary[: len(CUE.split())]
         return (
-            repeated_tokens(ordinary, (), length, sequences, generator),
-            needles(hay, cue, ordinary, (), length, sequences, generator),
+            repeated_tokens(ordinary, (), length, SEQUENCES, generator),
+            needles(hay, cue, ordinary, (), length, SEQUENCES, generator),
         )
     words = text or next(iter(default_text(bundled=loaded.asked == BUNDLED).values()))
     hay, cue = (_ids(tokenizer, string) for string in (words[: 16 * length], CUE))
     empty = tokenizer("", verbose=False)["input_ids"]
     before = [token for token in empty if token != tokenizer.eos_token_id or token == tokenizer.bos_token_id]
     return (
-        repeated_tokens(ordinary, before[:1], length, sequences, generator),
-        needles(hay, cue, ordinary, before[:1], length, sequences, generator),
+        repeated_tokens(ordinary, before[:1], length, SEQUENCES, generator),
+        needles(hay, cue, ordinary, before[:1], length, SEQUENCES, generator),
     )
 
 

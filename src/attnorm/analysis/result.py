@@ -31,6 +31,7 @@ from attnorm.analysis.verdicts.thresholds import thresholds_of
 from attnorm.text import did_you_mean, visible, visible_lines
 
 _WORST = 8
+_LISTED = 6  # values of a list in a sentence
 _SHOWN = ("kind", "layer", "head", "verdict", "evidence")
 
 
@@ -372,6 +373,6 @@ def _worst(heads: pa.Table) -> list[Row]:
     return sorted(unhealthy, key=lambda row: VERDICTS.index(row["verdict"]))[:_WORST]
 
 
-def _list_values(values: list[Any], limit: int = 6) -> str:
-    shown = ", ".join(str(value) for value in values[:limit])
-    return shown if len(values) <= limit else f"{shown} and {len(values) - limit} more"
+def _list_values(values: list[Any]) -> str:
+    shown = ", ".join(str(value) for value in values[:_LISTED])
+    return shown if len(values) <= _LISTED else f"{shown} and {len(values) - _LISTED} more"

@@ -288,15 +288,15 @@ QUICK_SWEEP_OPTIONS = "windows = 1\nrows = 4\nread_keys = 0"
 
 
 def measure_sweep(
-    *, quick: bool = False, notes: list[str], places: Sequence[str] = ("local", "ray")
+    *, quick: bool = False, notes: list[str], engines: Sequence[str] = ("local", "ray")
 ) -> Iterator[SweepCost]:
-    """Yield the cost on each of the places; one that cannot be used becomes a note."""
+    """Yield the cost on each engine; one that cannot be used becomes a note."""
     lengths, seeds = ([16], [0, 1]) if quick else (list(range(64, 128, 8)), list(range(8)))
     text = SWEEP_PLAN.format(lengths=lengths, seeds=seeds, options=QUICK_SWEEP_OPTIONS if quick else SWEEP_OPTIONS)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.toml"
         path.write_text(text, encoding="utf-8")
-        for engine in places:
+        for engine in engines:
             try:
                 yield _measure_sweep(path, engine, quick=quick)
             except (ImportError, RuntimeError) as error:

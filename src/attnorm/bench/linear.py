@@ -138,5 +138,5 @@ def smooth_tokens(side: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     waves, phase = torch.rand(3, WIDTH, generator=generator, dtype=torch.float64).split((2, 1))
     y, x = torch.meshgrid(*(2 * [torch.arange(side, dtype=torch.float64) / side]), indexing="ij")
-    places = torch.stack([y.flatten(), x.flatten()], dim=-1)
-    return (2**0.5 * torch.sin(2 * torch.pi * (places @ (2 * waves - 1) + phase)))[None, None]
+    positions = torch.stack([y.flatten(), x.flatten()], dim=-1)
+    return (2**0.5 * torch.sin(2 * torch.pi * (positions @ (2 * waves - 1) + phase)))[None, None]

@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from statistics import linear_regression
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
@@ -140,7 +140,7 @@ class CostCurve:
     setting: str
     points: tuple[CostPoint, ...]  # by length
     rival: bool = False  # the others are compared with it
-    met: None = None  # nothing is promised
+    met: ClassVar[None] = None  # nothing is promised
 
     @property
     def exponent(self) -> float | None:
@@ -174,7 +174,7 @@ class ApproximationError:
     newton_steps: int
     error: float
     inverse_error: float  # against the exact inverse
-    met: None = None  # nothing is promised
+    met: ClassVar[None] = None  # nothing is promised
 
     @property
     def what(self) -> str:
@@ -226,44 +226,41 @@ def record(result: Result) -> dict[str, Any]:
     return {"kind": type(result).__name__, **asdict(result), "met": result.met}
 
 
+# Keys of bench --json by the kind of the results, in the order of the tables; and properties beside the fields.
+KINDS: dict[type[Result], str] = {
+    Ratio: "ratios", Footprint: "footprints", Duration: "durations", ModelRun: "runs", Growth: "growth",
+    CostCurve: "costs", ApproximationError: "errors", SweepCost: "sweeps",
+}  # fmt: skip
+DERIVED: dict[type[Result], tuple[str, ...]] = {
+    CostCurve: ("exponent",),
+    SweepCost: ("times_ideal", "overhead_seconds"),
+}
+Kind = TypeVar("Kind", bound=Result)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Benchmarks:
     machine: Machine
     quick: bool = False
-    ratios: tuple[Ratio, ...] = ()
-    footprints: tuple[Footprint, ...] = ()
-    durations: tuple[Duration, ...] = ()
-    runs: tuple[ModelRun, ...] = ()
-    growth: tuple[Growth, ...] = ()
-    costs: tuple[CostCurve, ...] = ()
-    errors: tuple[ApproximationError, ...] = ()
-    sweeps: tuple[SweepCost, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    results: tuple[Result, ...] = ()  # in the order of measurement
+    notes: tuple[str, ...] = ()
+
+    def of_kind(self, kind: type[Kind]) -> list[Kind]:
+        return [result for result in self.results if isinstance(result, kind)]
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON, with whether each promise is met (null: no promise)."""
-        judged = {
-            kind: [{**asdict(result), "met": result.met} for result in getattr(self, kind)]
-            for kind in ("ratios", "footprints", "durations", "runs", "growth")
-        }
-        costs = [{**asdict(curve), "exponent": curve.exponent} for curve in self.costs]
-        sweeps = [
-            {**asdict(cost), "times_ideal": cost.times_ideal, "overhead_seconds": cost.overhead_seconds}
-            | {"met": cost.met}
-            for cost in self.sweeps
-        ]
-        return {**asdict(self), **judged, "costs": costs, "sweeps": sweeps}
-
-    @property
-    def results(self) -> list[Result]:
-        return [
-            *self.ratios, *self.footprints, *self.durations, *self.runs, *self.growth, *self.costs, *self.errors,
-            *self.sweeps,
-        ]  # fmt: skip
+        by_kind = {name: [_plain(result) for result in self.of_kind(kind)] for kind, name in KINDS.items()}
+        return {"machine": asdict(self.machine), "quick": self.quick, **by_kind, "notes": self.notes}
 
     @property
     def missed(self) -> list[Result]:
         return [result for result in self.results if result.met is False]
+
+
+def _plain(result: Result) -> dict[str, Any]:
+    derived = {name: getattr(result, name) for name in DERIVED.get(type(result), ())}
+    return {**asdict(result), **derived, "met": result.met}
 
 
 Rows = list[tuple[str, ...]]
@@ -303,35 +300,35 @@ def _count_name_columns(header: tuple[str, ...]) -> int:
 
 def _tables(benchmarks: Benchmarks) -> Iterable[tuple[str, tuple[str, ...], Rows]]:
     header: tuple[str, ...]
-    for topic, group in groupby(benchmarks.ratios, key=lambda ratio: ratio.topic):
+    for topic, group in groupby(benchmarks.of_kind(Ratio), key=lambda ratio: ratio.topic):
         ratios = list(group)
         errors = any(ratio.error is not None for ratio in ratios)
         accuracy = ("error", "their error") if errors else ()
         header = ("attnorm", "instead of", "ms", "their ms", "result", *accuracy, "promised")
         yield topic, header, [_ratio_row(ratio, errors) for ratio in ratios]
-    for setting, footprints in groupby(benchmarks.footprints, key=lambda footprint: footprint.setting):
+    for setting, footprints in groupby(benchmarks.of_kind(Footprint), key=lambda footprint: footprint.setting):
         members = list(footprints)
         header = ("attnorm", "forward, MB", "forward + backward, MB", "seconds", "promised")
         title = f"Peak extra memory, {setting} (one dense map of weights: {members[0].dense_mb:,.0f} MB)"
         yield title, header, [_footprint_row(footprint) for footprint in members]
-    for setting, durations in groupby(benchmarks.durations, key=lambda duration: duration.setting):
+    for setting, durations in groupby(benchmarks.of_kind(Duration), key=lambda duration: duration.setting):
         yield setting, ("call", "seconds", "promised"), [_duration_row(duration) for duration in durations]
-    for setting, runs in groupby(benchmarks.runs, key=lambda run: run.setting):
+    for setting, runs in groupby(benchmarks.of_kind(ModelRun), key=lambda run: run.setting):
         header = ("pass", "seconds", "process, MB", "of it the pass, MB", "against plain", "promised")
         yield f"Each in its own process, {setting}", header, [_run_row(run) for run in runs]
-    for growth in benchmarks.growth:
+    for growth in benchmarks.of_kind(Growth):
         header = ("tokens", "plain, s", "s", "times", "plain, MB", "MB", "promised")
         yield f"Growth of {growth.what}, beside the plain pass, {growth.setting}", header, _growth_rows(growth)
-    for setting, curves in groupby(benchmarks.costs, key=lambda curve: curve.setting):
+    for setting, curves in groupby(benchmarks.of_kind(CostCurve), key=lambda curve: curve.setting):
         yield _cost_table(setting, list(curves))
-    for setting, approximations in groupby(benchmarks.errors, key=lambda error: error.setting):
+    for setting, approximations in groupby(benchmarks.of_kind(ApproximationError), key=lambda error: error.setting):
         header = ("SOFT", "error of the output", "error of the inverse")
         rows: Rows = [
             (approximation.what, f"{approximation.error:.2g}", f"{approximation.inverse_error:.1e}")
             for approximation in approximations
         ]
         yield f"SOFT against the full Gaussian kernel, {setting}", header, rows
-    for (items, workers), sweeps in groupby(benchmarks.sweeps, key=lambda cost: (cost.items, cost.workers)):
+    for (items, workers), sweeps in groupby(benchmarks.of_kind(SweepCost), key=lambda cost: (cost.items, cost.workers)):
         header = ("sweep", "wall, s", "ideal, s", "wall / ideal", "overhead per item, s", "models loaded", "promised")
         yield f"A sweep of {items} items with {workers} workers", header, [_sweep_row(cost) for cost in sweeps]
 

@@ -18,18 +18,7 @@ from attnorm.bench.cuda import (
 )
 from attnorm.bench.linear import measure_linear
 from attnorm.bench.normalizers import compare_normalizers
-from attnorm.bench.results import (
-    ApproximationError,
-    Benchmarks,
-    CostCurve,
-    Duration,
-    Footprint,
-    Growth,
-    ModelRun,
-    Ratio,
-    Result,
-    SweepCost,
-)
+from attnorm.bench.results import Benchmarks, Result
 from attnorm.bench.timing import this_machine
 from attnorm.bench.training import compare_training, measure_monitor
 
@@ -89,19 +78,7 @@ def run_benchmarks(
                 finished(result)
                 results.append(result)
         machine = this_machine()
-    return Benchmarks(
-        machine=machine,
-        quick=quick,
-        ratios=tuple(result for result in results if isinstance(result, Ratio)),
-        footprints=tuple(result for result in results if isinstance(result, Footprint)),
-        durations=tuple(result for result in results if isinstance(result, Duration)),
-        runs=tuple(result for result in results if isinstance(result, ModelRun)),
-        growth=tuple(result for result in results if isinstance(result, Growth)),
-        costs=tuple(result for result in results if isinstance(result, CostCurve)),
-        errors=tuple(result for result in results if isinstance(result, ApproximationError)),
-        sweeps=tuple(result for result in results if isinstance(result, SweepCost)),
-        notes=tuple(notes),
-    )
+    return Benchmarks(machine=machine, quick=quick, results=tuple(results), notes=tuple(notes))
 
 
 @contextmanager

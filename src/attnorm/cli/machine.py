@@ -358,8 +358,9 @@ def bench(
         say("note: tiny sizes show that the benchmarks run; for times and ratios leave out --quick")
     if out is not None:
         from attnorm.bench.figures import save_growth_figure
+        from attnorm.bench.results import Growth
 
-        for growth in results.growth:
+        for growth in results.of_kind(Growth):
             say(f"wrote {save_growth_figure(growth, out)}")
     if results.missed:
         raise typer.Exit(1)

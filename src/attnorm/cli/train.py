@@ -12,7 +12,7 @@ from rich.table import Table
 from attnorm.arithmetic import ceil_div
 from attnorm.cli.analysis_options import check_minutes, numbers_of
 from attnorm.cli.output import Json, ProgressBar, add_command, failures, say, say_result, show, show_json, usage_errors
-from attnorm.cli.train_tasks import Dense, Device, TrainingDtype, WeightDecay, clrs, retrieval, training_folder
+from attnorm.cli.train_tasks import Dense, Device, TrainingDtype, WeightDecay, clrs, given, retrieval, training_folder
 from attnorm.provenance import file_hash, recorded_command
 from attnorm.run_folder import make_writable, require_folder
 
@@ -25,15 +25,8 @@ _KEPT = "Interrupted; checkpoints are kept, and the same command resumes from th
 
 # Defaults with --quick. A larger learning rate trains a mixture to ignore its context, so that its rank is 1.
 _LM_QUICK: dict[str, Any] = {
-    "layers": 1,
-    "heads": 2,
-    "width": 16,
-    "context": 64,
-    "vocab": 300,
-    "steps": 20,
-    "batch": 8,
-    "warmup": 4,
-}
+    "layers": 1, "heads": 2, "width": 16, "context": 64, "vocab": 300, "steps": 20, "batch": 8, "warmup": 4,
+}  # fmt: skip
 
 
 def lm(
@@ -142,12 +135,11 @@ def lm(
         out = training_folder(out, "lm", quick=quick)
         if steps is not None and tokens is not None:
             raise ValueError("expected --steps or --tokens, got both")
-        sizes: dict[str, Any] = {
-            "layers": layers, "heads": heads, "width": width, "context": context, "vocab": vocab, "steps": steps,
-            "batch": batch, "warmup": warmup, "learning_rate": by_layer.learning_rate if lr is None else lr,
-        }  # fmt: skip
-        given = {name: value for name, value in sizes.items() if value is not None}
-        settings = LMSettings(**((_LM_QUICK if quick else {}) | given))
+        sizes = given(
+            _LM_QUICK if quick else {}, layers=layers, heads=heads, width=width, context=context, vocab=vocab,
+            steps=steps, batch=batch, warmup=warmup, learning_rate=by_layer.learning_rate if lr is None else lr,
+        )  # fmt: skip
+        settings = LMSettings(**sizes)
         if tokens is not None:
             settings = replace(settings, steps=ceil_div(tokens, settings.batch * settings.context))
         on_cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
@@ -391,22 +383,14 @@ def vision(
     from attnorm.training.vision.model import VisionSettings
     from attnorm.training.vision.train import save_vit, train_vit
 
-    options = {
-        "layers": layers, "heads": heads, "width": width, "epochs": epochs, "batch": batch, "learning_rate": lr,
+    is_pyramid = architecture == "pyramid"
+    tiny = {
+        "layers": 3 if is_pyramid else 2, "heads": 2, "width": 32, "epochs": 4, "batch": 32, "learning_rate": 5e-3,
     }  # fmt: skip
-    if architecture == "pyramid" and heads is None:
-        options["heads"] = 4  # halved from stage to stage
-    tiny: dict[str, Any] = (
-        {
-            "layers": 3 if architecture == "pyramid" else 2,
-            "heads": 2,
-            "width": 32,
-            "epochs": 4,
-            "batch": 32,
-            "learning_rate": 5e-3,
-        }
-        if quick
-        else {}
+    if is_pyramid and heads is None:
+        heads = 4  # halved from stage to stage
+    sizes_and_steps = given(
+        tiny if quick else {}, layers=layers, heads=heads, width=width, epochs=epochs, batch=batch, learning_rate=lr
     )
     with failures(writes_to=out, out_of_memory="Use a smaller --batch."), ProgressBar("reading images") as progress:
         if out.exists():
@@ -417,7 +401,7 @@ def vision(
             normalizer=normalizer, architecture=architecture, landmarks=landmarks, landmark_side=landmark_side,
             patch=patch, seed=seed,
             dtype=dtype or ("bfloat16" if torch_device.type == "cuda" else "float32"),
-            **(tiny | {name: value for name, value in options.items() if value is not None}),
+            **sizes_and_steps,
         )  # fmt: skip
         datasets = generated_textures(128, 64, 16) if images is None else read_archive(images)
         model, record = train_vit(

@@ -4,7 +4,7 @@ Retrieval models pick from sets; CLRS-Text models answer questions about algorit
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,14 +36,16 @@ def training_folder(out: Path | None, task: str, *, quick: bool) -> Path:
     return out or Path(f"quick-{task}")
 
 
-# Defaults with --quick.
-_RETRIEVAL_QUICK: dict[str, Any] = {
-    "seeds": 3, "steps": 400, "batch": 64, "width": 32, "learning_rate": 3e-3, "sizes": "16,64,256,1024", "sets": 256,
-}  # fmt: skip
-_RETRIEVAL_FULL: dict[str, Any] = {
-    "seeds": 10, "steps": 20_000, "batch": 128, "width": 128, "learning_rate": 1e-3,
-    "sizes": "16,64,256,1024,4096,16384", "sets": 128,
-}  # fmt: skip
+def given(defaults: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+    """Return the options that were passed, and `defaults` for others; what is in neither keeps its usual default."""
+    return {**defaults, **{name: value for name, value in options.items() if value is not None}}
+
+
+# Defaults with --quick. Without it they are those of the recipe, which help repeats (tests/cli/test_defaults.py).
+_RETRIEVAL_QUICK = {"steps": 400, "batch": 64, "width": 32, "learning_rate": 3e-3}
+_SEEDS, _QUICK_SEEDS = 10, 3
+_SETS, _QUICK_SETS = 128, 256
+_QUICK_SIZES = (16, 64, 256, 1024)
 
 
 def retrieval(
@@ -59,7 +61,7 @@ def retrieval(
         str, typer.Option(metavar="NAME,NAME,...", help="Normalizers to train with, options as in topk:k=4.")
     ] = "softmax,ssmax,entmax15",
     task: Annotated[str, typer.Option(help="Task: max, recall or majority.")] = "max",
-    seeds: Annotated[int | None, typer.Option(help="Models per normalizer.", show_default="10")] = None,
+    seeds: Annotated[int | None, typer.Option(help="Models per normalizer.", show_default=str(_SEEDS))] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.", show_default="20000")] = None,
     sizes: Annotated[
         str | None,
@@ -67,7 +69,7 @@ def retrieval(
     ] = None,
     sets: Annotated[
         int | None,
-        typer.Option("--sets", "--test-sets", help="Test sets per size; fewer of large ones.", show_default="128"),
+        typer.Option("--sets", "--test-sets", help="Test sets per size; fewer of large ones.", show_default=str(_SETS)),
     ] = None,
     test_with: Annotated[
         str, typer.Option(metavar="NAME,NAME,...", help="Normalizers that replace the trained one in further tests.")
@@ -109,23 +111,27 @@ def retrieval(
     """
     with usage_errors():
         from attnorm.training.retrieval.data import RetrievalRecipe
-        from attnorm.training.retrieval.evaluate import Trials, summarise
+        from attnorm.training.retrieval.evaluate import SIZES, Trials, summarise
         from attnorm.training.retrieval.train import train_retrieval
 
         out = training_folder(out, "retrieval", quick=quick)
-        usual = _RETRIEVAL_QUICK if quick else _RETRIEVAL_FULL
-        options = {"seeds": seeds, "steps": steps, "batch": batch, "width": width, "learning_rate": lr, "sets": sets}
-        settings = usual | {name: value for name, value in options.items() if value is not None}
+        if seeds is None:
+            seeds = _QUICK_SEEDS if quick else _SEEDS
+        if sets is None:
+            sets = _QUICK_SETS if quick else _SETS
         recipe = RetrievalRecipe(
-            **{name: settings[name] for name in ("steps", "batch", "width", "learning_rate")},
+            **given(_RETRIEVAL_QUICK if quick else {}, steps=steps, batch=batch, width=width, learning_rate=lr),
             smallest=smallest, largest=largest, weight_decay=weight_decay, leak_penalty=leak_penalty,
             leak_from=leak_from, squeezed=squeezed, standardized=standardized, cosine=cosine, dtype=dtype,
         )  # fmt: skip
-        trials = Trials(sizes=_sizes(sizes or usual["sizes"]), sets=settings["sets"], others=tuple(names_of(test_with)))
+        usual_sizes = _QUICK_SIZES if quick else SIZES
+        trials = Trials(
+            sizes=_sizes(sizes) if sizes else usual_sizes, sets=sets, others=tuple(names_of(test_with))
+        )  # fmt: skip
     time_left = TimeLeft(trials.sizes, trials.sets)
     with failures(lambda: _WORK_KEPT, writes_to=out, out_of_memory="Use a smaller --batch."), ProgressBar() as progress:
         results = train_retrieval(
-            names_of(normalizers), out, task=task, seeds=range(settings["seeds"]), recipe=recipe, trials=trials,
+            names_of(normalizers), out, task=task, seeds=range(seeds), recipe=recipe, trials=trials,
             device=device, compiled=compiled, checkpoint_every=checkpoint_every, command=recorded_command(),
             report=lambda state: _report_retrieval(progress, time_left, state),
         )  # fmt: skip
@@ -210,12 +216,8 @@ class TimeLeft:
 
 
 _CHECKPOINT_KEPT = "Interrupted; the checkpoint is kept, and the same command resumes from it."
-_CLRS_QUICK: dict[str, Any] = {
-    "steps": 30, "batch": 16, "lr": 3e-3, "warmup": 5, "layers": 2, "heads": 2, "width": 32, "held_out": 20,
-}  # fmt: skip
-_CLRS_FULL: dict[str, Any] = {
-    "steps": 1000, "batch": 256, "lr": 3e-4, "warmup": 50, "layers": 4, "heads": 4, "width": 128, "held_out": 2000,
-}  # fmt: skip
+_CLRS_QUICK = {"steps": 30, "batch": 16, "learning_rate": 3e-3, "warmup": 5, "layers": 2, "heads": 2, "width": 32}
+_HELD_OUT, _QUICK_HELD_OUT = 2000, 20
 _GENERATED_TEST = 32  # questions per algorithm and size
 
 
@@ -275,7 +277,8 @@ def clrs(
     heads: Annotated[int | None, typer.Option(help="From scratch: heads per layer.", show_default="4")] = None,
     width: Annotated[int | None, typer.Option(help="From scratch: width.", show_default="128")] = None,
     held_out: Annotated[
-        int | None, typer.Option(help="Training questions kept apart for the held-out loss.", show_default="2000")
+        int | None,
+        typer.Option(help="Training questions kept apart for the held-out loss.", show_default=str(_HELD_OUT)),
     ] = None,
     tokens_at_once: Annotated[int, typer.Option(help="Padded tokens of one forward pass.")] = 2**14,
     observed: Annotated[
@@ -314,18 +317,16 @@ def clrs(
         from attnorm.training.clrs.train import ClrsBase, ClrsRecipe, train_clrs, with_normalizer
 
         out = training_folder(out, "clrs", quick=quick)
-        options = {
-            "steps": steps, "batch": batch, "lr": lr, "warmup": warmup, "layers": layers, "heads": heads,
-            "width": width, "held_out": held_out,
-        }  # fmt: skip
-        settings = (_CLRS_QUICK if quick else _CLRS_FULL) | {
-            name: value for name, value in options.items() if value is not None
-        }
+        if held_out is None:
+            held_out = _QUICK_HELD_OUT if quick else _HELD_OUT
+        sizes_and_steps = given(
+            _CLRS_QUICK if quick else {}, steps=steps, batch=batch, learning_rate=lr, warmup=warmup, layers=layers,
+            heads=heads, width=width,
+        )  # fmt: skip
         on_cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
         recipe = with_normalizer(
             ClrsRecipe(
-                **{name: settings[name] for name in ("steps", "batch", "warmup", "layers", "heads", "width")},
-                learning_rate=settings["lr"], weight_decay=weight_decay, seed=seed, tokens_at_once=tokens_at_once,
+                **sizes_and_steps, weight_decay=weight_decay, seed=seed, tokens_at_once=tokens_at_once,
                 dtype=dtype or ("bfloat16" if on_cuda else "float32"),
             ),
             normalizer,
@@ -338,7 +339,7 @@ def clrs(
         failures(lambda: _CHECKPOINT_KEPT, writes_to=out, out_of_memory="Use a smaller --tokens-at-once."),
         ProgressBar("encoding") as progress,
     ):
-        data = prepare_data(*questions, base.tokenizer(), held_out=settings["held_out"], source=source)
+        data = prepare_data(*questions, base.tokenizer(), held_out=held_out, source=source)
         record = train_clrs(
             out, base, recipe, data, tests, device=device, attention="dense" if dense else "engine",
             compiled=compiled, checkpoint_every=checkpoint_every, save_model=save_model,

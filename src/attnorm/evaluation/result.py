@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
 from scipy.stats import binomtest, ttest_1samp
 
 from attnorm.files import write_text
@@ -17,7 +15,7 @@ from attnorm.normalizers.spec import read_spec
 from attnorm.report.page_text import WIDTH as PANEL_WIDTH
 from attnorm.report.page_text import ScoreRow, ScoreTable, SideScore
 from attnorm.run_folder import read_record
-from attnorm.text import policy_hash
+from attnorm.text import render_page
 
 SIGNIFICANT = 0.05
 WIDTH = 200  # of the drawing of an interval
@@ -271,12 +269,10 @@ def side_by_side(evaluations: Mapping[str, Evaluation]) -> Evaluation:
 
 def render(rows: Sequence[EvaluationRow], first: str, about: str, command: str) -> str:
     """first: the side from which changes are measured. about: the model and the documents."""
-    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     here = Path(__file__).parent
-    style = (here / "page.css").read_text(encoding="utf-8")
-    return template.from_string((here / "page.html.j2").read_text(encoding="utf-8")).render(
-        policy=f"default-src 'none'; style-src {policy_hash(style)}; base-uri 'none'; form-action 'none'",
-        style=Markup(style),
+    return render_page(
+        here / "page.html.j2",
+        style=(here / "page.css").read_text(encoding="utf-8"),
         about=about,
         command=command,
         rows=[{"row": row, "drawn": _interval_pixels(row, _drawn_range(row, rows))} for row in rows],

@@ -80,9 +80,9 @@ def versions(rows: SampledRows, seed: int) -> dict[str, EntropyRule]:
     return rules
 
 
-def acting_intervals(rule: EntropyRule, highest: float = 12.0) -> list[tuple[float, float]]:
-    """Return the intervals of entropy with beta > 1; one that reaches the highest, e^12 keys, ends at infinity."""
-    H = torch.linspace(0, highest, 12_001, dtype=torch.float64)
+def acting_intervals(rule: EntropyRule) -> list[tuple[float, float]]:
+    """Return the intervals of entropy with beta > 1; one that reaches e^12 keys ends at infinity."""
+    H = torch.linspace(0, 12.0, 12_001, dtype=torch.float64)
     above = (rule.beta(H) > 1).numpy()
     edges = np.flatnonzero(np.diff(np.concatenate([[False], above, [False]]).astype(int)))
     return [(float(H[a]), float(H[b]) if b < len(H) else math.inf) for a, b in edges.reshape(-1, 2)]

@@ -116,7 +116,7 @@ class Experiment:
     run: "Callable[[ExperimentSubject, ProgressCallback, Path], Outcome]"
     needs_model: bool = True
     tokens: tuple[int, int] = (1, 1)  # fewest tokens of the text: in full, and with --quick
-    passing: bool = False  # its intermediate results are removed at the end
+    removes_parts: bool = False  # its intermediate results are removed at the end
 
     def fewest_tokens(self, *, quick: bool) -> int:
         return self.tokens[quick]
@@ -153,11 +153,11 @@ class ExperimentSubject:
         """Return the texts with their names."""
         return _passages(self.texts, self.model == BUNDLED)
 
-    def model_inputs(self, length: int, text: int = 0) -> "dict[str, Tensor]":
-        """Return the first `length` tokens of a text as model inputs."""
+    def model_inputs(self, length: int) -> "dict[str, Tensor]":
+        """Return the first `length` tokens of the first text as model inputs."""
         from attnorm.models.inputs import prepared
 
-        return prepared(self.passages()[text], self.loaded(), length)
+        return prepared(self.passages()[0], self.loaded(), length)
 
     def lengths(self, wanted: Iterable[int]) -> tuple[int, ...]:
         """Return the lengths, sorted, for which the first text has tokens and the model has positions."""

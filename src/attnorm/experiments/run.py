@@ -21,8 +21,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
 
 from attnorm.experiments.catalogue import EXPERIMENTS, check_text_lengths, check_unused_options, named
 from attnorm.experiments.experiment import Experiment, ExperimentSubject, Outcome, ProgressCallback, paper_setting
@@ -30,7 +28,7 @@ from attnorm.figures import save, style
 from attnorm.files import atomic_replace, finite, remove_abandoned, write_text
 from attnorm.provenance import now, settings_hash, versions
 from attnorm.run_folder import make_writable, read_record, require_folder, require_same_run
-from attnorm.text import policy_hash
+from attnorm.text import render_page
 
 OUTCOME = "outcome.json"
 PARTS = "parts"
@@ -122,7 +120,7 @@ def _run_experiment(
         }
         record = _make_record(experiment, outcome, identity, manifest)
         _write(folder, outcome, record)
-    if experiment.passing:
+    if experiment.removes_parts:
         _clear(parts)
     return Written(experiment.name, folder, record, found=False)
 
@@ -259,16 +257,14 @@ def write_index(out: Path) -> None:
 
 
 def render_index(records: list[dict[str, Any]]) -> str:
-    template, style_sheet = (
-        Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("index.html.j2", "index.css")
-    )
     counts = Counter(finding["verdict"] for record in records for finding in record["findings"])
-    page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(template)
-    return page.render(
+    here = Path(__file__).parent
+    return render_page(
+        here / "index.html.j2",
+        style=(here / "index.css").read_text(encoding="utf-8"),
+        images="'self' file:",
         records=records,
         counts=counts,
         total=counts.total(),
         marks=MARKS,
-        style=Markup(style_sheet),  # unescaped: the policy allows exactly these bytes
-        policy=f"default-src 'none'; style-src {policy_hash(style_sheet)}; img-src 'self' file:; base-uri 'none'",
     )

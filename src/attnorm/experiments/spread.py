@@ -363,7 +363,7 @@ class SpreadRow:
     median: float | None
     mean: float
     std: float
-    look: dict[str, Any]
+    style: dict[str, Any]
 
 
 def figure(all_spreads: Sequence[Spreads]) -> Figure:
@@ -374,10 +374,10 @@ def figure(all_spreads: Sequence[Spreads]) -> Figure:
         1, 3, gridspec_kw={"left": 0.175, "right": 0.965, "top": 1 - 0.37 / height, "bottom": 0.7 / height,
                            "wspace": 0.3, "width_ratios": (1.15, 1, 1)},
     )  # fmt: skip
-    looks = list(itertools.islice(itertools.cycle(MODELS), len(all_spreads)))
-    _draw_table(left, all_spreads, looks)
-    _draw_growth(middle, all_spreads, looks)
-    _draw_bound(right, all_spreads, looks)
+    styles = list(itertools.islice(itertools.cycle(MODELS), len(all_spreads)))
+    _draw_table(left, all_spreads, styles)
+    _draw_growth(middle, all_spreads, styles)
+    _draw_bound(right, all_spreads, styles)
     bars = "(a) thin: range; thick: mean ± std (printed), quartiles (ours); marker: mean; tick: median"
     note(drawing, f"{_about(all_spreads)}; {bars}")
     return drawing
@@ -396,7 +396,7 @@ def _about(all_spreads: Sequence[Spreads]) -> str:
     return f"Last row of every head; texts: {', '.join(texts)}"
 
 
-def _draw_table(axes: Axes, all_spreads: Sequence[Spreads], looks: Sequence[dict[str, Any]]) -> None:
+def _draw_table(axes: Axes, all_spreads: Sequence[Spreads], styles: Sequence[dict[str, Any]]) -> None:
     """Draw mean, standard deviation and range as in the paper's table; for ours, the quartiles.
 
     Mean - std of a skewed distribution may be negative, which a logarithmic axis cannot show.
@@ -405,7 +405,7 @@ def _draw_table(axes: Axes, all_spreads: Sequence[Spreads], looks: Sequence[dict
         SpreadRow(model, (low, high), (mean - std, mean + std), None, mean, std, NULL)
         for model, (low, high, mean, std) in PRINTED.items()
     ]
-    for spreads, look in zip(all_spreads, looks, strict=True):
+    for spreads, style in zip(all_spreads, styles, strict=True):
         # One model has a row per reading; several models have one row each.
         one_reading = {"last": f"{spreads.keys:,} keys, {len(spreads.head)} heads"}
         for reading, meaning in (READINGS if len(all_spreads) == 1 else one_reading).items():
@@ -413,14 +413,14 @@ def _draw_table(axes: Axes, all_spreads: Sequence[Spreads], looks: Sequence[dict
             label = f"{_short_name(spreads.model)}:\n{meaning}"
             low, quarter, half, most, high = (float(value) for value in np.quantile(values, (0, 0.25, 0.5, 0.75, 1)))
             mean, std = float(values.mean()), float(values.std())
-            rows.append(SpreadRow(label, (low, high), (quarter, most), half, mean, std, look))
+            rows.append(SpreadRow(label, (low, high), (quarter, most), half, mean, std, style))
     for index, row in enumerate(reversed(rows)):
-        colour = row.look["color"]
+        colour = row.style["color"]
         axes.plot(row.range, [index, index], color=colour, linewidth=0.9)
         axes.plot(row.middle, [index, index], color=colour, linewidth=6, alpha=0.45, solid_capstyle="butt")
         if row.median is not None:
             axes.plot([row.median] * 2, [index - 0.13, index + 0.13], color=colour, linewidth=1.6)
-        axes.plot([row.mean], [index], color=colour, marker=row.look["marker"], markersize=5, markerfacecolor="white")
+        axes.plot([row.mean], [index], color=colour, marker=row.style["marker"], markersize=5, markerfacecolor="white")
         axes.text(row.mean, index + 0.2, f"{row.mean:.2f} ± {row.std:.2f}", ha="center", fontsize=7.5)
     axes.set_yticks(range(len(rows)), [row.label for row in reversed(rows)], fontsize=7.5, parse_math=False)
     axes.set_ylim(-0.5, len(rows) - 0.3)
@@ -431,14 +431,14 @@ def _draw_table(axes: Axes, all_spreads: Sequence[Spreads], looks: Sequence[dict
     tidy(axes)
 
 
-def _draw_growth(axes: Axes, all_spreads: Sequence[Spreads], looks: Sequence[dict[str, Any]]) -> None:
+def _draw_growth(axes: Axes, all_spreads: Sequence[Spreads], styles: Sequence[dict[str, Any]]) -> None:
     least, most = 2.0, 0.0
-    for spreads, look in zip(all_spreads, looks, strict=True):
+    for spreads, style in zip(all_spreads, styles, strict=True):
         low, centre, high = np.nanquantile(spreads.against_n, (0.1, 0.5, 0.9), axis=0)
         if len(all_spreads) <= BANDS:
-            axes.fill_between(spreads.n, low, high, color=look["color"], alpha=0.15, linewidth=0)
+            axes.fill_between(spreads.n, low, high, color=style["color"], alpha=0.15, linewidth=0)
         label = "heads: median, 10 to 90 %" if len(all_spreads) == 1 else _short_name(spreads.model)
-        axes.plot(spreads.n, centre, **look, label=label)
+        axes.plot(spreads.n, centre, **style, label=label)
         least, most = min(least, float(low.min())), max(most, float(high.max()))
     n = max((spreads.n for spreads in all_spreads), key=len)
     axes.plot(n, np.log(n), **{**CORRECTED, "marker": None}, label="log n: below it the ceiling binds")
@@ -459,22 +459,22 @@ def _draw_growth(axes: Axes, all_spreads: Sequence[Spreads], looks: Sequence[dic
     tidy(axes)
 
 
-def _draw_bound(axes: Axes, all_spreads: Sequence[Spreads], looks: Sequence[dict[str, Any]]) -> None:
+def _draw_bound(axes: Axes, all_spreads: Sequence[Spreads], styles: Sequence[dict[str, Any]]) -> None:
     letter(axes, "c", "Proposition 3.1")
     known = [
-        (spreads, look, ~np.isnan(spreads.bound))
-        for spreads, look in zip(all_spreads, looks, strict=True)
+        (spreads, style, ~np.isnan(spreads.bound))
+        for spreads, style in zip(all_spreads, styles, strict=True)
         if len(spreads.bound_ratio)
     ]
     if not known:
         axes.text(0.5, 0.5, "not applicable", ha="center", transform=axes.transAxes)
         axes.set_axis_off()
         return
-    for spreads, look, mask in known:
+    for spreads, style, mask in known:
         last, bound = spreads.last[mask], spreads.bound[mask]
         if len(all_spreads) > 1:
             axes.scatter(
-                last, bound, s=16, marker=look["marker"], facecolor="none", edgecolor=look["color"], linewidth=0.8,
+                last, bound, s=16, marker=style["marker"], facecolor="none", edgecolor=style["color"], linewidth=0.8,
                 alpha=0.8, label=_short_name(spreads.model) if len(all_spreads) <= BANDS else None,  # more: as in (b)
             )  # fmt: skip
             continue

@@ -287,15 +287,11 @@ def names_of_texts(held_out: Sequence[Path]) -> list[str]:
     Raises:
         ValueError: Two have the same name.
     """
-    names = [text_name(path) for path in held_out]
+    names = [path.name.removesuffix(".xz").removesuffix(".txt") for path in held_out]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ValueError(f"two texts are named {twice!r}; results are identified by file names: rename one")
     return names
-
-
-def text_name(path: Path) -> str:
-    return path.name.removesuffix(".xz").removesuffix(".txt")
 
 
 def _describe_texts(texts: Texts) -> dict[str, Any]:

@@ -18,6 +18,11 @@ class Metric:
     logarithmic: bool = False  # best drawn on a logarithmic scale
     bounded: tuple[float, float] | None = None  # the range it cannot leave, for colour scales
 
+    @property
+    def title(self) -> str:
+        """Label and unit, for a figure."""
+        return f"{self.label} ({self.unit})" if self.unit else self.label
+
 
 METRICS: tuple[Metric, ...] = (
     Metric(

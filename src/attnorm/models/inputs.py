@@ -86,8 +86,7 @@ def prepared(text: Text, loaded: LoadedModel, length: int | None) -> dict[str, T
         model_inputs = {name: torch.as_tensor(value) for name, value in text.content.items()}
         selected_inputs = model_inputs if length is None else _cut_inputs(text, model_inputs, length)
     elif isinstance(text.content, Tensor):
-        ids = text.content.reshape(1, -1) if text.content.dim() < 2 else text.content
-        selected_inputs = {"input_ids": _cut_ids(text, ids, length)}
+        selected_inputs = {"input_ids": _cut_ids(text, torch.atleast_2d(text.content), length)}
     else:
         selected_inputs = _tokenize(text, loaded, length)
     return ready(text, selected_inputs, loaded)
@@ -142,8 +141,7 @@ def _make_text(name: str, source: Any) -> Text:
         return Text(name, source, media=source.kind if text_name(source.path) == name else None)
     if isinstance(source, str | Path):
         content = read_text(source) if isinstance(source, Path) else source
-        if not content.strip():
-            raise ValueError(f"{name!r} is empty; there is nothing to run the model on")
+        _check_not_blank(name, content)
         if isinstance(source, str):
             _reject_file_name(source)
         return Text(name, content, file=isinstance(source, Path) and text_name(source) == name)
@@ -161,6 +159,11 @@ def _make_text(name: str, source: Any) -> Text:
             raise ValueError(f"token ids are whole numbers; {name!r} has {ids.dtype}")
         return Text(name, ids.long())
     raise _unknown_input_error(source)
+
+
+def _check_not_blank(name: str, content: str) -> None:
+    if not content.strip():
+        raise ValueError(f"{name!r} is empty; there is nothing to run the model on")
 
 
 def _reject_file_name(text: str) -> None:
@@ -196,8 +199,7 @@ def _unknown_input_error(inputs: Any) -> ValueError:
 def _tokenize(text: Text, loaded: LoadedModel, length: int | None) -> dict[str, Tensor]:
     tokenizer = needs_tokenizer(loaded)
     content = str(text.content)
-    if not content.strip():
-        raise ValueError(f"{text.name!r} is empty; there is nothing to run the model on")
+    _check_not_blank(text.name, content)
     start = content if length is None else content[: length * CHARACTERS_PER_TOKEN]
     encoded = _encode(tokenizer, start, length)
     if length is not None and encoded["input_ids"].shape[1] < length and len(start) < len(content):
@@ -344,12 +346,11 @@ def tokens_of(
     if isinstance(text.content, Tensor):
         if bos is not None:
             raise ValueError(f"bos={bos} applies to texts, but {text.name!r} holds token ids. Leave bos out.")
-        return Tokens(text.content.reshape(1, -1) if text.content.dim() < 2 else text.content)
+        return Tokens(torch.atleast_2d(text.content))
     if not isinstance(text.content, str):
         raise TypeError(f"expected a text or token ids, got {type(text.content).__name__} for {text.name!r}")
     tokenizer, content = needs_tokenizer(loaded), text.content
-    if not content.strip():
-        raise ValueError(f"{text.name!r} is empty; there is nothing to run the model on")
+    _check_not_blank(text.name, content)
     tokenized = [content] if whole or len(content) <= WHOLE_CHARACTERS else _pieces(content, pieces)
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()

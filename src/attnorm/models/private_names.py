@@ -1,8 +1,9 @@
-"""Every private name of torch, transformers and accelerate that this package relies on, each behind one function.
+"""Every private name of torch, transformers, accelerate and Lightning that models/, training/ and monitor/ use.
 
-PRIVATE lists the names with their purpose. tests/models/test_private_names.py checks each one, so that a new version of
-a library that lacks a name fails there, with that name, and not somewhere in a measurement. Large modules are imported
-where they are used: this file is imported by most others.
+Each is behind one function, and PRIVATE lists them with their purpose. tests/models/test_private_names.py checks each
+one, so that a new version of a library that lacks a name fails there, with that name, and not somewhere in a
+measurement. Engines and metrics are below this package: they call private operators of torch where they need them.
+Large modules are imported where they are used: this file is imported by most others.
 """
 
 import copy
@@ -24,7 +25,7 @@ IGNORED_KEYS = "_keys_to_ignore_on_load_unexpected"
 PRIVATE: dict[str, str] = {
     "torch._C._current_graph_task_id": "a layer that gradient checkpointing runs again is no new call",
     "torch._dynamo.OptimizedModule": "a compiled model runs uncompiled while it is observed",
-    "torch.nn.Module._compiled_call_impl": "the same, for module.compile()",
+    "torch.nn.Module._compiled_call_impl": "the same, for module.compile(), and to run compiled blocks uncompiled",
     "torch._native_multi_head_attention": "the fast path of nn.MultiheadAttention",
     "torch._transformer_encoder_layer_fwd": "the fast path of nn.TransformerEncoderLayer",
     "torch._higher_order_ops.flex_attention.flex_attention": "the operator that flex_attention calls",
@@ -42,6 +43,10 @@ PRIVATE: dict[str, str] = {
     "transformers.utils.hub.cached_file(_raise_exceptions_for_connection_errors)": "the same, without a network",
     "transformers.PreTrainedModel._tp_size": "a model of which each process holds a part of the heads",
     "accelerate.hooks.add_hook_to_module -> _hf_hook": "the device of weights that accelerate offloads",
+    "accelerate.state.AcceleratorState._shared_state": "one process trains several models, each with its own state",
+    "accelerate.state.GradientState._shared_state": "the same",
+    "accelerate.state.PartialState._shared_state": "the same",
+    "lightning.pytorch.loops.training_epoch_loop -> _batches_that_stepped": "the step under which a batch is logged",
 }
 
 fast_multi_head_attention = torch._native_multi_head_attention
@@ -60,6 +65,13 @@ def in_backward_pass() -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     return isinstance(module, torch._dynamo.OptimizedModule) or bool(module._compiled_call_impl)
+
+
+def replace_compiled_call(module: nn.Module, call: Any) -> Any:
+    """Replace what module.compile() made by `call`, or by None to run uncompiled; return the previous one."""
+    previous = module._compiled_call_impl
+    module._compiled_call_impl = call
+    return previous
 
 
 def uncompiled(model: Any) -> Any:
@@ -141,6 +153,21 @@ def offload_devices(module: nn.Module) -> list[torch.device]:
     hooks = [getattr(part, "_hf_hook", None) for part in module.modules()]
     devices = [getattr(hook, "execution_device", None) for hook in hooks]
     return [torch.device(device) for device in devices if device is not None]
+
+
+def accelerate_states() -> list[dict[str, Any]]:
+    """The global state of accelerate, which has no public way to reset it, not even for the Trainer of transformers."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    return [kind._shared_state for kind in (AcceleratorState, GradientState, PartialState)]
+
+
+def lightning_step(trainer: Any) -> int:
+    """Counted from 0, as Lightning's own numbers are, so that attention and the loss of a batch share a step.
+
+    Not global_step, which increases by two where two optimizers step. Lightning's callbacks read the same attribute.
+    """
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def find_file(directory: Any, name: str, **where: Any) -> Path | None:

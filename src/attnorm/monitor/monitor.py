@@ -8,10 +8,10 @@ import importlib
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from torch import distributed, nn
 from transformers import (
@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from attnorm.models.dispatch import check_model, check_observable
+from attnorm.models.private_names import lightning_step
 from attnorm.monitor.alerts import MEANING, Alert, AlertThresholds, AttentionAlert, largest_logit, states
 from attnorm.monitor.measure import REPORTED
 from attnorm.monitor.watch import (
@@ -43,7 +44,81 @@ PREFIX = "attn/"
 FORGOTTEN = 10  # measurements out of a state after which entering it is news again; at a threshold numbers waver
 
 
-class AttentionMonitor(TrainerCallback):
+class ObservingCallback(TrainerCallback):
+    """A callback that observes the model while a Trainer, Lightning or a training loop of your own trains it.
+
+    A subclass has `begin`, which fills `_open`, and `lightning`.
+    """
+
+    _variable: str  # name of an instance in error messages
+    _open: ExitStack | None = None  # while it observes
+
+    def begin(self, model: nn.Module) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Stop observing the model if a step was not finished."""
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened.close()
+
+    @contextmanager
+    def _observing(self, model: nn.Module) -> Iterator[None]:
+        """Observe the model inside; `finish` has to follow unless an exception is raised."""
+        self.begin(model)
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def attach(self, trainer: Any) -> Self:
+        """Put this callback in front of the Trainer's others, so that every reporter gets its numbers.
+
+        (A callback that is appended, as `Trainer(callbacks=[...])` does, comes after TensorBoard, W&B, MLflow ...)
+        """
+        if not hasattr(trainer, "callback_handler"):
+            raise TypeError(
+                f"attach() takes a transformers Trainer, got {type(trainer).__name__}; in a loop of your own write "
+                f"`with {self._variable}.step(model):`, in Lightning "
+                f"Trainer(callbacks=[{self._variable}.lightning()])"
+            )
+        if trainer.args.n_gpu > 1:
+            raise ValueError(
+                f"this Trainer spreads batches over {trainer.args.n_gpu} GPUs by DataParallel, whose copies of the "
+                "model cannot be observed; start one process per GPU (torchrun), or leave one GPU visible"
+            )
+        callbacks = trainer.callback_handler.callbacks
+        self._check_trainer(trainer.model, callbacks)
+        callbacks[:] = [self, *(callback for callback in callbacks if callback is not self)]
+        keep_off_the_terminal(callbacks, PREFIX)
+        return self
+
+    def _check_trainer(self, model: nn.Module, callbacks: Sequence[TrainerCallback]) -> None:
+        """Raise an error if this model or another callback makes observing impossible."""
+
+    @property
+    def setup(self) -> NoReturn:
+        """Raise an error that names the Lightning callback: Lightning reads this attribute first."""
+        raise AttributeError(
+            f"{type(self).__name__} is a callback of transformers' Trainer; in Lightning write "
+            f"Trainer(callbacks=[{self._variable}.lightning()])"
+        )
+
+    on_exception = setup  # Lightning reads it after that error, and would report that it is missing
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.close()  # of a run that an exception ended
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        """Forget the numbers of a step that an exception ended."""
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.close()
+
+
+class AttentionMonitor(ObservingCallback):
     """Entropy, effective keys, logits, separability, Jacobian norm and sink mass of every layer, on logging steps.
 
     rows: how many of the longest sequence's last rows are sampled (default: 32); on CUDA all rows are measured where
@@ -58,6 +133,8 @@ class AttentionMonitor(TrainerCallback):
     >>> trainer.train()
     >>> monitor.alerts
     """
+
+    _variable = "monitor"
 
     def __init__(
         self,
@@ -92,7 +169,6 @@ class AttentionMonitor(TrainerCallback):
         self._last_in_state: dict[tuple[str, str], int] = {}  # by kind and layer: the measurement
         self._checked: nn.Module | None = None
         self._attached = False
-        self._open: ExitStack | None = None
         self._watch: ForwardWatch | None = None
         self._pending: dict[str, float] = {}
         self._pending_step = 0
@@ -129,13 +205,9 @@ class AttentionMonitor(TrainerCallback):
     @contextmanager
     def measuring(self, model: nn.Module, step: int) -> Iterator[dict[str, float]]:
         """Measure the training forward inside, whatever the step."""
-        self.begin(model)
         numbers: dict[str, float] = {}
-        try:
+        with self._observing(model):
             yield numbers
-        except BaseException:
-            self.close()
-            raise
         numbers.update(self.finish(step))
 
     def begin(self, model: nn.Module) -> None:
@@ -180,9 +252,8 @@ class AttentionMonitor(TrainerCallback):
 
     def close(self) -> None:
         """Stop observing the model if a step was not finished."""
-        opened, self._open, self._watch = self._open, None, None
-        if opened is not None:
-            opened.close()
+        self._watch = None
+        super().close()
 
     def _count_states(self, layers: Layers, step: int) -> dict[str, float]:
         """Count the layers in each state, and warn about layers that have just entered it."""
@@ -203,43 +274,19 @@ class AttentionMonitor(TrainerCallback):
             self.alerts += [alert, *others]
         return {f"{PREFIX}alert/{kind}": float(count) for kind, count in counts.items()}
 
-    def attach(self, trainer: Any) -> "AttentionMonitor":
-        """Put the monitor in front of the Trainer's callbacks, so that every reporter gets its numbers.
-
-        (A callback that is appended, as `Trainer(callbacks=[...])` does, comes after TensorBoard, W&B, MLflow ...)
-        """
-        if not hasattr(trainer, "callback_handler"):
-            raise TypeError(
-                f"attach() takes a transformers Trainer, got {type(trainer).__name__}; in a loop of your own write "
-                "`with monitor.step(model):`, in Lightning Trainer(callbacks=[monitor.lightning()])"
-            )
-        check_observable(trained_model(trainer.model))
-        if trainer.args.n_gpu > 1:
-            raise ValueError(
-                f"this Trainer spreads batches over {trainer.args.n_gpu} GPUs by DataParallel, whose copies of the "
-                "model cannot be observed; start one process per GPU (torchrun), or leave one GPU visible"
-            )
-        callbacks = trainer.callback_handler.callbacks
-        if any(isinstance(callback, AttentionMonitor) and callback is not self for callback in callbacks):
-            raise ValueError("this Trainer has an AttentionMonitor already; a second one would measure the same layers")
-        callbacks[:] = [self, *(callback for callback in callbacks if callback is not self)]
-        keep_off_the_terminal(callbacks, PREFIX)
+    def attach(self, trainer: Any) -> Self:
+        super().attach(trainer)
         self._attached = True
         return self
+
+    def _check_trainer(self, model: nn.Module, callbacks: Sequence[TrainerCallback]) -> None:
+        check_observable(trained_model(model))
+        if any(isinstance(callback, AttentionMonitor) and callback is not self for callback in callbacks):
+            raise ValueError("this Trainer has an AttentionMonitor already; a second one would measure the same layers")
 
     def lightning(self) -> Any:
         """The same monitor as a Lightning callback."""
         return lightning_callback(self)
-
-    @property
-    def setup(self) -> NoReturn:
-        """Raise an error that names the Lightning callback: Lightning reads this attribute first."""
-        raise AttributeError(
-            "AttentionMonitor is a callback of transformers' Trainer; in Lightning write "
-            "Trainer(callbacks=[monitor.lightning()])"
-        )
-
-    on_exception = setup
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
@@ -282,12 +329,8 @@ class AttentionMonitor(TrainerCallback):
         add_to_log(self._pending, logs, state)
         self._pending = {}
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.close()  # of a run that an exception ended
+    def _forget_step(self) -> None:
         self._pending = {}
-
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.close()
 
 
 def _is_first_process() -> bool:
@@ -337,49 +380,59 @@ def _keys(layers: Mapping[str, Mapping[str, list[float]]]) -> dict[str, float]:
     return numbers
 
 
-def lightning_callback(monitor: Any) -> Any:
+def lightning_callback(monitor: AttentionMonitor) -> Any:
     """An AttentionMonitor as a callback that measures on the steps that Lightning logs, and writes to its loggers."""
-    callback = lightning_callback_class()
 
-    class LightningAttentionMonitor(callback):  # type: ignore[misc, valid-type]
+    class LightningAttentionMonitor(lightning_observer(monitor)):  # type: ignore[misc]
+        step: int
+
         def __init__(self) -> None:
+            super().__init__()
             self.monitor = monitor
-            self._measured = -1
-
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            self._measured = -1  # steps restart at 0
 
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             step = lightning_step(trainer)
-            due = trainer.log_every_n_steps and (step + 1) % trainer.log_every_n_steps == 0
-            if trainer.is_global_zero and due and step != self._measured:
+            if trainer.is_global_zero and lightning_logs(trainer, step) and step != self.step:
                 monitor.begin(pl_module)
-                self._measured = step  # the first part of an accumulated batch is enough
+                self.step = step  # the first part of an accumulated batch is enough
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            numbers = monitor.finish(self._measured)
-            if numbers:
-                for logger in trainer.loggers:
-                    logger.log_metrics(numbers, step=self._measured)
-
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            monitor.close()  # of a batch that the module skipped
-
-        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-            monitor.close()
+            log_in_lightning(trainer, monitor.finish(self.step), self.step)
 
     return LightningAttentionMonitor()
 
 
-def lightning_step(trainer: Any) -> int:
-    """Counted from 0, as Lightning's own numbers are, so that attention and the loss of a batch share a step.
+def lightning_observer(observer: ObservingCallback) -> Any:
+    """A class of Lightning callbacks that stop observing when training ends, and know the last step they observed."""
+    callback = _lightning_callback_class()
 
-    Not global_step, which moves on by two where two optimizers step. Lightning's callbacks ask for the same attribute.
-    """
-    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+    class LightningObserver(callback):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            self.step = -1
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self.step = -1  # steps restart at 0
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            observer.close()  # of a batch that the module skipped
+
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            observer.close()
+
+    return LightningObserver
 
 
-def lightning_callback_class() -> Any:
+def lightning_logs(trainer: Any, step: int) -> bool:
+    """Whether Lightning logs at the end of this step."""
+    return bool(trainer.log_every_n_steps) and (step + 1) % trainer.log_every_n_steps == 0
+
+
+def log_in_lightning(trainer: Any, numbers: Mapping[str, float], step: int) -> None:
+    for logger in trainer.loggers if numbers else ():
+        logger.log_metrics(numbers, step=step)
+
+
+def _lightning_callback_class() -> Any:
     for package in ("lightning.pytorch", "pytorch_lightning"):
         try:
             return importlib.import_module(f"{package}.callbacks").Callback

@@ -14,25 +14,27 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import MODEL
 from attnorm.metrics.rows import measure_rows
 from attnorm.models.dispatch import UnsupportedModel, attention_sites, check_observable
 from attnorm.models.observe import observe
+from attnorm.models.private_names import lightning_step
 from attnorm.models.query_key_origin import QueryKeyWeights, query_key_weights
 from attnorm.monitor.monitor import (
     PREFIX,
     AttentionMonitor,
+    ObservingCallback,
     add_to_log,
-    keep_off_the_terminal,
-    lightning_callback_class,
-    lightning_step,
+    lightning_logs,
+    lightning_observer,
+    log_in_lightning,
 )
 from attnorm.monitor.watch import trained_model
 
@@ -50,7 +52,7 @@ class Clip:
     gamma: float  # what the head's logits were multiplied by
 
 
-class QKClip(TrainerCallback):
+class QKClip(ObservingCallback):
     """After each training step, scale the query and key weights of heads whose largest logit exceeds tau.
 
     monitor: an AttentionMonitor that logs what was clipped with its own numbers. on_alert: do nothing, at no cost,
@@ -60,6 +62,8 @@ class QKClip(TrainerCallback):
     >>> trainer.train()
     >>> clip.clips
     """
+
+    _variable = "clip"
 
     def __init__(self, tau: float = 100.0, *, monitor: AttentionMonitor | None = None, on_alert: bool = False) -> None:
         if not isinstance(tau, int | float) or isinstance(tau, bool) or not tau > 0 or math.isinf(tau):
@@ -78,7 +82,6 @@ class QKClip(TrainerCallback):
         self._names: dict[nn.Module, tuple[str, int]] = {}
         self._running: nn.Module | None = None
         self._counts = False
-        self._open: ExitStack | None = None
         self._unlogged: dict[str, float] = {}
         if monitor is not None:
             monitor.also_logged.append(self.take_numbers)
@@ -90,12 +93,8 @@ class QKClip(TrainerCallback):
     def step(self, model: nn.Module) -> Iterator[None]:
         """One step of your own training loop, optimizer.step() included; weights are scaled on exit."""
         self.steps += 1
-        self.begin(model)
-        try:
+        with self._observing(model):
             yield
-        except BaseException:
-            self.close()
-            raise
         self.finish(self.steps)
 
     def begin(self, model: nn.Module) -> None:
@@ -158,9 +157,8 @@ class QKClip(TrainerCallback):
 
     def close(self) -> None:
         """Stop observing the model."""
-        opened, self._open, self._running, self._counts = self._open, None, None, False
-        if opened is not None:
-            opened.close()
+        self._running, self._counts = None, False
+        super().close()
 
     def _logits_exploded(self) -> bool:
         assert self.monitor is not None
@@ -183,31 +181,9 @@ class QKClip(TrainerCallback):
         earlier = self._largest.get(module)
         self._largest[module] = largest if earlier is None else torch.maximum(earlier, largest)
 
-    def attach(self, trainer: Any) -> "QKClip":
-        """Add the callback to a transformers Trainer, in front of the others: they get its numbers."""
-        if not hasattr(trainer, "callback_handler"):
-            raise TypeError(
-                f"attach() takes a transformers Trainer, got {type(trainer).__name__}; in a loop of your own write "
-                "`with clip.step(model):`, in Lightning Trainer(callbacks=[clip.lightning()])"
-            )
-        if trainer.args.n_gpu > 1:
-            raise ValueError(
-                f"expected one GPU per process, got {trainer.args.n_gpu} in this Trainer, which copies the model. "
-                "Start one process per GPU (torchrun)."
-            )
-        callbacks = trainer.callback_handler.callbacks
-        callbacks[:] = [self, *(callback for callback in callbacks if callback is not self)]
-        keep_off_the_terminal(callbacks, PREFIX)
-        return self
-
     def lightning(self) -> Any:
         """The same as a Lightning callback."""
         return lightning_clip_callback(self)
-
-    @property
-    def setup(self) -> NoReturn:
-        """Raise an error that names the Lightning callback: Lightning reads this attribute first."""
-        raise AttributeError("in Lightning write Trainer(callbacks=[clip.lightning()])")
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
@@ -228,12 +204,8 @@ class QKClip(TrainerCallback):
         if logs is not None and self.monitor is None:
             add_to_log(self.take_numbers(), logs, state)
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.close()  # of a run that an exception ended
+    def _forget_step(self) -> None:
         self._largest.clear()
-
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.close()
 
 
 @torch.no_grad()
@@ -286,39 +258,28 @@ def _max_over_processes(largest: dict[nn.Module, Tensor]) -> dict[nn.Module, Ten
     return dict(zip(largest, together.split(heads), strict=True))
 
 
-def lightning_clip_callback(clip: Any) -> Any:
+def lightning_clip_callback(clip: QKClip) -> Any:
     """A QKClip as a callback that scales weights after every optimizer step, and writes to the loggers."""
-    callback = lightning_callback_class()
 
-    class LightningQKClip(callback):  # type: ignore[misc, valid-type]
+    class LightningQKClip(lightning_observer(clip)):  # type: ignore[misc]
+        step: int
+
         def __init__(self) -> None:
+            super().__init__()
             self.clip = clip
-            self._begun = -1
             self._updates = 0  # of all optimizers before this step
-
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            self._begun = -1  # steps restart at 0
 
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             step = lightning_step(trainer)
-            if step != self._begun:  # an accumulated batch is one step
+            if step != self.step:  # an accumulated batch is one step
                 clip.begin(pl_module)
-                self._begun, self._updates = step, trainer.global_step
+                self.step, self._updates = step, trainer.global_step
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             if trainer.global_step == self._updates:  # Lightning counts the batch that stepped only after this call
                 return
-            clip.finish(self._begun)
-            due = trainer.log_every_n_steps and (self._begun + 1) % trainer.log_every_n_steps == 0
-            if due and clip.monitor is None:
-                numbers = clip.take_numbers()
-                for logger in trainer.loggers:
-                    logger.log_metrics(numbers, step=self._begun)
-
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            clip.close()
-
-        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-            clip.close()
+            clip.finish(self.step)
+            if lightning_logs(trainer, self.step) and clip.monitor is None:
+                log_in_lightning(trainer, clip.take_numbers(), self.step)
 
     return LightningQKClip()

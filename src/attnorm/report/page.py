@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from numpy.typing import NDArray
 
 from attnorm.analysis.manifest import input_word
@@ -46,7 +45,7 @@ from attnorm.report.views import (
     relative_distances,
     verdict_word,
 )
-from attnorm.text import policy_hash, visible
+from attnorm.text import render_page, visible
 
 HERE = Path(__file__).parent / "html"
 STYLES = ("colours", "page", "explorer", "charts", "reads", "table", "scores", "print")
@@ -78,21 +77,18 @@ def render(analysis: Analysis, evaluation: Evaluated | None = None) -> str:
     """
     style, script = _join_files("style", "css", STYLES), _join_files("script", "js", SCRIPTS)
     scores = None if evaluation is None else evaluation.score_table()
-    return (
-        _templates()
-        .get_template("page.html.j2")
-        .render(
-            policy=f"default-src 'none'; style-src {policy_hash(style)}; script-src {policy_hash(script)}; "
-            "img-src data:; base-uri 'none'; form-action 'none'",
-            style=style,
-            script=script,
-            data=payload(analysis),
-            **page_text.page_words(analysis),
-            verdict_words=VERDICTS,
-            evaluation=scores if scores is not None and scores.rows else None,  # none: stopped in its first part
-            width=WIDTH,
-            line=LINE,
-        )
+    return render_page(
+        HERE / "templates" / "page.html.j2",
+        style=style,
+        script=script,
+        images="data:",
+        filters={"number": page_text.number, "share": page_text.share, "plain": page_text.plain},
+        data=payload(analysis),
+        **page_text.page_words(analysis),
+        verdict_words=VERDICTS,
+        evaluation=scores if scores is not None and scores.rows else None,  # none: stopped in its first part
+        width=WIDTH,
+        line=LINE,
     )
 
 
@@ -108,24 +104,6 @@ def _join_files(folder: str, suffix: str, names: tuple[str, ...]) -> str:
     parts = [(HERE / folder / f"{name}.{suffix}").read_text(encoding="utf-8") for name in names]
     text = "\n".join(parts)
     return f'(() => {{\n"use strict";\n{text}\n}})();' if suffix == "js" else text
-
-
-@cache
-def _templates() -> Environment:
-    environment = Environment(
-        loader=FileSystemLoader(HERE / "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.policies["json.dumps_kwargs"] = {
-        "allow_nan": False,
-        "separators": (",", ":"),
-        "ensure_ascii": False,
-    }
-    environment.filters.update(number=page_text.number, share=page_text.share, plain=page_text.plain)
-    return environment
 
 
 KEY = tuple(name for name, _ in HEAD_KEY)

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from attnorm.analysis.result import Analysis
 from attnorm.arithmetic import ceil_div
-from attnorm.figures import INK, LETTERING, PALE
+from attnorm.figures import INK, LETTERING, PALE, tidy
 from attnorm.metrics.catalogue import BY_NAME, PER_ROW, Metric
 from attnorm.report.views import (
     OTHER_COLOURS,
@@ -96,7 +96,6 @@ def plot(
             figure = head_curves(analysis, layer, head, conditions)
         else:
             figure = metric_curves(analysis, metric or METRIC, conditions, layer=layer, head=head)
-    figure.__class__ = ShownFigure  # the functions above return plain figures
     return figure
 
 
@@ -117,7 +116,7 @@ def metric_curves(
     }
     table = measured_rows(analysis.by_length, conditions)
     about = BY_NAME[metric]
-    figure = Figure(figsize=(6.0, 3.6), facecolor="white", layout="constrained")
+    figure = ShownFigure(figsize=(6.0, 3.6), facecolor="white", layout="constrained")
     axes = figure.subplots()
     lines = _lines_by_head(table, metric)
     layers = [layer_and_head[0] for layer_and_head in lines]
@@ -154,12 +153,10 @@ def metric_curves(
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("visible keys n")
     axes.grid(axis="y", color=PALE, alpha=0.25, linewidth=0.5)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    tidy(axes, grid=False)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=7)
-    label = f"{about.label} ({about.unit})" if about.unit else about.label
-    axes.set_title(f"{label}\n{_describe_choice(full_choice, layer, head)}", fontsize=8, loc="left")
+    axes.set_title(f"{about.title}\n{_describe_choice(full_choice, layer, head)}", fontsize=8, loc="left")
     return figure
 
 
@@ -186,7 +183,7 @@ def _median(table: pa.Table, metric: str) -> tuple[list[float], list[float]]:
     return [point[0] for point in points], [point[1] for point in points]
 
 
-def _describe_choice(choice: dict[str, Any], layer: int | None, head: int | None) -> str:
+def _describe_choice(choice: Mapping[str, Any], layer: int | None = None, head: int | None = None) -> str:
     parts = [str(choice[name]) for name in ("text", "length", "normalizer") if choice[name] is not None]
     parts += [f"layer {layer}"] if layer is not None else []
     parts += [f"head {head}"] if head is not None else []
@@ -279,7 +276,7 @@ def heat_map(analysis: Analysis, metric: str, choice: Mapping[str, Any] | None =
     heads, about = measured_rows(analysis.heads, full_choice), BY_NAME[metric]
     values = column(heads, metric)
     norm = _norm(about, values)
-    figure, axes, _ = _grid(heads, f"{about.label} ({about.unit})" if about.unit else about.label, full_choice)
+    figure, axes, _ = _grid(heads, about.title, full_choice)
     for value, x, y in zip(values, *_coordinates(heads), strict=True):
         _cell(axes, x, y, **({"facecolor": COLOURS(norm(value))} if _is_drawable(about, value) else MISSING))
     box, width = axes.get_position(), figure.get_figwidth()
@@ -312,7 +309,7 @@ def _grid(heads: pa.Table, title: str, choice: Mapping[str, Any]) -> tuple[Figur
     layers, columns = (sorted(set(heads.column(name).to_pylist())) for name in ("layer", "head"))
     cell = min(LARGEST_CELL, WIDEST / len(columns))
     width, height = LEFT + cell * len(columns) + RIGHT, TOP + max(cell * len(layers), 1.4) + BOTTOM
-    figure = Figure(figsize=(width, height), facecolor="white")
+    figure = ShownFigure(figsize=(width, height), facecolor="white")
     across, down = cell * len(columns) / width, cell * len(layers) / height
     axes = figure.add_axes((LEFT / width, 1 - TOP / height - down, across, down))
     axes.set_xlim(-0.5, len(columns) - 0.5)
@@ -325,8 +322,7 @@ def _grid(heads: pa.Table, title: str, choice: Mapping[str, Any]) -> tuple[Figur
     axes.set_ylabel("layer")
     for spine in axes.spines.values():
         spine.set_visible(False)
-    subtitle = ", ".join(str(choice[name]) for name in ("text", "length", "normalizer") if choice[name] is not None)
-    axes.set_title(f"{title}\n{subtitle}", fontsize=8, loc="left")
+    axes.set_title(f"{title}\n{_describe_choice(choice)}", fontsize=8, loc="left")
     return figure, axes, max(3.0, 22 * cell)
 
 
@@ -341,7 +337,7 @@ def head_curves(analysis: Analysis, layer: int, head: int, choice: Mapping[str, 
     """Draw entropy, gap and largest weight against n, separability and distance against N, sensitivity against T."""
     full_choice = {**default_choice(analysis), **(choice or {}), "layer": layer, "head": head}
     numbers = measured_rows(analysis.heads, full_choice).to_pylist()[0]
-    figure = Figure(figsize=(7.2, 4.4), facecolor="white")
+    figure = ShownFigure(figsize=(7.2, 4.4), facecolor="white")
     panels = figure.subplots(2, 3, gridspec_kw=ROOM)
     verdict = verdict_word(numbers.get("verdict")).label
     title = f"Layer {layer}, head {head}: {verdict} ({full_choice['text']}, {full_choice['normalizer']})"
@@ -441,8 +437,7 @@ def _draw_lines(axes: Axes, table: pa.Table, x: str, *lines: tuple[str, dict[str
 def _finish(axes: Axes, title: str, x: str, values: NDArray[np.float64], *, logarithmic: bool = False) -> None:
     axes.set_title(title, fontsize=8, loc="left")
     axes.set_xlabel(x, labelpad=1)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    tidy(axes, grid=False)
     drawn = [line for line in axes.lines if np.isfinite(np.asarray(line.get_ydata(), dtype=float)).any()]
     if len(drawn) < 2:
         for line in list(axes.lines):

@@ -15,15 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from matplotlib.figure import Figure
 
 from attnorm.figures import save_figure_files
-from attnorm.files import atomic_replace, write_json
+from attnorm.files import write_json
 from attnorm.models.layer_normalizer import SEARCH_NOTE, write_recipe_file
 from attnorm.search.plan import COMMAND, SearchPlan
-from attnorm.sweep.folder import states
+from attnorm.sweep.folder import states, write_table
 from attnorm.sweep.plan import Item, Plan
 from attnorm.sweep.run import sweep
 
@@ -77,7 +75,7 @@ def summarize(plan: SearchPlan, out: Path, study: Any, items: Mapping[int, Item]
         importance=_importance(plan, study, len(done)),
     )
     result.write(out)
-    _write_table(out, result)
+    _write_trials(out, result)
     if result.best is not None:
         _write_recipe(out / RECIPE, plan, result.best)
         for trial in result.front if len(plan.objectives) > 1 else ():
@@ -132,7 +130,7 @@ def _importance(plan: SearchPlan, study: Any, done: int) -> dict[str, dict[str, 
     return importance
 
 
-def _write_table(out: Path, result: SearchResult) -> None:
+def _write_trials(out: Path, result: SearchResult) -> None:
     rows = [
         {
             "trial": trial.number, "state": trial.state, "learning_rate": trial.learning_rate,
@@ -141,9 +139,7 @@ def _write_table(out: Path, result: SearchResult) -> None:
         }
         for trial in result.trials
     ]  # fmt: skip
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    with atomic_replace(out / "trials.parquet") as draft:
-        pq.write_table(pa.table({name: [row.get(name) for row in rows] for name in names}), draft)
+    write_table(out / "trials.parquet", rows)
 
 
 def _write_recipe(path: Path, plan: SearchPlan, trial: TrialResult) -> None:

@@ -9,7 +9,7 @@ training, which decides about pruning whatever the objectives are.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,9 +21,19 @@ from attnorm.run_folder import make_writable, only_process, read_record, require
 from attnorm.search.plan import COMMAND, SearchPlan, read_content
 from attnorm.search.results import SearchResult, confirm, is_uniform, summarize
 from attnorm.sweep.engines import Engine, Outcome, WorkerDied, check_engine, open_engine
-from attnorm.sweep.folder import FORMAT, PAGE, RECORD, merged_rows, states, write_failure, write_page, write_table
+from attnorm.sweep.folder import (
+    FORMAT,
+    PAGE,
+    RECORD,
+    TABLE,
+    merged_rows,
+    states,
+    write_failure,
+    write_page,
+    write_table,
+)
 from attnorm.sweep.plan import Item
-from attnorm.sweep.run import Pruned, work_in
+from attnorm.sweep.run import OutcomeCallback, Pruned, work_in
 from attnorm.sweep.tasks import train_lm_item
 from attnorm.training.device import check_accelerate
 
@@ -35,7 +45,6 @@ STUDY, PRUNING = "search", "search-pruning"
 HOW = "search"  # key of an item's values that says where its studies are
 STARTUP_TRIALS = 5  # that run to their end before any is pruned
 JOURNAL = "study.journal"
-Report = Callable[[Outcome, int, int], None]
 
 
 def search(
@@ -47,7 +56,7 @@ def search(
     address: str | None = None,
     storage: str | None = None,
     retries: int = 3,
-    report: Report = lambda outcome, done, total: None,
+    report: OutcomeCallback = lambda outcome, done, total: None,
 ) -> SearchResult:
     """Run trials until the plan's number is reached; then train the winners with several seeds.
 
@@ -73,7 +82,7 @@ def search(
         _write_items(out, plan, items)
         all_items = list(items.values())
         rows = merged_rows(out, all_items)
-        write_table(out, rows)
+        write_table(out / TABLE, rows)
         write_page(out / PAGE, states(out, all_items), rows, title="Search")
         result = summarize(plan, out, study, items)
     if plan.confirm_seeds and result.best is not None:
@@ -167,7 +176,7 @@ def _run_trials(
     engine: Engine,
     storage: str | None,
     retries: int,
-    report: Report,
+    report: OutcomeCallback,
 ) -> None:
     """Run all trials of the plan on the engine; a trial whose worker dies is tried again up to `retries` times."""
     waiting = [number for number in _running_trials(study) if number in items]

@@ -26,8 +26,8 @@ NAMES = ("local", "ray", "slurm")
 LIBRARIES = {"ray": "ray", "slurm": "submitit"}
 START_METHOD = "spawn"  # torch does not survive a fork
 REACH_SECONDS = 5.0
-WATCH_SECONDS = 3.0  # between two looks at the head of a Ray cluster
-MISSED_LOOKS = 3  # after which the cluster counts as lost; Ray itself ends the process after a minute
+WATCH_SECONDS = 3.0  # between two checks that the head of a Ray cluster can be reached
+MISSED_CHECKS = 3  # after which the cluster counts as lost; Ray itself ends the process after a minute
 POLL_SECONDS = 0.5
 
 
@@ -234,7 +234,7 @@ class RayEngine:
     def _watch(self, head: str) -> None:
         """Fail what is running if the head is gone: Ray would wait, and then end this process without a word."""
         missed = 0
-        while missed < MISSED_LOOKS:
+        while missed < MISSED_CHECKS:
             if self._closed.wait(WATCH_SECONDS):
                 return
             missed = 0 if _is_reachable(head) else missed + 1

@@ -13,25 +13,21 @@ report, a Content-Security-Policy allows only this style and this script.
 """
 
 import json
-import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
 
 from attnorm.files import atomic_replace, write_json, write_text
 from attnorm.provenance import now
 from attnorm.run_folder import make_writable, read_record, require_only, require_same_run, try_lock
 from attnorm.sweep.plan import Item, Plan
-from attnorm.text import policy_hash
+from attnorm.text import render_page
 
 RECORD, TABLE, PAGE = "sweep.json", "table.parquet", "index.html"
 FORMAT = 1
@@ -176,11 +172,11 @@ def merged_rows(out: Path, items: Iterable[Item]) -> list[dict[str, Any]]:
     return rows
 
 
-def write_table(out: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write the merged table; a row without a column has null there."""
+def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows as a table; a row without a column has null there."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     columns = {name: _column([row.get(name) for row in rows]) for name in names}
-    with atomic_replace(out / TABLE) as draft:
+    with atomic_replace(path) as draft:
         pq.write_table(pa.table(columns) if columns else pa.table({"item": pa.array([], pa.string())}), draft)
 
 
@@ -194,11 +190,6 @@ def _column(values: list[Any]) -> pa.Array:
     return pa.array(values)
 
 
-def plain(value: Any) -> Any:
-    """A number for JSON: NaN and infinities become None."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def write_page(
     path: Path, states: Sequence[ItemState], rows: Sequence[Mapping[str, Any]], *, title: str = "Sweep"
 ) -> None:
@@ -209,22 +200,19 @@ def write_page(
 def render(
     states: Sequence[ItemState], rows: Sequence[Mapping[str, Any]], folder: Path, *, title: str = "Sweep"
 ) -> str:
-    style, script = (_asset(f"page.{suffix}") for suffix in ("css", "js"))
+    style, script = ((HERE / f"page.{suffix}").read_text(encoding="utf-8") for suffix in ("css", "js"))
     varied = list(dict.fromkeys(name for item_state in states for name in item_state.item.varied))
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name != "item"]
     numbers = [name for name in names if _is_number_column(rows, name)]
     texts = [name for name in names if name not in numbers]
     dimensions = [*varied, *(name for name in (*texts, *ROW_DIMENSIONS) if name in names and name not in varied)]
     measured = [name for name in numbers if name not in dimensions]
-    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template.filters["cell"] = cell
-    template.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":"), "ensure_ascii": False}
     counts = Counter(item_state.state for item_state in states)
-    return template.from_string(_asset("page.html.j2")).render(
-        policy=f"default-src 'none'; style-src {policy_hash(style)}; script-src {policy_hash(script)}; "
-        "base-uri 'none'; form-action 'none'",
-        style=Markup(style),
-        script=Markup(script),
+    return render_page(
+        HERE / "page.html.j2",
+        style=style,
+        script=script,
+        filters={"cell": cell},
         title=title,
         command=states[0].item.command if states else "",
         counts={name: counts[name] for name in STATES if counts[name]},
@@ -266,8 +254,3 @@ def cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 1e4 else str(value)
-
-
-@cache
-def _asset(name: str) -> str:
-    return (HERE / name).read_text(encoding="utf-8")

@@ -18,12 +18,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from attnorm.files import finite
 from attnorm.provenance import now, versions
 from attnorm.run_folder import lock, only_process
 from attnorm.sweep.engines import Engine, Outcome, Work, WorkerDied, check_engine, open_engine
 from attnorm.sweep.folder import (
     PAGE,
     RECORD,
+    TABLE,
     ItemState,
     failure_of,
     forget_failures,
@@ -31,7 +33,6 @@ from attnorm.sweep.folder import (
     lock_of,
     merged_rows,
     open_sweep,
-    plain,
     read_items,
     result_of,
     states,
@@ -45,7 +46,7 @@ from attnorm.sweep.tasks import TASKS, models_loaded
 
 RETRIES = 3
 MERGE_SECONDS = 60  # between two versions of the table and the page while items run
-Report = Callable[[Outcome, int, int], None]
+OutcomeCallback = Callable[[Outcome, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def sweep(
     address: str | None = None,
     retries: int = RETRIES,
     extend: bool = False,
-    report: Report = lambda outcome, done, total: None,
+    report: OutcomeCallback = lambda outcome, done, total: None,
 ) -> SweepResult:
     """Run all items of the plan that are not finished; write the merged table and the page.
 
@@ -108,7 +109,7 @@ def merge(out: Path, items: Sequence[Item] | None = None) -> SweepResult:
     """Write the table and the page from what is finished."""
     items = read_items(out) if items is None else items
     result = SweepResult(states(out, items), merged_rows(out, items))
-    write_table(out, result.rows)
+    write_table(out / TABLE, result.rows)
     write_page(out / PAGE, result.states, result.rows)
     return result
 
@@ -210,7 +211,7 @@ def run_item(out: Path, item: Item, hook: Hook | None = None) -> Outcome:
                 rows = (hook or TASKS[item.command].run)(item.values, item_folder(out, item.id), out)
             except Pruned as stopped:
                 rows, pruned = stopped.rows, True
-            rows = [{name: plain(value) for name, value in row.items()} for row in rows]
+            rows = finite(rows)
             seconds = round(time.monotonic() - started, 3)
             about = {"models_loaded": models_loaded() - loaded, "process": os.getpid(), "versions": versions()}
             write_result(

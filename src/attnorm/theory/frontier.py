@@ -249,7 +249,7 @@ def place_on_frontier(
     weights: Sequence[float] = WEIGHTS,
     progress: Callable[[str], None] = lambda name: None,
 ) -> Frontier:
-    """Every registered normalizer at its defaults; `progress` hears the name of each in turn."""
+    """Measure every registered normalizer at its defaults. progress: called with each name before its measurement."""
     lengths = LENGTHS if lengths is None else lengths
     points: list[FrontierPoint] = []
     measured: set[str] = set()

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import distributed, nn
 
+from attnorm.models.private_names import accelerate_states
 from attnorm.provenance import package_versions
 
 if TYPE_CHECKING:
@@ -66,10 +67,8 @@ def accelerated(device: torch.device, dtype: str, *, several: bool = False) -> "
     """
     check_accelerate(several=several)
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    # accelerate has no public way to reset its state, not even for the Trainer of transformers.
-    states = [kind._shared_state for kind in (AcceleratorState, GradientState, PartialState)]
+    states = accelerate_states()
     before = [dict(state) for state in states]
     names = [name for name in os.environ if name.startswith("ACCELERATE_") or name in LAUNCHED]
     hidden = {name: os.environ.pop(name) for name in names}

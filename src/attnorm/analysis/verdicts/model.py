@@ -42,6 +42,7 @@ from attnorm.analysis.verdicts.what_if import Advice, own_normalizer, stand_in
 
 FEW_KEYS = 128  # below it entropy, slopes and separability are mostly chance
 FEW_ROWS = 16  # below it the median row of a head is a matter of which rows were taken
+TEXTS = 8  # whose headlines are shown
 _CURVE = [*(name for name, _ in HEAD_KEY), "n", "logit_spread", "logit_spread_without_sink"]
 
 
@@ -217,14 +218,14 @@ def reading_sentences(manifest: Mapping[str, Any]) -> list[str]:
     return sentences if any("nats" in sentence for sentence in sentences) else []
 
 
-def text_sentences(texts: Mapping[str, str], word: str, limit: int = 8) -> list[str]:
+def text_sentences(texts: Mapping[str, str], word: str) -> list[str]:
     """Return the headline of each text; the main headline is about what most texts agree on."""
     shown = [
         f"On {text!r}: {words[0].lower() if words[0].isupper() else words[0]}{words[1:]}"
         for text, words in texts.items()
     ]
-    more = [f"{len(shown) - limit} more {word}s are in the tables."] if len(shown) > limit else []
-    return [*shown[:limit], *more]
+    more = [f"{len(shown) - TEXTS} more {word}s are in the tables."] if len(shown) > TEXTS else []
+    return [*shown[:TEXTS], *more]
 
 
 def confidence_sentences(heads: Sequence[Row], manifest: Mapping[str, Any], thresholds: Thresholds) -> list[str]:

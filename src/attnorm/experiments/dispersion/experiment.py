@@ -114,7 +114,7 @@ EXPERIMENT = Experiment(
     question="Does attention disperse at the rate that theory predicts, and for how many heads does the ceiling bind?",
     run=run,
     tokens=(LENGTHS[0], QUICK_LENGTHS[0]),
-    passing=True,
+    removes_parts=True,
 )
 
 

@@ -41,6 +41,7 @@ from attnorm.theory.selection import SelectedRows
 LEVEL = 0.01
 PAPER_HEADS = 144  # of GPT-2 124M
 PANEL_N = 5  # of panel (a)
+DENSE_N = 16  # up to which every N is measured
 
 
 @dataclass(frozen=True)
@@ -101,9 +102,9 @@ def layers_with_all_keys(layers: Sequence[LastRows], length: int) -> list[LastRo
     return kept
 
 
-def n_grid(length: int, ratio: float, dense_up_to: int = 16) -> tuple[int, ...]:
-    """Return every N up to `dense_up_to`, then steps by the factor `ratio`, up to length - 1."""
-    grid = list(range(1, min(dense_up_to, length - 1) + 1))
+def n_grid(length: int, ratio: float) -> tuple[int, ...]:
+    """Return every N up to DENSE_N, then steps by the factor `ratio`, up to length - 1."""
+    grid = list(range(1, min(DENSE_N, length - 1) + 1))
     while grid[-1] < length - 1:
         grid.append(min(max(grid[-1] + 1, round(grid[-1] * ratio)), length - 1))
     return tuple(grid)
@@ -187,48 +188,43 @@ def ks_statistic(first: Floats, second: Floats) -> Floats:
 
 
 @lru_cache(maxsize=64)
-def ks_threshold(heads: int, level: float = LEVEL) -> float:
-    """Return the smallest statistic of two samples of this many heads whose exact p-value is below the level."""
+def ks_threshold(heads: int) -> float:
+    """Return the smallest statistic of two samples of this many heads whose exact p-value is below LEVEL."""
     for steps in range(1, heads + 1):
-        if ks_p_value(steps, heads) < level:
+        if ks_p_value(steps, heads) < LEVEL:
             return steps / heads
     return math.inf
 
 
 def ks_p_value(steps: int, heads: int) -> float:
     """Return P(statistic >= steps / heads) for two samples from one law: Gnedenko and Korolyuk's alternating sum."""
-    total, sign = 0.0, 1.0
-    for shift in range(steps, heads + 1, steps):
-        total += sign * math.exp(_log_choose(2 * heads, heads - shift) - _log_choose(2 * heads, heads))
-        sign = -sign
-    return min(1.0, 2 * total)
+    shifts = np.arange(1, heads + 1)
+    ratios = np.cumprod((heads + 1 - shifts) / (heads + shifts))  # C(2 heads, heads - shift) / C(2 heads, heads)
+    terms = ratios[steps - 1 :: steps]
+    return min(1.0, 2 * float(terms[::2].sum() - terms[1::2].sum()))
 
 
-def _log_choose(n: int, k: int) -> float:
-    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
-
-
-def is_accepted(first: Floats, second: Floats, level: float = LEVEL) -> npt.NDArray[np.bool_]:
+def is_accepted(first: Floats, second: Floats) -> npt.NDArray[np.bool_]:
     """Return for each N whether the test does not distinguish the two."""
-    return ks_statistic(first, second) < ks_threshold(len(first), level)
+    return ks_statistic(first, second) < ks_threshold(len(first))
 
 
-def critical_n(first: Floats, second: Floats, grid: tuple[int, ...], level: float = LEVEL) -> float:
+def critical_n(first: Floats, second: Floats, grid: tuple[int, ...]) -> float:
     """Return the smallest N of the grid at which the test accepts; NaN if it never does."""
-    accepting = np.flatnonzero(is_accepted(first, second, level))
+    accepting = np.flatnonzero(is_accepted(first, second))
     return float(grid[accepting[0]]) if len(accepting) else math.nan
 
 
 def resampled_critical_n(
-    first: Floats, second: Floats, grid: tuple[int, ...], resamples: npt.NDArray[np.int64], level: float = LEVEL
+    first: Floats, second: Floats, grid: tuple[int, ...], resamples: npt.NDArray[np.int64]
 ) -> Floats:
     """Return the critical N for each row of head indices: a bootstrap, or subsamples of fewer heads."""
-    return np.array([critical_n(first[heads], second[heads], grid, level) for heads in resamples])
+    return np.array([critical_n(first[heads], second[heads], grid) for heads in resamples])
 
 
-def rejection_rates(first: Floats, second: Floats, resamples: npt.NDArray[np.int64], level: float = LEVEL) -> Floats:
+def rejection_rates(first: Floats, second: Floats, resamples: npt.NDArray[np.int64]) -> Floats:
     """Return the power of the test at each N: the share of resamples in which it rejects."""
-    return np.asarray(1 - np.mean([is_accepted(first[heads], second[heads], level) for heads in resamples], axis=0))
+    return np.asarray(1 - np.mean([is_accepted(first[heads], second[heads]) for heads in resamples], axis=0))
 
 
 def bootstrap_heads(heads: int, size: int, draws: int, seed: int) -> npt.NDArray[np.int64]:

@@ -290,12 +290,12 @@ def _format_share_axis(axes: Axes, top: float = 0.84) -> None:
 
 def _draw_early_sign(axes: Axes, early: EarlySign) -> None:
     like_chance = early.by_null
-    looks: list[tuple[NDArray[np.bool_], dict[str, Any], str]] = [
+    groups: list[tuple[NDArray[np.bool_], dict[str, Any], str]] = [
         (~like_chance, {"marker": "o", "facecolor": "white", "edgecolor": INK}, "better than its null"),
         (like_chance, {"marker": "x", "color": INK}, "no better"),
     ]
-    for mask, look, label in looks:
-        axes.scatter(early.entropy_before[mask], early.apart_after[mask], s=15, linewidth=0.8, label=label, **look)
+    for mask, style, label in groups:
+        axes.scatter(early.entropy_before[mask], early.apart_after[mask], s=15, linewidth=0.8, label=label, **style)
     axes.axhline(PAPERS_LEVEL, color=PALE, linewidth=0.9, linestyle=(0, (4, 3)))
     axes.set_xlim(0, 1.02)
     axes.set_ylim(0, 1.25)

@@ -288,11 +288,11 @@ def loss(record: Record) -> float:
     return math.nan if record["valid_loss"] is None else float(record["valid_loss"])
 
 
-def loss_at(record: Record, times: int, text: int = 0) -> float:
-    """Return the loss in windows of `times` training lengths; NaN if the model has no such positions."""
+def loss_at(record: Record, times: int) -> float:
+    """Return the first text's loss in windows of `times` training lengths; NaN if the model has no such positions."""
     if "losses" not in record:
         return math.nan
-    by_length = list(record["losses"].values())[text]
+    by_length = next(iter(record["losses"].values()))
     return float(by_length.get(str(times * record["settings"]["context"]), math.nan))
 
 

@@ -79,13 +79,13 @@ def parts(lines: Sequence[RetrievalLine], about: str) -> Figure:
     axes = figure.add_axes((0.07, 0.14, 0.56, 0.77))
     part_lines = [line for line in lines if line.section == "parts" and line.row.tested_with == OWN]
     _draw_sizes(axes, part_lines)
-    looks = ("-", "--", "-.", ":")
+    line_styles = ("-", "--", "-.", ":")
     for index, label in enumerate(dict.fromkeys(line.label for line in part_lines)):
         curve = [line for line in part_lines if line.label == label]
         edge = label in ("paper's recipe", "our recipe")
         colour = INK if edge else "#3f8fcf" if label.startswith("+") else "#d9731a"
-        look = "-" if edge else looks[index % 4]
-        axes.plot(*_points(curve), color=colour, linewidth=2.2 if edge else 1.2, linestyle=look,
+        line_style = "-" if edge else line_styles[index % 4]
+        axes.plot(*_points(curve), color=colour, linewidth=2.2 if edge else 1.2, linestyle=line_style,
                   marker="os^vDPX*"[index % 8], markersize=4)  # fmt: skip
     _label_ends(axes, part_lines)
     axes.set_title("What each part of the recipe contributes; softmax throughout", loc="left")

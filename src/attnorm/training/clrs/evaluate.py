@@ -32,6 +32,7 @@ OWN = "own"  # the normalizer it was trained with
 REFITTED = "re-fitted"  # adaptive temperature whose polynomial is fitted to the trained softmax model
 Matches = np.ndarray[tuple[int], np.dtype[np.bool_]]
 ROWS = 8  # answer rows per example that are measured
+OBSERVED_TOKENS = 2**13  # of the examples that are observed in one forward pass
 FIT_EXAMPLES, FIT_ROWS = 64, 4096
 KEEP = 0.5  # target weight of a row's winner in the re-fit, as in `attnorm reproduce adaptive`
 
@@ -135,7 +136,7 @@ def read_result(result: Mapping[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def answer_entropy(
-    model: Any, examples: Sequence[EncodedExample], per_cell: int, device: torch.device, most_tokens: int = 2**13
+    model: Any, examples: Sequence[EncodedExample], per_cell: int, device: torch.device
 ) -> list[dict[str, Any]]:
     """Measure the rows from which answers are read: one record per algorithm and size.
 
@@ -148,7 +149,7 @@ def answer_entropy(
         if len(cell) < per_cell:
             cell.append(example)
     measured_examples = [example for cell in cells.values() for example in cell]
-    means = iter(_row_means(model, measured_examples, device, most_tokens))
+    means = iter(_row_means(model, measured_examples, device))
     records = []
     for (algorithm, size), cell in cells.items():
         cell_means = [next(means) for _ in cell]
@@ -188,9 +189,7 @@ class AnswerRows:
         return Block.of(logits, seen, Positions(self.queries, keys))
 
 
-def _row_means(
-    model: Any, examples: Sequence[EncodedExample], device: torch.device, most_tokens: int
-) -> list[dict[str, float]]:
+def _row_means(model: Any, examples: Sequence[EncodedExample], device: torch.device) -> list[dict[str, float]]:
     """Return the means over rows, layers and heads of each example."""
     means: list[dict[str, float]] = [{}] * len(examples)
     by_layer: list[Tensor] = []
@@ -202,7 +201,7 @@ def _row_means(
         ratio = entropy / block.n[..., 0].clamp(min=2).log()
         by_layer.append(torch.stack([entropy, ratio], -1).mean(1).double())
 
-    for group, rows, run in _observe_groups(model, examples, device, most_tokens, on_call):
+    for group, rows, run in _observe_groups(model, examples, device, on_call):
         by_layer.clear()
         run()
         kept = rows.real.double()[..., None]
@@ -217,14 +216,13 @@ def _observe_groups(
     model: Any,
     examples: Sequence[EncodedExample],
     device: torch.device,
-    most_tokens: int,
     on_call: Callable[[AttentionCall, AnswerRows], None],
 ) -> Iterator[tuple[list[int], AnswerRows, Callable[[], object]]]:
     """Yield groups of examples, their answer rows, which `on_call` gets too, and a function that runs the model."""
     model.eval()
     rows = AnswerRows.of(examples[:1], device)
     with observe(model, lambda call: on_call(call, rows), check=False):  # once: it looks at every module
-        for group in groups_by_length(examples, most_tokens):
+        for group in groups_by_length(examples, OBSERVED_TOKENS):
             group_examples = [examples[index] for index in group]
             rows = AnswerRows.of(group_examples, device)
             inputs = padded(group_examples).to(device).inputs
@@ -232,14 +230,12 @@ def _observe_groups(
 
 
 @torch.no_grad()
-def fitted_coefficients(
-    model: Any, examples: Sequence[EncodedExample], device: torch.device, seed: int = 0, most_tokens: int = 2**13
-) -> tuple[float, ...]:
+def fitted_coefficients(model: Any, examples: Sequence[EncodedExample], device: torch.device) -> tuple[float, ...]:
     """Fit adaptive temperature's polynomial to the answer rows of a softmax model, all heads.
 
     For each row the target is its own largest logit, which shall keep half of the weight.
     """
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     fit_examples = [examples[i] for i in generator.permutation(len(examples))[:FIT_EXAMPLES]]
     width = padded(fit_examples).inputs.shape[1]
     per_example = ceil_div(FIT_ROWS, len(fit_examples) * len(attention_sites(model)))
@@ -256,6 +252,6 @@ def fitted_coefficients(
         logits.append(F.pad(kept[sample].cpu(), room))
         visible.append(F.pad(seen[sample].cpu(), room))
 
-    for _, _, run in _observe_groups(model, fit_examples, device, most_tokens, on_call):
+    for _, _, run in _observe_groups(model, fit_examples, device, on_call):
         run()
     return fit(torch.cat(logits), mask=torch.cat(visible), keep=KEEP)

@@ -87,7 +87,7 @@ if TYPE_CHECKING:
 
 FROM_SCRATCH = "from-scratch"
 MODEL = "model"
-Report = Callable[[str, int, int, dict[str, float] | None], None]
+ClrsCallback = Callable[[str, int, int, dict[str, float] | None], None]
 """Called with the stage, how much of it is done, its total, and the log entry of training."""
 
 
@@ -218,7 +218,7 @@ def train_clrs(
     checkpoint_every: int | None = None,
     deadline: float = math.inf,
     save_model: bool = False,
-    report: Report = lambda stage, done, total, entry: None,
+    report: ClrsCallback = lambda stage, done, total, entry: None,
 ) -> dict[str, Any]:
     """Train the model in `out`, or continue; return the record that training.json holds.
 

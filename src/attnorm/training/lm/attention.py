@@ -25,6 +25,7 @@ from attnorm.mechanisms.linear import Linear
 from attnorm.mechanisms.soft import Gaussian, Soft
 from attnorm.models.dispatch import NORMALIZER
 from attnorm.models.layer_normalizer import USUAL_LENGTH, build
+from attnorm.models.private_names import replace_compiled_call
 from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import Mechanism, Normalizer, ScaleRule
 from attnorm.normalizers.declaration import LayerFacts
@@ -137,14 +138,12 @@ def without_compiled_blocks(model: Any, settings: LMSettings) -> Iterator[None]:
     Everything else may still compile: FlexAttention without compiling would hold all weights at once.
     """
     blocks = list(ARCHITECTURES[settings.architecture].blocks(model))
-    compiled = [block._compiled_call_impl for block in blocks]
-    for block in blocks:
-        block._compiled_call_impl = None
+    compiled = [replace_compiled_call(block, None) for block in blocks]
     try:
         yield
     finally:
         for block, call in zip(blocks, compiled, strict=True):
-            block._compiled_call_impl = call
+            replace_compiled_call(block, call)
 
 
 def _is_rescaled_softmax(normalizer: Any) -> bool:

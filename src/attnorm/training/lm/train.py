@@ -61,7 +61,7 @@ class LMProgress:
     metrics: dict[str, float] | None = None
 
 
-Report = Callable[[LMProgress], None]
+LMCallback = Callable[[LMProgress], None]
 
 
 def train_lm(
@@ -82,7 +82,7 @@ def train_lm(
     sample_tokens: int = 0,
     note: str = "",
     command: str = "",
-    report: Report = lambda progress: None,
+    report: LMCallback = lambda progress: None,
 ) -> dict[str, Any]:
     """Train the model in `out`, or continue; return the record that training.json holds.
 

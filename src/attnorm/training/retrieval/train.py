@@ -83,7 +83,7 @@ class RetrievalProgress:
     loss: float | None = None
 
 
-Report = Callable[[RetrievalProgress], None]
+RetrievalCallback = Callable[[RetrievalProgress], None]
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def train_retrieval(
     compiled: bool | None = None,
     checkpoint_every: int = 2000,
     command: str = "",
-    report: Report = lambda progress: None,
+    report: RetrievalCallback = lambda progress: None,
 ) -> Results:
     """Train one model per normalizer and seed, and test each on sets of every size.
 
@@ -160,7 +160,7 @@ class _Job:
 
 
 def _trained_seeds(
-    out: Path, job: _Job, seeds: Sequence[int], progress: RetrievalProgress, report: Report
+    out: Path, job: _Job, seeds: Sequence[int], progress: RetrievalProgress, report: RetrievalCallback
 ) -> list[TrainedSeeds]:
     """Return the trained models with these seeds; train the missing seeds together."""
     key = run_key(job.task.name, job.normalizer, job.recipe, job.device.type)
@@ -210,7 +210,7 @@ def _write_manifest(out: Path, command: str, device: torch.device) -> dict[str, 
     return manifest
 
 
-def _report_sizes(report: Report, testing: RetrievalProgress, done: int) -> None:
+def _report_sizes(report: RetrievalCallback, testing: RetrievalProgress, done: int) -> None:
     report(replace(testing, done=done))
 
 

@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 from attnorm.files import write_json, write_text
 from attnorm.models.load import silence_transformers
 from attnorm.models.patch_state import patched_modules
+from attnorm.models.private_names import replace_compiled_call
 from attnorm.normalizers.registry import entries
 from attnorm.normalizers.spec import parse_spec
 from attnorm.provenance import package_versions
@@ -87,7 +88,7 @@ def train_vit(
     _finish(device)
     seconds = time.perf_counter() - clock
     for block in blocks:
-        block._compiled_call_impl = None  # testing has other shapes, for which it would be compiled again
+        replace_compiled_call(block, None)  # testing has other shapes, for which it would be compiled again
     record: Record = {
         "settings": settings.as_dict(), "tokens": (train.side // settings.patch) ** 2, "problem": problem,
         "training_loss": [loss if math.isfinite(loss) else None for loss in course],
