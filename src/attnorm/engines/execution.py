@@ -11,6 +11,7 @@ directly, inside an autograd.Function.
 """
 
 import importlib.util
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -187,7 +188,14 @@ class KernelOperator:
         self.operator = torch.library.custom_op(name, function, mutates_args=())
 
     def register_fake(self, shapes: Callable[..., Any]) -> None:
-        self.operator.register_fake(shapes)
+        """Register a function that makes empty outputs for the compiler, from those arguments that it names."""
+        signature, needed = inspect.signature(self.function), inspect.signature(shapes).parameters
+
+        def fake(*arguments: Any, **named: Any) -> Any:
+            given = signature.bind(*arguments, **named).arguments
+            return shapes(**{name: given[name] for name in needed})
+
+        self.operator.register_fake(fake)
 
     def register_autograd(
         self, gradients: Callable[..., Any], *, setup_context: Callable[..., None] | None = None

@@ -438,5 +438,5 @@ def _newton_inverse_kernel(a: Tensor, steps: int) -> Tensor:
 
 
 @_newton_inverse_kernel.register_fake
-def _(a: Tensor, steps: int) -> Tensor:
+def _(a: Tensor) -> Tensor:
     return torch.empty_like(a, memory_format=torch.contiguous_format)

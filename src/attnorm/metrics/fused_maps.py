@@ -345,11 +345,7 @@ def _stacked(values: dict[str, Tensor]) -> Tensor:
 
 
 @output_and_statistics.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
-    sink: Tensor | None, scale: float, causal: bool, softcap: float | None, map: str, power: int, floor: float,
-    by_sdpa: bool, names: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def _(q: Tensor, map: str, names: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from attnorm.kernels.maps import MAPS
 
     reference = q.new_empty(q.shape[:3] if MAPS[map].normalised else (0,), dtype=torch.float32)
@@ -414,9 +410,8 @@ def threshold_output_and_statistics(
 
 @threshold_output_and_statistics.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, parameter: Tensor | None,
-    causal: bool, scale: float, map: str, trains: bool, names: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, trains: bool, names: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from attnorm.kernels.threshold import saved_shapes
 
     threshold, live = saved_shapes(q, k, v, trains)
