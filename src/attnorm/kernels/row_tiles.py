@@ -237,7 +237,7 @@ def _positive(x):
 
 @triton.jit
 def rational_step(first, width, d, value, slope):
-    """theory.rank_one_eigenvalues._rational_step."""
+    """theory.rank_one_eigenvalues.rational_step."""
     A = tl.maximum(value - slope, 0.0)
     B = d * slope
     b = B + first - A * width
@@ -249,7 +249,7 @@ def rational_step(first, width, d, value, slope):
 
 @triton.jit
 def _gauss_nodes(m0, m1, m2, m3):
-    """theory.rank_one_eigenvalues._gauss_nodes: two nodes, then their weights."""
+    """tests/metrics/root_reference.py: _gauss_nodes. Return two nodes, then their weights."""
     some = m0 > 0
     scale = _positive(tl.where(some, m1 / _positive(m0), 1.0))
     unit = m0 * scale
@@ -270,7 +270,7 @@ def _gauss_nodes(m0, m1, m2, m3):
 
 @triton.jit
 def root_of_moments(first, second, third, m0, m1, m2, m3, at_zero):
-    """theory.rank_one_eigenvalues.rank_one_root_of_moments."""
+    """tests/metrics/root_reference.py: rank_one_root_of_moments."""
     high, low, high_weight, low_weight = _gauss_nodes(m0, m1, m2, m3)
     high, low = tl.minimum(high, second), tl.minimum(low, second)
     width = first - second

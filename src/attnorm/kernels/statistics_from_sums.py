@@ -229,7 +229,7 @@ def _first_root(sums, at, inside, total, n, sink, drop, learned):
 
 @triton.jit
 def _next_root(roots, poles, at, inside, total, n, sink, drop, learned):
-    """theory.rank_one_eigenvalues.improved_root, with the sums of poles at the last root."""
+    """tests/metrics/root_reference.py: improved_root, with the sums of poles at the last root."""
     sink_e, largest, runner_up, learned_e = _entries(n, sink, drop, learned)
     smaller = tl.minimum(sink_e, largest)
     first, second = tl.maximum(sink_e, largest), tl.maximum(smaller, runner_up)

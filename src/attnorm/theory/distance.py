@@ -146,11 +146,6 @@ class PowerLaw:
     exponent_interval: tuple[float, float]
     confidence: float
 
-    @property
-    def sub_linear(self) -> bool:
-        """Whether the data rule out linear growth: the whole interval lies below 1."""
-        return self.exponent_interval[1] < 1
-
 
 def fit_power_law(lengths: Tensor, values: Tensor, confidence: float = 0.95) -> PowerLaw:
     """c L^g for positive values at three or more lengths: the exponent g decides whether it "grows sub-linearly"."""

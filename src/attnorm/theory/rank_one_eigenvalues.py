@@ -24,7 +24,6 @@ ENOUGH_FLOAT32 = 3e-4
 ENOUGH_FLOAT64 = 2e-8
 # The rank-two solver converges quadratically, or by halves while two eigenvalues look like one.
 MAX_PASSES = 100
-MOMENT_PASSES = 3  # the error of the moments themselves is larger from then on
 # Softpick: largest relative error after 0, 1, 2 passes over 4,000 adversarial rows in float32: 1.2e-2, 2e-4, 3e-6.
 PICK_PASSES_FLOAT32 = 2
 PICK_PASSES_FLOAT64 = 5
@@ -101,7 +100,7 @@ def rank_one_root(
         value = value if at_zero is None else value + at_zero / x
         # sum u_j/(x - u_j)^2 = (sum q + sum q^2)/x with q = u_j/(x - u_j); a sink has the pole x = 0 and no q^2
         slope = d / x * (value + _sum_of_squares(terms).to(first.dtype))
-        before, d = d, _rational_step(first, width, d, value, slope)
+        before, d = d, rational_step(first, width, d, value, slope)
         # NaN: the two largest are equal.
         if not runs_asynchronously(d) and not bool(((d - before).abs() > enough * x).any()):
             break
@@ -109,19 +108,7 @@ def rank_one_root(
     return torch.where((second if at_zero is None else second + at_zero) > 0, value, 0.0)
 
 
-def improved_root(first: Tensor, second: Tensor, x: Tensor, poles: Tensor, squares: Tensor, at_zero: Tensor) -> Tensor:
-    """One pass of rank_one_root by whoever sums the poles: sum q and sum q^2 over all entries but the first.
-
-    q = u_j / (x - u_j). The first entry is the largest; at_zero is 0 where there is no sink.
-    """
-    d = x - second
-    value = poles + at_zero / x
-    d = _rational_step(first, first - second, d, value, d / x * (value + squares))
-    better = (second < first) & (d > 0)  # no step: the two largest are equal, or there is nothing else
-    return torch.where(better, second + d, x)
-
-
-def _rational_step(first: Tensor, width: Tensor, d: Tensor, value: Tensor, slope: Tensor) -> Tensor:
+def rational_step(first: Tensor, width: Tensor, d: Tensor, value: Tensor, slope: Tensor) -> Tensor:
     """The d at which first / (width - d) = A + B/d, where A + B/d has the value at d and -slope/d as its derivative."""
     A = (value - slope).clamp(min=0)
     B = d * slope
@@ -215,55 +202,6 @@ def _in_blocks(solve: Callable[..., Tensor], *tensors: Tensor, block: int = BLOC
     size = max(1, (GPU_BLOCK if runs_asynchronously(flat[0]) else block) // keys)
     parts = [solve(*blocks) for blocks in zip(*(tensor.split(size) for tensor in flat), strict=True)]
     return torch.cat(parts).reshape(leading)
-
-
-def rank_one_root_of_moments(
-    first: Tensor, second: Tensor, third: Tensor, moments: Sequence[Tensor], at_zero: Tensor | None = None
-) -> Tensor:
-    """rank_one_root from three entries of a row and the power sums of the others, which are no larger than the third.
-
-    moments: sums of u, u^2, u^3 and u^4 of the others. Their sum of poles is replaced by Gauss's quadrature with two
-    nodes, which has the same four moments. It lies below the sum, so the root lies at or below the exact one. All in
-    float64. Largest relative error over adversarial rows: 3e-3.
-    """
-    # Moments with rounding errors may ask for a node above the second entry.
-    nodes = [(third, third), *((torch.minimum(node, second), weight) for node, weight in _gauss_nodes(*moments))]
-    if at_zero is not None:
-        nodes.append((torch.zeros_like(at_zero), at_zero))
-    width = first - second
-    total = second + sum(weight for _, weight in nodes)
-    center = (second.square() + sum(node * weight for node, weight in nodes)) / total.clamp(min=_TINY)
-    d = (total * width - first * (second - center)) / (first + total).clamp(min=_TINY)
-    d = torch.maximum(d, second * (width / (first + second).clamp(min=_TINY)))
-    for _ in range(MOMENT_PASSES):
-        x = second + d
-        terms = [weight / (x - node).clamp(min=_TINY) for node, weight in nodes]
-        value = second / d.clamp(min=_TINY) + sum(terms)
-        slope = second / d.clamp(min=_TINY) + sum(
-            d * term / (x - node).clamp(min=_TINY) for term, (node, _) in zip(terms, nodes, strict=True)
-        )
-        d = _rational_step(first, width, d, value, slope)
-    value = torch.where(second < first, second + d, first)
-    return torch.where((second if at_zero is None else second + at_zero) > 0, value, 0.0)
-
-
-def _gauss_nodes(m0: Tensor, m1: Tensor, m2: Tensor, m3: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Two nodes and weights with these moments; one where they are those of a single node."""
-    scale = torch.where(m0 > 0, m1 / m0.clamp(min=_TINY), 1.0).clamp(min=_TINY)  # the mean: nodes of order 1
-    total = m0
-    m1, m2, m3 = (
-        torch.where(m0 > 0, moment / (m0 * scale**power).clamp(min=_TINY), 1.0)
-        for power, moment in enumerate((m1, m2, m3), start=1)
-    )
-    spread = m2 - m1.square()
-    single_node = spread <= 1e-6 * m2  # below the rounding of sums in float32
-    spread = torch.where(single_node, 1.0, spread)
-    a, b = (m3 - m1 * m2) / spread, (m1 * m3 - m2.square()) / spread
-    half = (a.square() / 4 - b).clamp(min=0).sqrt()
-    high, low = a / 2 + half, (a / 2 - half).clamp(min=0)
-    share = torch.where(single_node, 1.0, (m1 - low) / (high - low).clamp(min=_TINY)).clamp(0, 1)
-    high = torch.where(single_node, m1, high)
-    return [(scale * high, total * share), (scale * low, total * (1 - share))]
 
 
 def softpick_singular_value(
