@@ -370,6 +370,9 @@ class Mechanism(nn.Module):
     name: str = "custom"
     reads_hidden_states: bool = False  # whether `forward` also takes hidden_states=
     another_architecture: str = ""  # the reason why it cannot replace softmax in a trained model; empty if it can
+    no_causal_form: str = ""  # the reason why it cannot be causal, and what to do; empty if it can
+    causal_only: bool = False
+    needs_every_query: bool = False  # also the earlier ones, so that a cache of keys and values is not enough
 
     def forward(
         self,
