@@ -10,9 +10,8 @@ from torch import Tensor
 from attnorm.theory.rank_one_eigenvalues import (
     rank_one_eigenvalue,
     rank_one_root,
-    rank_two_singular_value,
-    softpick_singular_value,
 )
+from attnorm.theory.rank_two_singular_values import rank_two_singular_value, softpick_singular_value
 from tests.metrics.root_reference import improved_root, rank_one_root_of_moments
 
 ROWS = {

@@ -357,7 +357,7 @@ def softpick_norms(
     PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
     LEVELS: tl.constexpr, PASSES: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """The norm of the Jacobian of softpick: theory.rank_one_eigenvalues._softpick.
+    """The norm of the Jacobian of softpick: theory.rank_two_singular_values._softpick.
 
     out: as map_sums left it; the column of the norm is written. One pass over the keys for the two largest, one for
     moments, and PASSES for the poles.

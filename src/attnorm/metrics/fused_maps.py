@@ -26,7 +26,7 @@ from attnorm.metrics.fused_rows import EXTRA_PASSES, RowsLaunch, levels_of
 from attnorm.metrics.normalized import MeasuredNormalizer
 from attnorm.metrics.row_statistics import largest_numbers, requested_numbers
 from attnorm.normalizers.contract import KernelForm, Normalizer, ScaleRule, ThresholdForm
-from attnorm.theory.rank_one_eigenvalues import PICK_STEPS
+from attnorm.theory.rank_two_singular_values import PICK_STEPS
 
 ONE_PASS = ("sigmoid", "relu", "softpick")  # weights rise with the logit and are at least 0
 MAX_SCRATCH = 2**26  # tiles that the threshold kernel keeps numbers of at a time, 8 bytes each

@@ -31,11 +31,8 @@ from attnorm.normalizers.softmax import Softmax
 from attnorm.normalizers.softpick import Softpick
 from attnorm.normalizers.topk import Hard
 from attnorm.theory.gradient import power_iteration_norm
-from attnorm.theory.rank_one_eigenvalues import (
-    rank_one_eigenvalue,
-    rank_two_singular_value,
-    softpick_singular_value,
-)
+from attnorm.theory.rank_one_eigenvalues import rank_one_eigenvalue
+from attnorm.theory.rank_two_singular_values import rank_two_singular_value, softpick_singular_value
 from attnorm.theory.selection import at_least_float32
 
 POWER_ROWS = 8  # rows per head for power iteration, including the last row
