@@ -90,7 +90,7 @@ if EVERYWHERE:
     CHECKED = {room.name for room in pkgutil.iter_modules([str(ROOT / "src" / "attnorm")])} - {"kernels"}
 check_shapes_in(*(f"attnorm.{room}" for room in sorted(CHECKED)))
 
-from attnorm.engines.known_calls import known_calls  # noqa: E402  # after the checks are in place
+from attnorm.engines.execution import known_calls  # noqa: E402  # after the checks are in place
 from attnorm.normalizers import registry  # noqa: E402
 from tests.fast_interpreter import speed_up_interpreter  # noqa: E402
 

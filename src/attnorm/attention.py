@@ -23,8 +23,8 @@ from torch import Tensor
 
 from attnorm.engines import fused
 from attnorm.engines.blocked import attend_with_weights, blocked, in_one_block
+from attnorm.engines.execution import known_calls, may_be_known
 from attnorm.engines.inputs import Inputs, check_flags, in_dtype, under_transform, validate_inputs, without_autocast
-from attnorm.engines.known_calls import known_calls, may_be_known
 from attnorm.normalizers.block import Positions, is_exporting
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.registry import resolve_for_call

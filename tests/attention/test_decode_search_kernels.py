@@ -9,8 +9,8 @@ from torch import Tensor
 
 import attnorm
 from attnorm.engines import decoding
+from attnorm.engines.execution import known_calls
 from attnorm.engines.inputs import Inputs, validate_inputs
-from attnorm.engines.known_calls import known_calls
 from attnorm.normalizers.contract import Normalizer
 from tests.attention.kernel_calls import DEVICE, HALF, draw, mask_of
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import attnorm
+from attnorm.engines.execution import KnownCalls, known_calls
 from attnorm.engines.inputs import Inputs, validate_inputs
-from attnorm.engines.known_calls import KnownCalls, known_calls
 from attnorm.kernels.launch import LAUNCHERS, KernelConstants, LaunchPlan, PreparedKernels, kinds_of, layout_of
 from attnorm.kernels.linear_algebra import length_powers
 from attnorm.kernels.one_pass import device_of_all
@@ -362,7 +362,7 @@ def test_a_call_whose_parts_share_a_parameter_is_not_taken_for_one_of_two(comput
 
 
 def test_a_call_on_a_cpu_does_not_import_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnorm.engines.known_calls.runs_triton", lambda device: pytest.fail("imports Triton"))
+    monkeypatch.setattr("attnorm.engines.execution.runs_triton", lambda device: pytest.fail("imports Triton"))
     q = torch.ones(1, 1, 1, 8)
     with torch.no_grad():
         assert torch.equal(attnorm.attention(q, q, q, "sparsemax"), q)

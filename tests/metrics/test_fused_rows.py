@@ -18,9 +18,10 @@ from attnorm.metrics.normalized import Choice, resolve_normalizers
 from attnorm.metrics.rows import RowStatistics, measure_by_kernel, measure_rows
 from attnorm.metrics.sampling import evenly_spaced
 from attnorm.normalizers import get
-from attnorm.theory.rank_one_eigenvalues import improved_root, rank_one_eigenvalue, rank_one_root_of_moments
+from attnorm.theory.rank_one_eigenvalues import rank_one_eigenvalue
 from tests.metrics.calls import CALLS, HEADS, make_call
 from tests.metrics.reference import dense_logits
+from tests.metrics.root_reference import improved_root, rank_one_root_of_moments
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton, which runs on Linux alone")
 

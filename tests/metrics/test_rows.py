@@ -15,7 +15,8 @@ from attnorm.metrics.catalogue import PER_ROW
 from attnorm.metrics.rows import POWER_ROWS, RowStatistics, measure_rows
 from attnorm.metrics.sensitivity import has_closed_form
 from attnorm.normalizers import compose, get
-from attnorm.normalizers.contract import Normalizer, Sink
+from attnorm.normalizers.block import Block
+from attnorm.normalizers.contract import Map, Normalizer, Properties, Sink
 from tests.metrics import reference
 from tests.metrics.calls import CALLS, HEADS, KEY_HEADS, ROW_NORMALIZERS, WIDTH, make_call
 
@@ -121,6 +122,71 @@ def test_maps_with_a_known_constant_have_a_closed_form_behind_scale_rules() -> N
     names = [name for name in ROW_NORMALIZERS if get(name).map.lipschitz(8) is not None]
     assert {"softmax", "entmax15", "kneemax", "sigmoid", "relu"} <= set(names)
     assert all(has_closed_form(Normalizer(get(name).map)) for name in names)
+
+
+class Squares(Map):
+    properties = Properties(row_sum="free", shift_invariant=False)
+    jacobian = "diagonal"
+
+    def forward(self, block: Block) -> Tensor:
+        return block.hide(block.logits.square() / block.n)
+
+
+class Warm(Map):
+    properties = Properties(row_sum="one")
+    jacobian = "threshold"
+
+    def forward(self, block: Block) -> Tensor:
+        return block.hide(torch.softmax(block.filled_low() / 2, -1))
+
+    def slopes(self, block: Block, weights: Tensor) -> Tensor:
+        return weights / 2
+
+
+class Taylor(Map):
+    properties = Properties(row_sum="one", shift_invariant=False)
+    jacobian = "quotient"
+
+    def forward(self, block: Block) -> Tensor:
+        return self._twice(block) / self._twice(block).sum(-1, keepdim=True).clamp(min=1)
+
+    def slopes(self, block: Block, weights: Tensor) -> Tensor:
+        return 2 * (block.logits + 1) / self._twice(block).sum(-1, keepdim=True).clamp(min=1)
+
+    @staticmethod
+    def _twice(block: Block) -> Tensor:
+        return block.hide((block.logits + 1) ** 2 + 1)
+
+
+@pytest.mark.parametrize("kind", ["causal", "padding of keys"])
+@pytest.mark.parametrize("map_", [Squares, Warm, Taylor])
+def test_a_map_of_another_package_has_exact_norms_if_it_declares_its_jacobian(map_: type[Map], kind: str) -> None:
+    for sink in (None, Sink(0.3, learned=False)):
+        call, normalizer = in_float64(CALLS[kind]), Normalizer(map_(), sink=sink)
+        exact = has_closed_form(normalizer)
+        assert exact == (map_ is not Taylor or sink is None)  # with a sink F / sum F has another form
+        result = measured(call, normalizer)
+        check_jacobian(call, result, normalizer, 1e-6)
+        assert not exact or result.values["jacobian_norm"][result.n > 0].isfinite().all()
+
+
+def test_a_subclass_with_weights_of_its_own_does_not_inherit_the_jacobian() -> None:
+    class Doubled(Warm):
+        def forward(self, block: Block) -> Tensor:
+            return 2 * super().forward(block)
+
+    class Renamed(Warm):
+        pass
+
+    class Incomplete(Map):
+        properties = Properties(row_sum="one")
+        jacobian = "threshold"
+
+    assert not has_closed_form(Normalizer(Doubled()))
+    assert has_closed_form(Normalizer(Renamed()))
+    block = Block.of(torch.zeros(1, 3))
+    with pytest.raises(NotImplementedError, match=r"Incomplete.slopes for jacobian='threshold'"):
+        Incomplete().slopes(block, block.logits)
 
 
 def check_every_statistic(name: str, kind: str) -> None:

@@ -17,9 +17,9 @@ from attnorm.metrics.normalized import Choice, resolve_normalizers
 from attnorm.metrics.row_statistics import RowSums
 from attnorm.metrics.rows import _finish_statistics, measure_by_kernel
 from attnorm.normalizers import get
-from attnorm.theory.rank_one_eigenvalues import improved_root, rank_one_root_of_moments
 from tests.metrics.calls import CALLS, HEADS, KEY_HEADS, WIDTH, left_padding, make_call
 from tests.metrics.reference import dense_logits, dense_visible
+from tests.metrics.root_reference import improved_root, rank_one_root_of_moments
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton, which runs on Linux alone")
 

@@ -17,7 +17,7 @@ class Kept:
     """A mechanism that keeps its arguments."""
 
     name = "kept"
-    reads_hidden_states = False
+    reads_hidden_states = needs_every_query = False
 
     def __init__(self, **changes: Any) -> None:
         vars(self).update(changes)
@@ -57,11 +57,11 @@ def test_a_mechanism_has_no_logits_to_cap_or_to_add_to(
         _run_mechanism(mechanism, inputs(), softcap, bias, None)
 
 
-def test_only_selective_attention_needs_every_earlier_query() -> None:
-    _run_mechanism(Kept(name="selective"), inputs(), None, None, None)
+def test_a_mechanism_that_needs_every_earlier_query_is_refused_without_them() -> None:
+    _run_mechanism(Kept(needs_every_query=True), inputs(), None, None, None)
     _run_mechanism(Kept(), inputs(queries=2), None, None, None)
-    with pytest.raises(ValueError, match=r"2.*3"):
-        _run_mechanism(Kept(name="selective"), inputs(queries=2), None, None, None)
+    with pytest.raises(ValueError, match=r"'kept'.*2.*3"):
+        _run_mechanism(Kept(needs_every_query=True), inputs(queries=2), None, None, None)
 
 
 def test_a_mechanism_that_reads_the_layers_input_is_refused_without_it() -> None:

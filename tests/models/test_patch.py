@@ -345,6 +345,14 @@ def test_what_cannot_be_is_refused_before_anything_changes(
     assert fingerprint(model) == state
 
 
+def test_an_encoder_takes_mechanisms_without_a_causal_form_and_none_that_is_causal_only() -> None:
+    model = tiny("bert")
+    with pytest.raises(ValueError, match=r"'forget'.*causal form only.*attention"):
+        patch(model, "forget")
+    with swap(model, "soft") as handle:
+        assert {normalizer.name for normalizer in handle.normalizers.values()} == {"soft"}
+
+
 @pytest.mark.as_installed
 def test_what_is_no_model_or_no_normalizer_is_named() -> None:
     with pytest.raises(TypeError, match=r"from_pretrained\('gpt2'\)"):

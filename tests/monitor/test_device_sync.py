@@ -11,8 +11,7 @@ from attnorm.models.patch import patch
 from attnorm.monitor import measure as measuring
 from attnorm.monitor import watch as watching
 from attnorm.monitor.monitor import AttentionMonitor
-from attnorm.theory import rank_one_eigenvalues as secular
-from attnorm.theory import selection
+from attnorm.theory import rank_one_eigenvalues, rank_two_singular_values, selection
 from tests.models.tiny import tiny, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::attnorm.monitor.alerts.AttentionAlert")
@@ -58,7 +57,8 @@ def test_a_gpu_is_not_waited_for(family: str, normalizer: str | None, monkeypatc
 
         return run
 
-    for module in (row_statistics, call, secular, nested_sets, separability, selection):
+    solvers = rank_one_eigenvalues, rank_two_singular_values
+    for module in (row_statistics, call, *solvers, nested_sets, separability, selection):
         monkeypatch.setattr(module, "runs_asynchronously", lambda tensor: True)
     monkeypatch.setattr(watching.Sampler, "take", unseen(take))
     monkeypatch.setattr(watching.ForwardWatch, "_measure", unseen(measure))

@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from attnorm.normalizers.registry import get
-from attnorm.theory import Claim, dispersion, distance, frontier, geometry, gradient, rank_one_eigenvalues, search
+from attnorm.theory import (
+    Claim,
+    dispersion,
+    distance,
+    frontier,
+    geometry,
+    gradient,
+    rank_one_eigenvalues,
+    rank_two_singular_values,
+    search,
+)
 from attnorm.theory.catalogue import claims
 from attnorm.theory.catalogue import normalizers as kneemax_claims
 from attnorm.theory.catalogue.claim import EXACTLY, NEARLY, ClaimCase, draw_case
@@ -147,7 +157,7 @@ def test_heads_that_agree_are_not_above_the_bounds_of_their_union_by_rounding() 
 
 
 @pytest.mark.parametrize("points", [5, 12])
-def test_where_the_range_of_a_function_is_looked_for(points: int) -> None:
+def test_where_the_range_of_a_function_is_looked_for(points: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Tensor] = []
 
     def bump(x: Tensor) -> Tensor:
@@ -155,7 +165,8 @@ def test_where_the_range_of_a_function_is_looked_for(points: int) -> None:
         return -(x - 0.3).square()
 
     low, high, rounds = -1.0, 3.0, 4
-    found = dispersion._maximum(bump, low, high, points, rounds)
+    monkeypatch.setattr(dispersion, "ZOOMS", rounds)
+    found = dispersion._maximum(bump, low, high, points)
     grid, *windows = tried
     step = (high - low) / (points - 1)
     assert grid.tolist() == pytest.approx([low + step * k for k in range(points)])
@@ -185,15 +196,15 @@ def test_a_step_that_is_no_number_is_not_taken(step: float, monkeypatch: pytest.
     slopes = torch.tensor([[1.0, 0.7, 0.4]], dtype=torch.float64)
     jacobian = (torch.eye(3, dtype=torch.float64) - weights[0][:, None]) * slopes[0]
     exact = torch.linalg.matrix_norm(jacobian, 2)
-    assert rank_one_eigenvalues.rank_two_singular_value(weights, slopes).item() == pytest.approx(exact.item())
+    assert rank_two_singular_values.rank_two_singular_value(weights, slopes).item() == pytest.approx(exact.item())
     starts: list[Tensor] = []
 
     def fails(x: Tensor, *_: Tensor) -> Tensor:
         starts.append(x)
         return torch.full_like(x, step)
 
-    monkeypatch.setattr(rank_one_eigenvalues, "_rank_two_step", fails)
-    found = rank_one_eigenvalues.rank_two_singular_value(weights, slopes)
+    monkeypatch.setattr(rank_two_singular_values, "_rank_two_step", fails)
+    found = rank_two_singular_values.rank_two_singular_value(weights, slopes)
     assert len(starts) == 1
     assert found.item() == starts[0].sqrt().item() > exact.item()
 
@@ -240,7 +251,7 @@ def test_singular_values_of_blocks_of_two_rows(rows: int, monkeypatch: pytest.Mo
     generator = torch.Generator().manual_seed(0)
     weights = torch.softmax(torch.randn(rows, 4, generator=generator, dtype=torch.float64), -1)
     slopes = torch.rand(rows, 4, generator=generator, dtype=torch.float64)
-    found = rank_one_eigenvalues.rank_two_singular_value(weights, slopes)
+    found = rank_two_singular_values.rank_two_singular_value(weights, slopes)
     jacobians = (torch.eye(4, dtype=torch.float64) - weights[:, :, None]) * slopes[:, None, :]
     torch.testing.assert_close(found, torch.linalg.matrix_norm(jacobians, 2))
 

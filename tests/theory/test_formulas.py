@@ -414,7 +414,6 @@ def test_resolution_and_power_laws() -> None:
     law = distance.fit_power_law(lengths, 3 * lengths.double() ** 0.7)
     close(law.coefficient, 3.0)
     close(law.exponent, 0.7)
-    assert law.sub_linear
     assert law.confidence == 0.95
     for length in (2, 6, 7):
         rows = distance.no_collapse_example(length)
@@ -426,7 +425,7 @@ def test_resolution_and_power_laws() -> None:
 DEFAULTS = {
     "temperature": {1.0}, "alpha": {1.0}, "share": {1.0}, "near": {1.0}, "sphere_radius": {1.0}, "scaling": {1.0},
     "weight": {0.5}, "confidence": {0.95}, "level": {0.01}, "tolerance": {1e-6, 1e-9}, "draws": {200, 1000},
-    "points": {4097, 25}, "rounds": {8, 3}, "widest": {32.0}, "samples": {1}, "keys": {16}, "iterations": {200},
+    "points": {4097, 25}, "rounds": {3}, "widest": {32.0}, "samples": {1}, "keys": {16}, "iterations": {200},
     "heaviest": {0}, "most_sets": {200_000}, "budget_seconds": {60.0}, "seed": {0}, "first_rounds": {9},
 }  # fmt: skip
 

@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 
 from attnorm.theory.rank_one_eigenvalues import (
-    improved_root,
     rank_one_eigenvalue,
     rank_one_root,
-    rank_one_root_of_moments,
-    rank_two_singular_value,
-    softpick_singular_value,
 )
+from attnorm.theory.rank_two_singular_values import rank_two_singular_value, softpick_singular_value
+from tests.metrics.root_reference import improved_root, rank_one_root_of_moments
 
 ROWS = {
     "one entry": [0.7],

@@ -107,6 +107,11 @@ def test_a_model_that_sees_one_token_writes_too(train: Train, tmp_path: Path) ->
     assert (tmp_path / "sample.txt").read_text(encoding="utf-8")
 
 
+def test_a_model_that_needs_every_earlier_query_writes_without_a_cache(train: Train, tmp_path: Path) -> None:
+    train(tmp_path, architecture="llama", normalizer="selective", steps=1, options={"sample_tokens": 3})
+    assert (tmp_path / "sample.txt").read_text(encoding="utf-8")
+
+
 def test_the_card_and_the_record_say_what_was_done(trained: tuple[Path, dict[str, Any]], texts: Any) -> None:
     out, record = trained
     card = (out / "README.md").read_text(encoding="utf-8")

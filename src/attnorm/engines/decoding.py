@@ -160,11 +160,5 @@ def _decode_in_pieces(run: Callable[..., Tensor], sources: tuple[Any, ...]) -> T
 
 
 @_decode.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, exponent: Tensor | None,
-    sink: Tensor | None, rule_parameters: Tensor | None, rule_parameter: float | None, parameter: Tensor | None,
-    common_parameter: float | None, count: Tensor | None, rule: str, softcap: float | None, causal: bool,
-    window: int | None, scale: float, log2_base: float, delta: float, kind: str, numbers: list[float],
-    steps: list[float], top: int | None,
-) -> Tensor:  # fmt: skip
+def _(q: Tensor, v: Tensor) -> Tensor:
     return q.new_empty(*q.shape[:-1], v.shape[-1])

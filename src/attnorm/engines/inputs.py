@@ -266,35 +266,7 @@ def validate_inputs(
 
     Keys and values that no query sees, and queries that see no key, become zeros.
     """
-    _check_tensors(q, k, v)
-    return _checked_inputs(q, k, v, mask, causal, scale, positions, hidden_states)
-
-
-def validate_queries_and_keys(
-    q: Tensor,
-    k: Tensor,
-    *,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float | None,
-    positions: Tensor | Positions | None,
-    hidden_states: Tensor | None = None,
-) -> Inputs:
-    """The same for a call without values: the keys take their place, and errors do not name them."""
-    _check_tensors(q, k)
-    return _checked_inputs(q, k, k, mask, causal, scale, positions, hidden_states)
-
-
-def _checked_inputs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float | None,
-    positions: Tensor | Positions | None,
-    hidden_states: Tensor | None,
-) -> Inputs:
+    check_tensors(q, k, v)
     if scale is not None and not (hasattr(scale, "__float__") and math.isfinite(scale)):
         raise ValueError(f"scale must be a finite number, got {scale!r}; leave it out for 1/sqrt(width)")
     if q.dim() != 4:
@@ -334,8 +306,8 @@ def _zero_unseen(inputs: Inputs) -> Inputs:
     return replace(inputs, q_BHQD=torch.where(inputs.n() > 0, q, 0.0), k_BGKD=k, v_BGKE=v)
 
 
-def _check_tensors(q: Any, k: Any, *given: Any) -> None:
-    """Check q, k and, if it is given, v.
+def check_tensors(q: Any, k: Any, *given: Any) -> None:
+    """Check q, k and, if it is given, v. A call without values checks q and k first: then errors do not name v.
 
     Text is built for an error only: under torch.compile a shape in a text becomes a constant of the graph.
     """

@@ -55,10 +55,7 @@ def extreme_logits(
 
 
 @extreme_logits.register_fake
-def _(
-    q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, softcap: float | None, causal: bool,
-    window: int | None, scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def _(q: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dtypes = (torch.float32, torch.float32, torch.int32, torch.int32)
     return tuple(q.new_empty(q.shape[:3], dtype=dtype) for dtype in dtypes)  # type: ignore[return-value]
 
@@ -107,7 +104,7 @@ def _sum_by_key(rows: Tensor, index: Tensor, keys: int, groups: int) -> Tensor:
 
 
 @_sum_by_key.register_fake
-def _(rows: Tensor, index: Tensor, keys: int, groups: int) -> Tensor:
+def _(rows: Tensor, keys: int, groups: int) -> Tensor:
     return rows.new_empty(rows.shape[0], rows.shape[1] // groups, keys, rows.shape[-1])
 
 
@@ -125,7 +122,7 @@ def scaled_rows(
 
 
 @scaled_rows.register_fake
-def _(a: Tensor, factor: Tensor | None, constant: float, keys: int | None, causal: bool, shortest: int) -> Tensor:
+def _(a: Tensor) -> Tensor:
     return empty_rows(in_rows(a))
 
 
@@ -145,10 +142,7 @@ def _scaled_rows_backward(
 
 
 @_scaled_rows_backward.register_fake
-def _(
-    grad: Tensor, a: Tensor, factor: Tensor | None, grad_of_factor: bool, constant: float, keys: int | None,
-    causal: bool, shortest: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _(grad: Tensor, a: Tensor, grad_of_factor: bool) -> tuple[Tensor, Tensor]:
     return empty_rows(in_rows(grad)), a.new_empty(a.shape[:3] if grad_of_factor else (0,), dtype=torch.float32)
 
 
@@ -178,10 +172,7 @@ def top_k_cutoff(
 
 
 @top_k_cutoff.register_fake
-def _(
-    q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, count: Tensor, most: int,
-    softcap: float | None, causal: bool, window: int | None, scale: float,
-) -> Tensor:  # fmt: skip
+def _(q: Tensor) -> Tensor:
     return q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -204,12 +195,7 @@ def decode(
 
 
 @decode.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, exponent: Tensor | None,
-    shift: Tensor | None, common_shift: float | None, sink: Tensor | None, parameters: Tensor | None,
-    common_parameter: float | None, map: str, power: int, floor: float, rule: str, softcap: float | None, causal: bool,
-    window: int | None, scale: float, log2_base: float, delta: float,
-) -> Tensor:  # fmt: skip
+def _(q: Tensor, v: Tensor) -> Tensor:
     return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
@@ -227,11 +213,7 @@ def forward(
 
 
 @forward.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
-    sink: Tensor | None, cutoff: Tensor | None, parameters: Tensor | None, map: str, power: int, floor: float,
-    rule: str, softcap: float | None, causal: bool, window: int | None, scale: float, precise: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def _(q: Tensor, v: Tensor, map: str, precise: bool) -> tuple[Tensor, Tensor, Tensor]:
     from attnorm.kernels.maps import MAPS, Reference
 
     output = empty_rows(q, v.shape[-1], torch.float32 if precise else q.dtype)
@@ -261,11 +243,8 @@ def backward(
 
 @backward.register_fake
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
-    sink: Tensor | None, cutoff: Tensor | None, parameters: Tensor | None, output: Tensor, reference: Tensor,
-    inverse: Tensor, grad_of_factor: bool, map: str, power: int, floor: float, rule: str, softcap: float | None,
-    causal: bool, window: int | None, scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, sink: Tensor | None, grad_of_factor: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     used = (grad_of_factor, shift is not None)
     rows = [q.new_empty(q.shape[:3] if needed else (0,), dtype=torch.float32) for needed in used]
     sinks = q.new_empty((q.shape[1],) if sink is not None else (0,), dtype=torch.float32)
@@ -324,9 +303,7 @@ def softmax_gradients(
 
 
 @softmax_gradients.register_fake
-def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, reference: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(empty_rows(in_rows(t)) for t in (q, k, v))  # type: ignore[return-value]
 
 
@@ -376,9 +353,7 @@ def row_entropy(
 
 
 @row_entropy.register_fake
-def _(
-    q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor) -> tuple[Tensor, Tensor]:
     return tuple(q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))  # type: ignore[return-value]
 
 
@@ -400,11 +375,7 @@ def sharpened_attention(
 
 
 @sharpened_attention.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor, cutoff: Tensor | None,
-    soft_factor: Tensor | None, entropy: Tensor, soft_reference: Tensor, slope: Tensor, causal: bool,
-    window: int | None, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def _(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return empty_rows(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -427,11 +398,7 @@ def _sharpened_backward(
 
 
 @_sharpened_backward.register_fake
-def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor, cutoff: Tensor | None,
-    soft_factor: Tensor | None, entropy: Tensor, soft_reference: Tensor, slope: Tensor, output: Tensor,
-    reference: Tensor, causal: bool, window: int | None, scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def _(q: Tensor, k: Tensor, v: Tensor, soft_factor: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows = [q.new_empty(q.shape[:3] if used else (0,), dtype=torch.float32) for used in (True, soft_factor is not None)]
     return empty_rows(q), empty_rows(k), empty_rows(v), *rows  # type: ignore[return-value]
 
@@ -469,7 +436,7 @@ def row_variance(
 
 
 @row_variance.register_fake
-def _(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(3))  # type: ignore[return-value]
 
 
@@ -483,9 +450,7 @@ def _variance_backward(
 
 
 @_variance_backward.register_fake
-def _(
-    slope: Tensor, q: Tensor, k: Tensor, mask: Tensor | None, mean: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 

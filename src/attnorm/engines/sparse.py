@@ -100,7 +100,7 @@ def _length_powers(b: Tensor, c: Tensor, delta: float, rows: list[int], keys: in
 
 
 @_length_powers.register_fake
-def _(b: Tensor, c: Tensor, delta: float, rows: list[int], keys: int, causal: bool) -> Tensor:
+def _(b: Tensor, rows: list[int]) -> Tensor:
     return torch.empty(rows, dtype=torch.float32, device=b.device)
 
 
@@ -112,7 +112,7 @@ def _length_powers_backward(grad: Tensor, b: Tensor, c: Tensor, keys: int, causa
 
 
 @_length_powers_backward.register_fake
-def _(grad: Tensor, b: Tensor, c: Tensor, keys: int, causal: bool) -> tuple[Tensor, Tensor]:
+def _(b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(b), torch.empty_like(c)
 
 
@@ -137,10 +137,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, parameter: Tensor | None,
-    penalties: Tensor | None, causal: bool, scale: float, map: str, trains: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def _(q: Tensor, k: Tensor, v: Tensor, trains: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from attnorm.kernels.threshold import saved_shapes
 
     threshold, live = saved_shapes(q, k, v, trains)
@@ -164,10 +161,8 @@ def _backward(
 
 @_backward.register_fake
 def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None,
-    parameter: Tensor | None, penalties: Tensor | None, mean_u: Tensor, threshold: Tensor, live: Tensor, causal: bool,
-    scale: float, map: str, learned: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, learned: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows = [
         q.new_empty(q.shape[:3] if needed else (0,), dtype=torch.float32) for needed in (factor is not None, learned)
     ]

@@ -58,10 +58,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, rest: bool, causal: bool,
-    window: int | None, scale: float, trains: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def _(q: Tensor, k: Tensor, v: Tensor, rest: bool, trains: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from attnorm.kernels.stick_breaking import kept_shapes
 
     later, live = kept_shapes(q, k, v, trains)
@@ -82,10 +79,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, spent: Tensor,
-    later: Tensor, live: Tensor, rest: bool, causal: bool, window: int | None, scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def _(q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows = q.new_empty(q.shape[:3] if factor is not None else (0,), dtype=torch.float32)
     return empty_rows(q), empty_rows(k), empty_rows(v), rows
 

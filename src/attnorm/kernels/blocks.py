@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from attnorm.kernels import launch
 from attnorm.kernels.maps import LOG2E
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # finite float32
@@ -219,16 +220,24 @@ def load_row(pointer, at, inside, HAS: tl.constexpr, other: tl.constexpr):
     return tl.full(at.shape, other, tl.float32)
 
 
+# Kinds of numbers: launch.number_kind.
+NO_NUMBER = tl.constexpr(launch.NO_NUMBER)
+ROW_NUMBERS = tl.constexpr(launch.ROW_NUMBERS)
+HEAD_NUMBERS = tl.constexpr(launch.HEAD_NUMBERS)
+ONE_TENSOR = tl.constexpr(launch.ONE_TENSOR)
+ONE_NUMBER = tl.constexpr(launch.ONE_NUMBER)
+
+
 @triton.jit
 def load_number(source, row_at, head, inside, KIND: tl.constexpr, other: tl.constexpr):
     """Return a number of each row. KIND says what the source is: launch.number_kind."""
-    if KIND == 1:
+    if KIND == ROW_NUMBERS:
         return tl.load(source + row_at, mask=inside, other=other)
-    if KIND == 2:
+    if KIND == HEAD_NUMBERS:
         return tl.load(source + head, mask=inside, other=other).to(tl.float32)
-    if KIND == 3:
+    if KIND == ONE_TENSOR:
         return tl.zeros(row_at.shape, tl.float32) + tl.load(source).to(tl.float32)
-    if KIND == 4:
+    if KIND == ONE_NUMBER:
         return tl.zeros(row_at.shape, tl.float32) + source
     return tl.full(row_at.shape, other, tl.float32)
 
@@ -241,7 +250,7 @@ def load_factor(factor, exponent, log2_base, delta, own, FACTORED: tl.constexpr,
     attention of one query.
     """
     value = load_number(factor, own.row_at, own.head, own.inside, FACTORED, 1.0)
-    if EXPONENT != 0:
+    if EXPONENT != NO_NUMBER:
         power = 2.0 * tanh(load_number(exponent, own.row_at, own.head, own.inside, EXPONENT, 0.0))
         value = delta + softplus(value) * tl.exp2(power * log2_base)
     return value

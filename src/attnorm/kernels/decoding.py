@@ -25,6 +25,7 @@ from torch import Tensor
 from attnorm.arithmetic import round_up
 from attnorm.kernels.blocks import (
     LOWEST,
+    NO_NUMBER,
     Constants,
     LogitRows,
     MapConstants,
@@ -52,7 +53,7 @@ from attnorm.kernels.launch import (
     padded_to,
     product_precision,
 )
-from attnorm.kernels.maps import LN2, LOG2E, RULES
+from attnorm.kernels.maps import LN2, LOG2E, NO_REFERENCE, RULES
 from attnorm.kernels.one_pass import (
     PLANS,
     TOGETHER,
@@ -70,6 +71,8 @@ from attnorm.kernels.threshold_maps import MAPS, ThresholdConstants, newton_step
 
 SOFT, THRESHOLD, STICK = 0, 1, 2  # families of maps
 ENTROPY, VARIANCE, RANGE = 1, 2, 3  # statistics of a row
+_SOFT, _THRESHOLD, _STICK = tl.constexpr(SOFT), tl.constexpr(THRESHOLD), tl.constexpr(STICK)  # for the kernels
+_ENTROPY, _VARIANCE, _RANGE = tl.constexpr(ENTROPY), tl.constexpr(VARIANCE), tl.constexpr(RANGE)
 CHUNK = 4096  # logits of a row that are read at a time: 8 per thread of 16 warps
 ALIGNED = tl.constexpr(16)  # numbers to which rows of stored logits are padded, so that loads are wide
 LISTED = 1024  # the same for the listed ones, which are few
@@ -276,7 +279,8 @@ def store_logits(
     """
     C: tl.constexpr = Constants(CAUSAL, WINDOWED, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, WIDTH == SIZE)
     M: tl.constexpr = MapConstants(
-        None, None, RULE, 1, FAST, 0, False, RULED != 0, CAPPED, FACTORED != 0, False, False, False, 1.0
+        None, None, RULE, 1, FAST, NO_REFERENCE, False, RULED != NO_NUMBER, CAPPED, FACTORED != NO_NUMBER, False, False,
+        False, 1.0
     )  # fmt: skip
     split, own = rows_of_key_head(logit_splits, heads, groups, queries, ROWS)
     row_count = tl.num_programs(0) // logit_splits * groups * queries
@@ -322,23 +326,23 @@ def soften_rows(
     for at in range(begin, keys, CHUNK):
         z = load_logits(logits, at, keys, CHUNK)
         lanes = tl.maximum(lanes, z)
-        if STATISTIC == 3:
+        if STATISTIC == _RANGE:
             lowest = tl.minimum(lowest, tl.where(z == float("-inf"), float("inf"), z))
-        if STATISTIC == 2:
+        if STATISTIC == _VARIANCE:
             sums += tl.where(z == float("-inf"), 0.0, z)
             numbers += tl.where(z == float("-inf"), 0.0, 1.0)
     peak = tl.max(lanes, 0)
     peak = tl.where(peak == float("-inf"), 0.0, peak)
     factor = 1.0
     cutoff = LOWEST
-    if STATISTIC == 1:
+    if STATISTIC == _ENTROPY:
         factor = _beta(_entropy(logits, peak, begin, keys, CHUNK), NUMBERS, STEPS)
-    if STATISTIC == 2:
+    if STATISTIC == _VARIANCE:
         variance = _variance(logits, tl.sum(sums, 0), tl.sum(numbers, 0), begin, keys, CHUNK)
         floor: tl.constexpr = NUMBERS[0]
         temperature: tl.constexpr = NUMBERS[1]
         factor = 1.0 / (tl.sqrt(variance / (floor * floor) + 1.0) * (floor * temperature))
-    if STATISTIC == 3:
+    if STATISTIC == _RANGE:
         low = tl.minimum(tl.min(lowest, 0), 0.0)
         width = tl.maximum(peak, 0.0) - low
         factor = tl.where(width > 0, 1.0 / tl.where(width > 0, width, 1.0), 1.0)
@@ -527,11 +531,11 @@ def weigh_parts(
     places = workspace(work, row_count, keys, splits, LISTS, V_SIZE)
     v = Matrix(v + own.batch * v_batch + own.key_head * v_head, keys, v_row, V_SIZE)
     at_part = own.row_at * splits + split
-    peak = tl.load(places.state + own.row_at, mask=own.inside & (FAMILY != 2), other=0.0)[:, None]
-    second = tl.load(places.state + row_count + own.row_at, mask=own.inside & (FAMILY != 2), other=0.0)[:, None]
-    third = tl.load(places.state + 2 * row_count + own.row_at, mask=own.inside & (FAMILY == 0), other=0.0)[:, None]
+    peak = tl.load(places.state + own.row_at, mask=own.inside & (FAMILY != _STICK), other=0.0)[:, None]
+    second = tl.load(places.state + row_count + own.row_at, mask=own.inside & (FAMILY != _STICK), other=0.0)[:, None]
+    third = tl.load(places.state + 2 * row_count + own.row_at, mask=own.inside & (FAMILY == _SOFT), other=0.0)[:, None]
     a = load_number(parameter, own.row_at, own.head, own.inside, PARAMETER, 0.5)[:, None]
-    if FAMILY == 2:
+    if FAMILY == _STICK:
         later, all_costs = _costs_after(places.sums, own, split, splits, ROWS)
     acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -545,14 +549,14 @@ def weigh_parts(
         j = columns[None, :]
         z = following
         following = load_logit_tile(logits, columns - COLUMNS, own, start, keys)
-        if FAMILY == 0:
+        if FAMILY == _SOFT:
             b = tl.exp2((z - peak) * (1.0 if RANGED else second))
             p = b * ((z - third) * second) if RANGED else b
             hidden = z == float("-inf") if RANGED else z < third
             b = tl.where(hidden, 0.0, b)
             p = tl.where(hidden, 0.0, p)
             total += tl.sum(b, 1)
-        elif FAMILY == 1:
+        elif FAMILY == _THRESHOLD:
             p, _u, _some = weight_of((z - peak) * UNIT, second, a, T)
             total += tl.sum(p, 1)
         else:
@@ -571,9 +575,9 @@ def weigh_parts(
         else:
             v_tile = load_tile(v, columns, V_WIDTH, True, V_SIZE == V_WIDTH)
             acc = tl.dot((p * LIFT).to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
-    if FAMILY == 0:
+    if FAMILY == _SOFT:
         tl.store(places.references + at_part, tl.sum(peak if RANGED else peak * second, 1), mask=own.inside)
-    if FAMILY != 2:
+    if FAMILY != _STICK:
         tl.store(places.sums + at_part, total, mask=own.inside)
     values = tl.arange(0, V_WIDTH)
     seen = own.inside[:, None] & (values < V_SIZE)[None, :]

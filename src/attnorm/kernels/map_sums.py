@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from attnorm.kernels.blocks import Constants, keys_of_head, load_row, load_tile, matrix_of_head, store_tile
-from attnorm.kernels.maps import INVERTIBLE, LN2, times_log2
+from attnorm.kernels.maps import INVERTIBLE, LN2, NO_REFERENCE, times_log2
 from attnorm.kernels.one_pass import inverse_of, reference_of
 from attnorm.kernels.row_tiles import (
     CLASSES,
@@ -55,6 +55,7 @@ COLUMNS = (
     "squares",  # sum e^2
     "jacobian_norm",  # NaN for a map with a denominator: softpick_norms
 )
+JACOBIAN_NORM = tl.constexpr(COLUMNS.index("jacobian_norm"))
 
 
 # What is known of a map when the kernel is compiled.
@@ -137,7 +138,7 @@ def _fold(
 
         # Weights relative to 2^reference, which may rise with the largest logit of the row.
         z = s * unit[:, None] + shift[:, None]
-        if M.REFERENCE != 0:
+        if M.REFERENCE != NO_REFERENCE:
             before = reference
             reference = _reference_of_products(tl.max(largest, 1), unit, shift, M)
             shrink = tl.exp2(before - reference)
@@ -158,7 +159,7 @@ def _fold(
             a = tl.where(seen, a, 0.0)
         if M.OUTPUT:
             v_tile = load_tile(v, at + tl.arange(0, C.COLUMNS), C.WIDTH, EDGE, C.FULL)
-            p = a * M.LIFT if M.REFERENCE == 0 else a
+            p = a * M.LIFT if M.REFERENCE == NO_REFERENCE else a
             acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=C.PRECISION)
 
         # A knock-out: the winner of each class is its largest weight, and every other key loses once.
@@ -243,7 +244,7 @@ def map_sums(
     sink_z = sink * unit + shift
     sink_reference, acc_unit, sink_unit = no_unit, no_unit + 1.0 / LIFT, no_unit + 1.0
     norm = tl.full([ROWS], float("nan"), tl.float32)
-    if REFERENCE != 0:
+    if REFERENCE != NO_REFERENCE:
         sink_reference = _reference_of_products(tl.where(has_sink, sink, float("-inf")), unit, shift, M)
     sink_a, sink_b = WEIGHTS(sink_z, sink_reference, P, FAST)
     sink_a, sink_b = tl.where(has_sink, sink_a, 0.0), tl.where(has_sink, sink_b, 0.0)
@@ -357,7 +358,7 @@ def softpick_norms(
     PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr,
     LEVELS: tl.constexpr, PASSES: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """The norm of the Jacobian of softpick: theory.rank_one_eigenvalues._softpick.
+    """The norm of the Jacobian of softpick: theory.rank_two_singular_values._softpick.
 
     out: as map_sums left it; the column of the norm is written. One pass over the keys for the two largest, one for
     moments, and PASSES for the poles.
@@ -415,7 +416,7 @@ def softpick_norms(
         d = pick_root(poles, row, low, high, STEPS)
     gain = tl.abs(load_row(factor, row_at, inside, FACTORED, 1.0))
     norm = tl.where(z2 > 0, row.g2 * tl.sqrt(1.0 + d), tl.where(z1 > 0, norm_alone, 0.0))
-    tl.store(out + 9 * column + row_at, (gain * norm).to(tl.float32), mask=inside)
+    tl.store(out + JACOBIAN_NORM * column + row_at, (gain * norm).to(tl.float32), mask=inside)
 
 
 @triton.jit

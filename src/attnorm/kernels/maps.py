@@ -232,6 +232,12 @@ class Reference(IntEnum):
     AT_MOST_ZERO = 3  # min(m, 0), for maps that are exponential below 0 and linear above
 
 
+# The same for the kernels.
+NO_REFERENCE = tl.constexpr(int(Reference.NONE))
+AT_LEAST_ZERO = tl.constexpr(int(Reference.AT_LEAST_ZERO))
+AT_MOST_ZERO = tl.constexpr(int(Reference.AT_MOST_ZERO))
+
+
 class TileMap(NamedTuple):
     weights: Any
     slopes: Any

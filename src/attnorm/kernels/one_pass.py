@@ -24,6 +24,8 @@ from torch import Tensor
 
 from attnorm.arithmetic import ceil_div, round_up
 from attnorm.kernels.blocks import (
+    HEAD_NUMBERS,
+    NO_NUMBER,
     Constants,
     LogitRows,
     MapConstants,
@@ -64,7 +66,7 @@ from attnorm.kernels.launch import (
     product_precision,
     record_run,
 )
-from attnorm.kernels.maps import LOG2E, MAPS, RULES, Reference
+from attnorm.kernels.maps import AT_LEAST_ZERO, AT_MOST_ZERO, LOG2E, MAPS, NO_REFERENCE, RULES, Reference
 
 TOGETHER = tl.constexpr(16)  # parts that are read at a time
 PLANS = 1024  # kept; a model needs one per kind of layer for every length of its cache
@@ -377,16 +379,16 @@ def forward_kernel(
         )  # fmt: skip
 
     reference = reference_of(peak, REFERENCE, True)
-    if REFERENCE == 2:  # no other map has a floor, and 2^-reference may overflow there
+    if REFERENCE == AT_LEAST_ZERO:  # no other map has a floor, and 2^-reference may overflow there
         total = total + floor * tl.exp2(-reference)
     if NORMALISED:
         inverse = inverse_of(total)
         acc = acc * inverse[:, None]
-        if REFERENCE != 0:
+        if REFERENCE != NO_REFERENCE:
             tl.store(reference_out + row_at, reference + tl.log2(tl.where(total > 0, total, 1.0)), mask=inside)
         else:
             tl.store(inverse_out + row_at, inverse, mask=inside)
-    if REFERENCE == 0:
+    if REFERENCE == NO_REFERENCE:
         acc = acc * (1.0 / LIFT)
     out = matrix_of_head(out, own.batch, own.head, o_batch, o_head, o_row, queries, v_width)
     store_tile(out, acc, rows, V_WIDTH)
@@ -413,8 +415,8 @@ def decode_parts(
     V_FULL: tl.constexpr = V_WIDTH == V_SIZE
     C: tl.constexpr = Constants(CAUSAL, WINDOWED, MASKED, PRECISION, ROWS, COLUMNS, WIDTH, FULL, V_WIDTH, V_FULL)
     M: tl.constexpr = MapConstants(
-        MAP, SLOPES, RULE, P, FAST, REFERENCE, NORMALISED, RULED != 0, CAPPED, FACTORED != 0, SHIFTED != 0, False,
-        False, LIFT,
+        MAP, SLOPES, RULE, P, FAST, REFERENCE, NORMALISED, RULED != NO_NUMBER, CAPPED, FACTORED != NO_NUMBER,
+        SHIFTED != NO_NUMBER, False, False, LIFT,
     )  # fmt: skip
     split, own = rows_of_key_head(splits, heads, groups, queries, ROWS)
     part_out, total_out, peak_out = parts_in(work, tl.num_programs(0) // splits * groups * queries, splits, 0, V_SIZE)
@@ -473,7 +475,7 @@ def join_parts(
         largest = tl.maximum(largest, tl.load(peak + at + some, mask=at + some < splits, other=float("-inf")))
     highest = tl.max(largest, 0)
     if SINK:
-        sunk = tl.load(sink + (row // queries % heads if SINK == 2 else 0)).to(tl.float32) * LOG2E
+        sunk = tl.load(sink + (row // queries % heads if SINK == HEAD_NUMBERS else 0)).to(tl.float32) * LOG2E
         highest = tl.maximum(highest, sunk)
     reference = reference_of(highest, REFERENCE, True)
 
@@ -482,7 +484,7 @@ def join_parts(
     for at in range(0, splits, TOGETHER):
         inside = at + some < splits
         weight = tl.where(inside, 1.0, 0.0)
-        if REFERENCE != 0:  # a part that saw no key has the reference 0, and sums of 0
+        if REFERENCE != NO_REFERENCE:  # a part that saw no key has the reference 0, and sums of 0
             own = tl.load(peak + at + some, mask=inside, other=float("-inf"))
             weight = tl.where(own == float("-inf"), 0.0, tl.exp2(reference_of(own, REFERENCE, True) - reference))
         denominator += tl.load(total + at + some, mask=inside, other=0.0) * weight
@@ -492,12 +494,12 @@ def join_parts(
     whole = tl.sum(denominator, 0)
     if SINK:
         whole += tl.exp2(sunk - reference)
-    if REFERENCE == 2:
+    if REFERENCE == AT_LEAST_ZERO:
         whole += floor * tl.exp2(-reference)
     if NORMALISED:
         inverse = inverse_of(whole)
         acc = acc * inverse
-    if REFERENCE == 0:
+    if REFERENCE == NO_REFERENCE:
         acc = acc * (1.0 / LIFT)
     tl.store(out + row * V_SIZE + values, acc.to(out.dtype.element_ty), mask=values < V_SIZE)
 
@@ -516,7 +518,7 @@ def fold(
         z, _s, _cap_slope, _rule_slope = logits(dot, i, j, sight.offset, row, scale, cap, parameter, M, 1)
         if EDGE:
             seen = seen_keys(i, j, sight, C)
-        if M.REFERENCE != 0:
+        if M.REFERENCE != NO_REFERENCE:
             if EDGE:
                 largest = tl.max(tl.where(seen, z, float("-inf")), 1)
             elif M.PLAIN:  # one product per row instead of one per key
@@ -537,7 +539,7 @@ def fold(
             b = tl.where(seen, b, 0.0)
         if M.NORMALISED:
             total = total + tl.sum(b, 1)
-        if M.REFERENCE == 0:
+        if M.REFERENCE == NO_REFERENCE:
             a = a * M.LIFT
         v_tile = load_tile(v, columns, C.V_WIDTH, EDGE, C.V_FULL)
         acc = tl.dot(a.to(v_tile.dtype), v_tile, acc, input_precision=C.PRECISION)
@@ -549,9 +551,9 @@ def reference_of(peak, REFERENCE: tl.constexpr, MAY_BE_EMPTY: tl.constexpr):
     """Return r of maps.Reference from the largest logits so far; 0 for rows without a key so far."""
     if MAY_BE_EMPTY:
         peak = tl.where(peak == float("-inf"), 0.0, peak)
-    if REFERENCE == 2:
+    if REFERENCE == AT_LEAST_ZERO:
         peak = tl.maximum(peak, 0.0)
-    if REFERENCE == 3:
+    if REFERENCE == AT_MOST_ZERO:
         peak = tl.minimum(peak, 0.0)
     return peak
 

@@ -38,7 +38,7 @@ from attnorm.kernels.blocks import (
 )
 from attnorm.kernels.launch import empty_rows, in_rows, padded
 from attnorm.kernels.linear_algebra import row_dots
-from attnorm.kernels.maps import LN2, LOG2E, MAPS
+from attnorm.kernels.maps import LN2, LOG2E, MAPS, NO_REFERENCE
 from attnorm.kernels.one_pass import Form, OnePassLaunch, Saved
 from attnorm.kernels.row_spread import add_gradient_of_queries, entropy_slopes
 
@@ -326,7 +326,7 @@ def _logit_gradient(dot, dp, i, j, row, sums, offset, scale, cap, parameter, M: 
     w, slope_a, slope_b = M.SLOPES(z, tl.expand_dims(sums.reference, AXIS), M.P, M.FAST)
     if M.NORMALISED:
         dz = slope_a * dp - slope_b * tl.expand_dims(sums.delta, AXIS)
-        if M.REFERENCE == 0:
+        if M.REFERENCE == NO_REFERENCE:
             inverse = tl.expand_dims(sums.inverse, AXIS)
             dz = dz * inverse
             w = w * inverse
@@ -342,6 +342,6 @@ def _logit_gradient(dot, dp, i, j, row, sums, offset, scale, cap, parameter, M: 
 
 @triton.jit
 def _sum_rows(pointers, at, inside, M: tl.constexpr):
-    reference = load_row(pointers.reference, at, inside, M.REFERENCE != 0, 0.0)
-    inverse = load_row(pointers.inverse, at, inside, M.NORMALISED and M.REFERENCE == 0, 1.0)
+    reference = load_row(pointers.reference, at, inside, M.REFERENCE != NO_REFERENCE, 0.0)
+    inverse = load_row(pointers.inverse, at, inside, M.NORMALISED and M.REFERENCE == NO_REFERENCE, 1.0)
     return SumRows(reference, inverse, load_row(pointers.delta, at, inside, M.NORMALISED, 0.0))

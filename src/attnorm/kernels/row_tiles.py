@@ -237,7 +237,7 @@ def _positive(x):
 
 @triton.jit
 def rational_step(first, width, d, value, slope):
-    """theory.rank_one_eigenvalues._rational_step."""
+    """theory.rank_one_eigenvalues.rational_step."""
     A = tl.maximum(value - slope, 0.0)
     B = d * slope
     b = B + first - A * width
@@ -249,7 +249,7 @@ def rational_step(first, width, d, value, slope):
 
 @triton.jit
 def _gauss_nodes(m0, m1, m2, m3):
-    """theory.rank_one_eigenvalues._gauss_nodes: two nodes, then their weights."""
+    """tests/metrics/root_reference.py: _gauss_nodes. Return two nodes, then their weights."""
     some = m0 > 0
     scale = _positive(tl.where(some, m1 / _positive(m0), 1.0))
     unit = m0 * scale
@@ -270,7 +270,7 @@ def _gauss_nodes(m0, m1, m2, m3):
 
 @triton.jit
 def root_of_moments(first, second, third, m0, m1, m2, m3, at_zero):
-    """theory.rank_one_eigenvalues.rank_one_root_of_moments."""
+    """tests/metrics/root_reference.py: rank_one_root_of_moments."""
     high, low, high_weight, low_weight = _gauss_nodes(m0, m1, m2, m3)
     high, low = tl.minimum(high, second), tl.minimum(low, second)
     width = first - second
@@ -290,7 +290,7 @@ def root_of_moments(first, second, third, m0, m1, m2, m3, at_zero):
 
 
 class PickRow(NamedTuple):
-    """theory.rank_one_eigenvalues._PickRow."""
+    """theory.rank_two_singular_values._PickRow."""
 
     near: Any
     inverse: Any
@@ -305,7 +305,7 @@ class PickRow(NamedTuple):
 
 
 class Poles(NamedTuple):
-    """theory.rank_one_eigenvalues._Poles. far: whether its sums are moments."""
+    """theory.rank_two_singular_values._Poles. far: whether its sums are moments."""
 
     tilt: Any
     n1: Any
@@ -327,7 +327,10 @@ def share_of(z):
 
 @triton.jit
 def pick_row(z1, z2, w2, shift, outside, below, e, u, ee, eu, uu):
-    """theory.rank_one_eigenvalues._pick_row. z1, z2: in bits. below: the sum of shares of negative keys, and floor."""
+    """theory.rank_two_singular_values._pick_row. z1, z2: in bits.
+
+    below: the sum of shares of negative keys, and floor.
+    """
     share1, w2, shift = share_of(z1).to(tl.float64), w2.to(tl.float64), shift.to(tl.float64)
     outside, e, u = outside.to(tl.float64), e.to(tl.float64), u.to(tl.float64)
     has_second = (z2 > 0).to(tl.float64)
@@ -354,7 +357,7 @@ def pick_row(z1, z2, w2, shift, outside, below, e, u, ee, eu, uu):
 
 @triton.jit
 def pick_secular(d, row, ee, eu, uu):
-    """theory.rank_one_eigenvalues._pick_secular."""
+    """theory.rank_two_singular_values._pick_secular."""
     x = 1.0 + d
     A = row.own + ee + x / d
     B = row.base + eu + x * row.u2 / d
@@ -374,7 +377,7 @@ def _limited(x, low, high):
 
 @triton.jit
 def matrix_of_poles(ee, eu, uu, see, seu, suu, lowest, highest, at, far):
-    """theory.rank_one_eigenvalues._matrix_of_poles."""
+    """theory.rank_two_singular_values._matrix_of_poles."""
     some = ee > 0
     safe = tl.where(some, ee, 1.0)
     tilt = tl.where(some, eu / safe, 0.0)
@@ -391,7 +394,7 @@ def matrix_of_poles(ee, eu, uu, see, seu, suu, lowest, highest, at, far):
 
 @triton.jit
 def _model_secular(d, poles, row):
-    """The secular function with the sums of the model: theory.rank_one_eigenvalues._Poles.sums."""
+    """The secular function with the sums of the model: theory.rank_two_singular_values._Poles.sums."""
     move = tl.where(poles.far, -1.0, d - poles.at)
     start = tl.where(poles.far, 1.0 + d, 1.0)
     a11, a12, a22 = start + move * poles.k11, move * poles.k12, start + move * poles.k22
@@ -404,7 +407,7 @@ def _model_secular(d, poles, row):
 
 @triton.jit
 def pick_root(poles, row, low, high, STEPS: tl.constexpr):
-    """theory.rank_one_eigenvalues._pick_root."""
+    """theory.rank_two_singular_values._pick_root."""
     a, b = tl.maximum(low, 3e-8), tl.maximum(high, 3e-8)
     lowest, d = a, b
     at_a, at_b = _model_secular(a, poles, row), _model_secular(b, poles, row)

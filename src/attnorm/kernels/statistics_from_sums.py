@@ -6,7 +6,7 @@ evaluate one after the other. They are computed in float64: exp and log of float
 
 The norm of the Jacobian of softmax is that of diag(e) - e e^T / (sum of all e). Its first estimate takes three keys and
 the moments of the others; each pass over the keys (pole_sums) squares its error. The formulas are those of
-theory/rank_one_eigenvalues.py, and need the range of float64. The columns of the sums are read by their index in
+theory/rank_one_eigenvalues.py, and need the range of float64. The columns of the sums are those of
 softmax_sums.COLUMNS and map_sums.COLUMNS.
 
 A rescaled softmax needs the number of visible keys before its logits, since its factor depends on it: `visible_keys` is
@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 
 from attnorm.kernels.blocks import load_row
-from attnorm.kernels.maps import LN2
+from attnorm.kernels.maps import LN2, NO_REFERENCE
 from attnorm.kernels.one_pass import reference_of
 from attnorm.kernels.row_tiles import rational_step, root_of_moments
+from attnorm.kernels.softmax_sums import COLUMNS
 from attnorm.kernels.threshold_maps import above_threshold
 
 # The columns of the results, NaN where a row has no such number.
@@ -61,6 +62,17 @@ WEIGHT_NUMBERS = (
     "jacobian_norm",
 )
 
+# Columns of the sums of softmax.
+LARGEST = tl.constexpr(COLUMNS.index("largest"))
+SMALLEST = tl.constexpr(COLUMNS.index("smallest"))
+LEVEL = tl.constexpr(COLUMNS.index("level"))
+RUNNER_UP = tl.constexpr(COLUMNS.index("runner_up"))
+FIRST_POWER = tl.constexpr(COLUMNS.index("first_power"))
+E_LOG_E = tl.constexpr(COLUMNS.index("e_log_e"))
+SECOND_POWER = tl.constexpr(COLUMNS.index("second_power"))
+THIRD_POWER = tl.constexpr(COLUMNS.index("third_power"))
+FOURTH_POWER = tl.constexpr(COLUMNS.index("fourth_power"))
+
 _LARGEST_EXPONENT = tl.constexpr(300.0)  # exp of more would overflow when it is squared
 
 
@@ -88,9 +100,9 @@ def softmax_statistics(
     n = visible.to(tl.float64)
 
     # Without the sink, relative to the largest of the other keys.
-    s1 = tl.load(sums + 6 * total + at, mask=inside, other=0.0).to(tl.float64)
-    e_log_e = tl.load(sums + 7 * total + at, mask=inside, other=0.0).to(tl.float64)
-    s2 = tl.load(sums + 8 * total + at, mask=inside, other=0.0).to(tl.float64)
+    s1 = tl.load(sums + FIRST_POWER * total + at, mask=inside, other=0.0).to(tl.float64)
+    e_log_e = tl.load(sums + E_LOG_E * total + at, mask=inside, other=0.0).to(tl.float64)
+    s2 = tl.load(sums + SECOND_POWER * total + at, mask=inside, other=0.0).to(tl.float64)
     some = s1 != 0
     shrink = tl.exp(drop)
     others = shrink * s1
@@ -112,8 +124,8 @@ def softmax_statistics(
         log_all = tl.maximum(log_keys, learned) + log_added
 
     first = tl.load(sums + total + at, mask=inside, other=0.0)
-    largest = tl.load(sums + 2 * total + at, mask=inside, other=0.0)
-    smallest = tl.load(sums + 3 * total + at, mask=inside, other=0.0)
+    largest = tl.load(sums + LARGEST * total + at, mask=inside, other=0.0)
+    smallest = tl.load(sums + SMALLEST * total + at, mask=inside, other=0.0)
     max_logit, min_logit = tl.maximum(first, largest), tl.minimum(first, smallest)
     sound = (tl.abs(max_logit - min_logit) < float("inf")) & (log_all == log_all)  # no infinite logit, no NaN
     missing = (visible < 1) | (sound == 0)
@@ -199,10 +211,10 @@ def _row_logits(sums, factor, learned_sink, at, inside, rows, heads, total, FACT
     if FACTORED:
         gain = tl.load(factor + at, mask=inside, other=1.0).to(tl.float64)
         z = z * gain
-    largest = tl.load(sums + 4 * total + at, mask=inside, other=0.0).to(tl.float64)
+    largest = tl.load(sums + LEVEL * total + at, mask=inside, other=0.0).to(tl.float64)
     level = tl.where(n > 1, largest, z)
-    some = tl.load(sums + 6 * total + at, mask=inside, other=0.0) != 0  # NaN stays
-    second = tl.load(sums + 5 * total + at, mask=inside, other=0.0).to(tl.float64)
+    some = tl.load(sums + FIRST_POWER * total + at, mask=inside, other=0.0) != 0  # NaN stays
+    second = tl.load(sums + RUNNER_UP * total + at, mask=inside, other=0.0).to(tl.float64)
     drop = tl.where(some, second - level, float("-inf"))
     learned = tl.full(at.shape, float("-inf"), tl.float64)
     if SINK:
@@ -215,10 +227,10 @@ def _first_root(sums, at, inside, total, n, sink, drop, learned):
     """The Jacobian norm times the sum of all e, from three keys and the moments of the others."""
     sink_e, largest, runner_up, learned_e = _entries(n, sink, drop, learned)
     smaller = tl.minimum(sink_e, largest)
-    m0 = tl.load(sums + 6 * total + at, mask=inside, other=0.0).to(tl.float64)
-    m1 = tl.load(sums + 8 * total + at, mask=inside, other=0.0).to(tl.float64)
-    m2 = tl.load(sums + 9 * total + at, mask=inside, other=0.0).to(tl.float64)
-    m3 = tl.load(sums + 10 * total + at, mask=inside, other=0.0).to(tl.float64)
+    m0 = tl.load(sums + FIRST_POWER * total + at, mask=inside, other=0.0).to(tl.float64)
+    m1 = tl.load(sums + SECOND_POWER * total + at, mask=inside, other=0.0).to(tl.float64)
+    m2 = tl.load(sums + THIRD_POWER * total + at, mask=inside, other=0.0).to(tl.float64)
+    m3 = tl.load(sums + FOURTH_POWER * total + at, mask=inside, other=0.0).to(tl.float64)
     square = runner_up * runner_up
     return root_of_moments(
         tl.maximum(sink_e, largest), tl.maximum(smaller, runner_up), tl.minimum(smaller, runner_up),
@@ -229,7 +241,7 @@ def _first_root(sums, at, inside, total, n, sink, drop, learned):
 
 @triton.jit
 def _next_root(roots, poles, at, inside, total, n, sink, drop, learned):
-    """theory.rank_one_eigenvalues.improved_root, with the sums of poles at the last root."""
+    """tests/metrics/root_reference.py: improved_root, with the sums of poles at the last root."""
     sink_e, largest, runner_up, learned_e = _entries(n, sink, drop, learned)
     smaller = tl.minimum(sink_e, largest)
     first, second = tl.maximum(sink_e, largest), tl.maximum(smaller, runner_up)
@@ -394,7 +406,7 @@ def key_weights(
     else:
         moved = load_row(shift, row, inside, SHIFTED, 0.0)
         reference = reference_of((top + moved) / LN2, REFERENCE, False)
-        if REFERENCE == 0:
+        if REFERENCE == NO_REFERENCE:
             reference = reference * 0.0
         p, _b = WEIGHTS((z + moved) / LN2, reference, P, FAST)
     tl.store(out + at, p, mask=inside)

@@ -47,6 +47,7 @@ class Forget(Mechanism):
     """
 
     name = "forget"
+    causal_only = True
 
     def __init__(
         self,

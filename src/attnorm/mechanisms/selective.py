@@ -25,6 +25,7 @@ class Selective(Mechanism):
     """softmax(z - F): what head 0 selected before is masked softly from now on."""
 
     name = "selective"
+    needs_every_query = True
     properties = Properties(
         row_sum="one", shift_invariant=False, permutation_equivariant=False, length="what earlier queries selected"
     )

@@ -222,6 +222,13 @@ class Soft(Mechanism):
             means = torch.eye(convolution)[:, :, None, None].expand(-1, -1, stride, stride) / stride**2
             self.sampling = nn.Parameter(means.clone())
 
+    @property
+    def no_causal_form(self) -> str:  # type: ignore[override]
+        if self.points is not None:
+            return ""
+        advice = "give learned=WIDTH, the width of a head, or take 'gaussian', or an encoder"
+        return f"has no causal form without learned landmarks; {advice}"
+
     def extra_repr(self) -> str:
         landmarks = self.landmarks if isinstance(self.landmarks, int) else "<function>"  # without its address
         parts = [f"landmarks={landmarks}"] if self.stride is None else [f"stride={self.stride}"]
@@ -438,5 +445,5 @@ def _newton_inverse_kernel(a: Tensor, steps: int) -> Tensor:
 
 
 @_newton_inverse_kernel.register_fake
-def _(a: Tensor, steps: int) -> Tensor:
+def _(a: Tensor) -> Tensor:
     return torch.empty_like(a, memory_format=torch.contiguous_format)

@@ -23,9 +23,10 @@ from attnorm.engines.execution import in_new_thread, runs_kernels
 from attnorm.engines.inputs import (
     Inputs,
     check_flags,
+    check_tensors,
     row_factors,
     under_transform,
-    validate_queries_and_keys,
+    validate_inputs,
     without_autocast,
 )
 from attnorm.engines.one_pass import row_factor_and_shift, sink_logits
@@ -128,8 +129,9 @@ def attention_statistics(
         raise ValueError(f"expected a finite softcap above 0, got {softcap!r}. Leave it out for no cap.")
     if not isinstance(top_n, Sequence) or any(isinstance(N, bool | float | str) or N < 1 for N in top_n):
         raise ValueError(f"expected top_n as a sequence of whole numbers from 1 up, got {top_n!r}.")
-    inputs = validate_queries_and_keys(
-        q, k, mask=mask, causal=causal, scale=scale, positions=positions, hidden_states=hidden_states
+    check_tensors(q, k)
+    inputs = validate_inputs(
+        q, k, k, mask=mask, causal=causal, scale=scale, positions=positions, hidden_states=hidden_states
     )
     if softcap is not None:
         inputs = replace(inputs, softcap=softcap)

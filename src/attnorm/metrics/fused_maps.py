@@ -26,7 +26,7 @@ from attnorm.metrics.fused_rows import EXTRA_PASSES, RowsLaunch, levels_of
 from attnorm.metrics.normalized import MeasuredNormalizer
 from attnorm.metrics.row_statistics import largest_numbers, requested_numbers
 from attnorm.normalizers.contract import KernelForm, Normalizer, ScaleRule, ThresholdForm
-from attnorm.theory.rank_one_eigenvalues import PICK_STEPS
+from attnorm.theory.rank_two_singular_values import PICK_STEPS
 
 ONE_PASS = ("sigmoid", "relu", "softpick")  # weights rise with the logit and are at least 0
 MAX_SCRATCH = 2**26  # tiles that the threshold kernel keeps numbers of at a time, 8 bytes each
@@ -345,11 +345,7 @@ def _stacked(values: dict[str, Tensor]) -> Tensor:
 
 
 @output_and_statistics.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, shift: Tensor | None,
-    sink: Tensor | None, scale: float, causal: bool, softcap: float | None, map: str, power: int, floor: float,
-    by_sdpa: bool, names: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def _(q: Tensor, map: str, names: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from attnorm.kernels.maps import MAPS
 
     reference = q.new_empty(q.shape[:3] if MAPS[map].normalised else (0,), dtype=torch.float32)
@@ -414,9 +410,8 @@ def threshold_output_and_statistics(
 
 @threshold_output_and_statistics.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, factor: Tensor | None, parameter: Tensor | None,
-    causal: bool, scale: float, map: str, trains: bool, names: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, trains: bool, names: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from attnorm.kernels.threshold import saved_shapes
 
     threshold, live = saved_shapes(q, k, v, trains)

@@ -1,10 +1,12 @@
 """Sensitivity of the weights of a row to its logits: the Jacobian norm, finite differences, and the upper bound.
 
-The norm is computed exactly for maps whose Jacobian has a simple structure:
+The norm is computed exactly for maps that declare the form of their Jacobian (`Map.jacobian`):
 
-    threshold maps (softmax, entmax, kneemax)   diagonal minus rank one
-    F(z) / sum F(z), softpick                   diagonal plus rank two
-    maps of each key alone (sigmoid, relu)      diagonal
+    threshold   softmax, entmax, kneemax   diagonal minus rank one
+    quotient    F(z) / sum F(z)            diagonal plus rank two
+    diagonal    sigmoid, relu              each key alone
+
+and for softpick, whose solver is its own (theory/rank_two_singular_values.py).
 
 A scale rule multiplies the norm by its factor; after a selection, it is the norm of the map over the kept keys. Other
 normalizers use power iteration on a few rows; their other rows are NaN. The norm is that of the gradient used in
@@ -12,7 +14,7 @@ training: for hard attention it is the norm of softmax.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -24,25 +26,15 @@ from attnorm.metrics.call import AttentionCall, LogitBlock, logit_blocks
 from attnorm.metrics.normalized import Choice, RowsBlock, as_normalizer, resolve_normalizers, rows_block
 from attnorm.metrics.sampling import Source, of_each_source, sources_of
 from attnorm.normalizers.block import Block
-from attnorm.normalizers.contract import Map, Normalizer, ScaleRule, per_head
-from attnorm.normalizers.entmax import Entmax
-from attnorm.normalizers.kernel import Kernel
-from attnorm.normalizers.kneemax import Kneemax
-from attnorm.normalizers.relu import Relu, ThresholdRelu
-from attnorm.normalizers.sigmoid import Sigmoid
+from attnorm.normalizers.contract import Map, Normalizer, ScaleRule, Sink, per_head
 from attnorm.normalizers.softmax import Softmax
 from attnorm.normalizers.softpick import Softpick
 from attnorm.normalizers.topk import Hard
 from attnorm.theory.gradient import power_iteration_norm
-from attnorm.theory.rank_one_eigenvalues import (
-    rank_one_eigenvalue,
-    rank_two_singular_value,
-    softpick_singular_value,
-)
+from attnorm.theory.rank_one_eigenvalues import rank_one_eigenvalue
+from attnorm.theory.rank_two_singular_values import rank_two_singular_value, softpick_singular_value
 from attnorm.theory.selection import at_least_float32
 
-KEY_BY_KEY = (Sigmoid, Relu, ThresholdRelu)
-THRESHOLD = (Softmax, Hard, Entmax, Kneemax)
 POWER_ROWS = 8  # rows per head for power iteration, including the last row
 SMALL_STEP = 0.01  # steps below it are measured in float64
 GPU_ELEMENTS = 2**26  # weights to compute at once on a GPU, over several temperatures and steps
@@ -50,8 +42,9 @@ GPU_ELEMENTS = 2**26  # weights to compute at once on a GPU, over several temper
 
 def has_closed_form(normalizer: Normalizer) -> bool:
     """Whether the norm has a closed form, so that it is computed for every row."""
-    map_ = type(normalizer.map)
-    structured = map_ in (*THRESHOLD, *KEY_BY_KEY, Softpick) or (map_ is Kernel and normalizer.sink is None)
+    map_ = _differentiable(normalizer.map)
+    quotient_with_sink = map_.jacobian == "quotient" and normalizer.sink is not None
+    structured = type(map_) is Softpick or (map_.jacobian is not None and not quotient_with_sink)
     return structured and all(isinstance(rule, ScaleRule) for rule in normalizer.rules)
 
 
@@ -59,18 +52,24 @@ def jacobian_norm(normalizer: Normalizer, block: RowsBlock, weights: Tensor) -> 
     """Return the norm of each row, (..., h, r); None if this normalizer has no closed form."""
     if not has_closed_form(normalizer):
         return None
-    map_ = normalizer.map
     prepared = normalizer.prepare(block)
-    if type(map_) in THRESHOLD:
-        norm = _threshold(normalizer, prepared, weights)
-    elif isinstance(map_, Kernel):
-        norm = _kernel(map_, prepared, weights)
-    elif isinstance(map_, Softpick):
+    map_ = _differentiable(normalizer.map)
+    if map_ is not normalizer.map:
+        weights = map_(prepared)
+    if isinstance(map_, Softpick):
         norm = _softpick(normalizer, map_, prepared)
+    elif map_.jacobian == "threshold":
+        norm = _threshold(map_, normalizer.sink, prepared, weights)
     else:
-        norm = _key_by_key(map_, prepared)
+        slopes = prepared.hide(map_.slopes(prepared, weights))
+        norm = slopes.abs().amax(-1) if map_.jacobian == "diagonal" else rank_two_singular_value(weights, slopes)
     gain = _gain(normalizer, block)
     return norm if gain is None else norm * gain.squeeze(-1)
+
+
+def _differentiable(map_: Map) -> Map:
+    """Return the map whose gradient this one has in training."""
+    return Softmax() if type(map_) is Hard else map_
 
 
 def sampled_norm(normalizer: Normalizer, block: RowsBlock) -> Tensor:
@@ -99,36 +98,12 @@ def _gain(normalizer: Normalizer, block: RowsBlock) -> Tensor | None:
     return gain
 
 
-def _threshold(normalizer: Normalizer, prepared: Block, weights: Tensor) -> Tensor:
-    """Return the norm from u = phi'(phi^-1(p)) of every key, and of the sink if there is one."""
-    map_ = normalizer.map
-    if isinstance(map_, Hard):
-        weights = prepared.hide(torch.softmax(prepared.filled_low(), -1))
-    slopes = _slopes(map_, weights, prepared)
-    if normalizer.sink is None:
+def _threshold(map_: Map, sink: Sink | None, prepared: Block, weights: Tensor) -> Tensor:
+    slopes = map_.slopes(prepared, weights)
+    if sink is None:
         return rank_one_eigenvalue(slopes)
     left = (1 - weights.sum(-1, keepdim=True)).clamp(min=0)
-    return rank_one_eigenvalue(slopes, _slopes(map_, left, prepared))
-
-
-def _slopes(map_: Map, weights: Tensor, prepared: Block) -> Tensor:
-    if isinstance(map_, Kneemax):  # J = (diag(u) - u u^T / sum u) / 2
-        knees: Tensor = map_.knees(prepared.n)
-        return 0.5 * (weights / knees).clamp(max=1).sqrt()
-    if isinstance(map_, Entmax):
-        power = 2 - (map_.alpha if map_.theta is None else 1 + per_head(torch.sigmoid(map_.theta), weights))
-        return torch.where(weights > 0, torch.where(weights > 0, weights, 1.0) ** power, 0.0)
-    return weights
-
-
-def _kernel(map_: Kernel, prepared: Block, weights: Tensor) -> Tensor:
-    function = map_.function
-    if function.log is None:
-        total = prepared.hide(function.value(prepared.logits)).sum(-1, keepdim=True)
-        slopes = function.derivative(prepared.logits) / torch.where(total > 0, total, 1.0)
-    else:  # F'/sum F = (log F)' p, which does not overflow
-        slopes = _slope_of_each(function.log, prepared.logits) * weights
-    return rank_two_singular_value(weights, prepared.hide(slopes))
+    return rank_one_eigenvalue(slopes, map_.slopes(prepared, left))
 
 
 def _softpick(normalizer: Normalizer, map_: Softpick, prepared: Block) -> Tensor:
@@ -138,19 +113,6 @@ def _softpick(normalizer: Normalizer, map_: Softpick, prepared: Block) -> Tensor
         size = torch.log(-torch.expm1(-sink.abs()))  # -inf at 0
         log_floor = torch.logaddexp(log_floor, sink.clamp(min=0) + size)
     return softpick_singular_value(prepared.logits, log_floor)
-
-
-def _key_by_key(map_: Map, prepared: Block) -> Tensor:
-    slopes = _slope_of_each(lambda logits: map_(prepared.with_logits(logits)), prepared.logits)
-    return prepared.hide(slopes).abs().amax(-1)
-
-
-def _slope_of_each(function: Callable[[Tensor], Tensor], points: Tensor) -> Tensor:
-    """Return the derivative of an elementwise function."""
-    with torch.inference_mode(False), torch.enable_grad():
-        point = points.clone().requires_grad_()
-        (slopes,) = torch.autograd.grad(function(point).sum(), point)
-    return slopes
 
 
 @torch.no_grad()

@@ -19,7 +19,6 @@ from torch import nn
 
 from attnorm.mechanisms.differential import DifferentialV2
 from attnorm.mechanisms.forget import Forget
-from attnorm.mechanisms.soft import Soft
 from attnorm.models.dispatch import Site, attention_sites, check_model, check_observable, is_paused
 from attnorm.models.layer_normalizer import (
     SOFTMAX,
@@ -369,13 +368,11 @@ def _check_supported(part: Normalizer | Mechanism, module: nn.Module, path: str)
     _check_architecture(part)
     if isinstance(part, Forget | DifferentialV2) and part.reads_hidden_states:
         check_readable(module, part, path)
-    if isinstance(part, Soft) and part.points is None and getattr(module, "is_causal", True):
-        raise ValueError(
-            f"'soft' has no causal form without learned landmarks, and {path} is causal; give learned=WIDTH, the width "
-            "of a head, or take 'gaussian', or an encoder"
-        )
-    if part.name == "forget" and not getattr(module, "is_causal", True):
-        raise ValueError(f"'forget' has a causal form only, and {path} sees keys ahead of its queries")
+    is_causal = getattr(module, "is_causal", True)
+    if isinstance(part, Mechanism) and part.no_causal_form and is_causal:
+        raise ValueError(f"{path} is causal, and {part.name!r} {part.no_causal_form}")
+    if isinstance(part, Mechanism) and part.causal_only and not is_causal:
+        raise ValueError(f"{part.name!r} has a causal form only, and {path} sees keys ahead of its queries")
     rules = part.modules() if isinstance(part, Normalizer) else ()
     if any(getattr(inner, "from_hidden", None) is not None for inner in rules):
         raise ValueError(

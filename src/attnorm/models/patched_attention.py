@@ -189,9 +189,9 @@ def _run_mechanism(mechanism: Any, inputs: Inputs, softcap: float | None, bias: 
             f"expected a row normalizer in a model to export, got the mechanism {mechanism.name!r}, which looks at the "
             "values of the mask. Export a model with a normalizer whose kind is row (attnorm normalizers lists them)."
         )
-    if mechanism.name == "selective" and inputs.queries != inputs.keys:
+    if mechanism.needs_every_query and inputs.queries != inputs.keys:
         raise ValueError(
-            f"selective attention needs every earlier query, got {inputs.queries} for {inputs.keys} keys; "
+            f"{mechanism.name!r} needs every earlier query, got {inputs.queries} for {inputs.keys} keys; "
             "run the model with use_cache=False"
         )
     mask = inputs.mask

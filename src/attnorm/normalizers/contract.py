@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from attnorm.normalizers.block import Block, Positions
 
 RowSum = Literal["one", "at most one", "free"]
+JacobianForm = Literal["diagonal", "threshold", "quotient"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,12 @@ class Map(nn.Module):
     """Base class of maps: the logits of a block become weights of the same shape. Hidden keys must get exactly 0."""
 
     properties: Properties
+    jacobian: JacobianForm | None = None  # its form, see `slopes`; then its norm is computed for every row, and exactly
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "forward" in vars(cls) and "jacobian" not in vars(cls):
+            cls.jacobian = None  # other weights than those of its base class
 
     def forward(self, block: Block) -> Tensor:
         raise NotImplementedError
@@ -77,6 +84,18 @@ class Map(nn.Module):
     def lipschitz(self, n: int) -> float | None:
         """Return the largest l2 -> l2 norm of the Jacobian over all rows of n visible keys; None if unknown."""
         return None
+
+    def slopes(self, block: Block, weights: Tensor) -> Tensor:
+        """Return the numbers u of the keys from which the Jacobian is made; values at hidden keys are ignored.
+
+        diagonal    diag(u): a weight depends on its own logit and on n
+        threshold   diag(u) - u u^T / sum u: u is a function of the weight, 0 at 0; `weights` may be that of a sink
+        quotient    (I - p 1^T) diag(u) for the weights p = F(z) / sum F(z): u = F'(z) / sum F(z)
+        """
+        if self.jacobian != "diagonal":
+            expected = f"{type(self).__name__}.slopes for jacobian={self.jacobian!r}"
+            raise NotImplementedError(f"expected {expected}, got none. Add the method.")
+        return slope_of_each(lambda logits: self(block.with_logits(logits)), block.logits)
 
     def kernel_form(self) -> KernelForm | None:
         """Return the form of this map in the one-pass GPU kernels; None if they do not have it."""
@@ -351,6 +370,9 @@ class Mechanism(nn.Module):
     name: str = "custom"
     reads_hidden_states: bool = False  # whether `forward` also takes hidden_states=
     another_architecture: str = ""  # the reason why it cannot replace softmax in a trained model; empty if it can
+    no_causal_form: str = ""  # the reason why it cannot be causal, and what to do; empty if it can
+    causal_only: bool = False
+    needs_every_query: bool = False  # also the earlier ones, so that a cache of keys and values is not enough
 
     def forward(
         self,
@@ -364,6 +386,14 @@ class Mechanism(nn.Module):
         positions: Tensor | Positions | None = None,
     ) -> Tensor:
         raise NotImplementedError
+
+
+def slope_of_each(function: Callable[[Tensor], Tensor], points: Tensor) -> Tensor:
+    """Return the derivative of an elementwise function."""
+    with torch.inference_mode(False), torch.enable_grad():
+        point = points.clone().requires_grad_()
+        (slopes,) = torch.autograd.grad(function(point).sum(), point)
+    return slopes
 
 
 def at_least_one(n: Any) -> Any:

@@ -156,6 +156,7 @@ class Entmax(Map):
     """alpha fixed, or learned per head as 1 + sigmoid(theta)."""
 
     properties = Properties(row_sum="one", exact_zeros=True)
+    jacobian = "threshold"
 
     def __init__(self, alpha: float = 1.5, *, learned: bool = False, heads: int | None = None) -> None:
         super().__init__()
@@ -204,6 +205,10 @@ class Entmax(Map):
         if self.theta is not None:
             return 1.0
         return max(one_against_equals_norm(2, self.alpha), one_against_equals_norm(n, self.alpha))
+
+    def slopes(self, block: Block, weights: Tensor) -> Tensor:
+        alpha = self.alpha if self.theta is None else 1 + per_head(torch.sigmoid(self.theta), weights)
+        return _slopes(weights, weights > 0, alpha)
 
     def extra_repr(self) -> str:
         return f"alpha={self.alpha}" if self.theta is None else f"alpha learned from {self.alpha}"

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from attnorm.normalizers.block import Block
-from attnorm.normalizers.contract import KernelForm, Map, Normalizer, Properties, same_as
+from attnorm.normalizers.contract import KernelForm, Map, Normalizer, Properties, same_as, slope_of_each
 from attnorm.normalizers.declaration import Row, WarmStart, declare
 from attnorm.text import did_you_mean
 
@@ -63,6 +63,8 @@ FUNCTIONS: dict[str, PositiveFunction] = {
 
 
 class Kernel(Map):
+    jacobian = "quotient"
+
     def __init__(self, function: PositiveFunction) -> None:
         super().__init__()
         self.function = function
@@ -84,6 +86,12 @@ class Kernel(Map):
         if self.function.shift_invariant:  # exp, the only one
             return 0.5 if n > 1 else 0.0
         return None
+
+    def slopes(self, block: Block, weights: Tensor) -> Tensor:
+        if self.function.log is not None:  # F'/sum F = (log F)' p, which does not overflow
+            return slope_of_each(self.function.log, block.logits) * weights
+        total = block.hide(self.function.value(block.logits)).sum(-1, keepdim=True)
+        return self.function.derivative(block.logits) / torch.where(total > 0, total, 1.0)
 
     def kernel_form(self) -> KernelForm | None:
         if self.function.tile is None:

@@ -105,6 +105,7 @@ class Kneemax(Map):
     """The knee at the same weight in every row, or with `share` at share/n."""
 
     properties = Properties(row_sum="one", exact_zeros=True)
+    jacobian = "threshold"
 
     def __init__(self, share: float | None = None, *, knee: float | None = None) -> None:
         super().__init__()
@@ -136,6 +137,10 @@ class Kneemax(Map):
 
     def lipschitz(self, n: int) -> float | None:
         return 0.5 if n > 1 else 0.0
+
+    def slopes(self, block: Block, weights: Tensor) -> Tensor:
+        knees: Tensor = self.knees(block.n)
+        return 0.5 * (weights / knees).clamp(max=1).sqrt()  # 1/2 from the z/2 of the map
 
     def extra_repr(self) -> str:
         return f"share={self.share}" if self.knee is None else f"knee={self.knee}"

@@ -24,6 +24,7 @@ from attnorm.normalizers.declaration import Row, WarmStart, declare
 
 class Relu(Map):
     properties = Properties(row_sum="free", exact_zeros=True, shift_invariant=False, length="1/n")
+    jacobian = "diagonal"
 
     def __init__(self, power: float) -> None:
         super().__init__()
@@ -68,6 +69,7 @@ class ThresholdRelu(Map):
     properties = Properties(
         row_sum="free", exact_zeros=True, shift_invariant=False, length="threshold beta sqrt(2 log n)"
     )
+    jacobian = "diagonal"
 
     def __init__(self, beta: float, power: float, width: int | None = None) -> None:
         super().__init__()

@@ -26,6 +26,7 @@ from attnorm.normalizers.declaration import HEADS, Row, WarmStart, declare, head
 
 
 class Sigmoid(Map):
+    jacobian = "diagonal"
     offset: Tensor | None
 
     def __init__(self, bias: float | None = None, *, learned: bool = False, heads: int | None = None) -> None:

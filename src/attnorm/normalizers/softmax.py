@@ -17,12 +17,16 @@ from attnorm.normalizers.declaration import HEADS, Row, WarmStart, declare, head
 
 class Softmax(Map):
     properties = Properties(row_sum="one", swap_untrained=True)
+    jacobian = "threshold"
 
     def forward(self, block: Block) -> Tensor:
         return block.hide(torch.softmax(block.filled_low(), dim=-1))
 
     def lipschitz(self, n: int) -> float | None:
         return 0.5 if n > 1 else 0.0
+
+    def slopes(self, block: Block, weights: Tensor) -> Tensor:
+        return weights
 
     def kernel_form(self) -> KernelForm:
         return KernelForm("softmax")

@@ -31,6 +31,7 @@ from attnorm.normalizers.softmax import Softmax, Temperature
 from attnorm.theory.selection import at_least_float32, visible_keys
 
 Number = Tensor | float
+ZOOMS = 8  # of a search for an extremum, each by a factor of 32
 
 
 def positive_temperature(temperature: float | Tensor, like: Tensor | None = None) -> Tensor:
@@ -81,7 +82,7 @@ def observed_range(
 
 
 def range_on_interval(
-    F: Callable[[Tensor], Tensor], low: float, high: float, *, points: int = 4097, rounds: int = 8
+    F: Callable[[Tensor], Tensor], low: float, high: float, *, points: int = 4097
 ) -> tuple[float, float]:
     """F_min and F_max of a continuous F on [low, high], monotone or not.
 
@@ -90,17 +91,17 @@ def range_on_interval(
     """
     if not low <= high:
         raise ValueError(f"the interval [{low}, {high}] is empty; give low <= high")
-    return -_maximum(lambda x: -F(x), low, high, points, rounds), _maximum(F, low, high, points, rounds)
+    return -_maximum(lambda x: -F(x), low, high, points), _maximum(F, low, high, points)
 
 
-def _maximum(F: Callable[[Tensor], Tensor], low: float, high: float, points: int, rounds: int) -> float:
+def _maximum(F: Callable[[Tensor], Tensor], low: float, high: float, points: int) -> float:
     step = (high - low) / (points - 1)
     x = torch.linspace(low, high, points, dtype=torch.float64)
     values = F(x)
     best = float(values.max())
     centers = x[values.topk(min(8, points)).indices]
     window = torch.linspace(-1, 1, 65, dtype=torch.float64)
-    for _ in range(rounds):
+    for _ in range(ZOOMS):
         x = (centers[:, None] + step * window).clamp(low, high)
         values = F(x)
         best = max(best, float(values.max()))

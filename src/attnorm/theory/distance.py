@@ -46,11 +46,10 @@ def relative_distance_bounds(rows: SelectedRows) -> Bounds:
     return Bounds(rows.per_row((1 - e).clamp(min=0), size > 0), rows.per_row(1 + e, size > 0))
 
 
-def theorem1_fixed_printed(rows: SelectedRows, gap: Tensor | None = None) -> Tensor:
+def theorem1_fixed_printed(rows: SelectedRows) -> Tensor:
     """(1-A) d1 + max_I ||x_j|| (A(n-N) - (1-A)), d1 the largest ||x_i - x_j|| between outside and I: d_tilde <= this.
 
     Needs weights that are not negative and sum to 1 (NaN otherwise) and I the true top-N set. Cost O(L N d).
-    gap: d1 of each row, where `largest_gaps` has found it for several N at once.
     """
     A = rows.mass
     total = rows.weights.sum(-1)
@@ -60,7 +59,7 @@ def theorem1_fixed_printed(rows: SelectedRows, gap: Tensor | None = None) -> Ten
             f"the printed Theorem 1 needs weights >= 0 that sum to 1; here a row sums to {float(total.flatten()[0])}. "
             "theorem1_fixed_tight needs neither"
         )
-    d1 = largest_gaps(rows, (rows.top_n,))[..., 0] if gap is None else gap
+    d1 = largest_gaps(rows, (rows.top_n,))[..., 0]
     squares = rows.squares.unsqueeze(-2).expand(rows.weights.shape).gather(-1, rows.indices)
     second = safe_sqrt(squares.amax(-1)) * (A * (rows.n - rows.top_n) - (1 - A))
     return rows.per_row((1 - A) * d1 + second, proper)
@@ -145,11 +144,6 @@ class PowerLaw:
     exponent: float
     exponent_interval: tuple[float, float]
     confidence: float
-
-    @property
-    def sub_linear(self) -> bool:
-        """Whether the data rule out linear growth: the whole interval lies below 1."""
-        return self.exponent_interval[1] < 1
 
 
 def fit_power_law(lengths: Tensor, values: Tensor, confidence: float = 0.95) -> PowerLaw:

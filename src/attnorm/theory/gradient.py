@@ -30,7 +30,8 @@ from torch import Tensor
 
 from attnorm.normalizers.entmax import one_against_equals_norm
 from attnorm.theory.dispersion import positive_temperature
-from attnorm.theory.rank_one_eigenvalues import rank_one_eigenvalue, rank_two_singular_value
+from attnorm.theory.rank_one_eigenvalues import rank_one_eigenvalue
+from attnorm.theory.rank_two_singular_values import rank_two_singular_value
 from attnorm.theory.selection import at_least_float32, visible_keys
 
 Number = Tensor | float

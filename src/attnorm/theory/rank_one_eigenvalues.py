@@ -1,14 +1,11 @@
-"""Largest eigenvalues of diagonal matrices with a correction of rank one or two, in O(L) per row.
+"""Largest eigenvalues of diag(u) - u u^T / sum u, a diagonal matrix with a correction of rank one, in O(L) per row.
 
-Threshold maps (softmax, entmax, sparsemax, ...) have the Jacobian diag(u) - u u^T / sum u, and F/sum F has
-(I - a 1^T) diag(F') / sum F. Their norms are roots of a secular equation: a sum of simple poles, one per key. Both
-solvers approach the root from one side only (proofs in docs/theory/gradient.md), so they need no bracket. The Jacobian
-of softpick has a correction of rank two as well; its solver keeps a bracket. Rows are solved together, and each pass
-reads every row once.
+Threshold maps (softmax, entmax, sparsemax, ...) have this Jacobian. Its norm is the root of a secular equation: a sum
+of simple poles, one per key. The solver approaches the root from one side only (proof in docs/theory/gradient.md), so
+it needs no bracket. Rows are solved together, and each pass reads every row once.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
@@ -22,17 +19,6 @@ PASSES_FLOAT64 = 4
 # Each pass squares the relative error, times less than 10: after a step as small as this no other is needed.
 ENOUGH_FLOAT32 = 3e-4
 ENOUGH_FLOAT64 = 2e-8
-# The rank-two solver converges quadratically, or by halves while two eigenvalues look like one.
-MAX_PASSES = 100
-MOMENT_PASSES = 3  # the error of the moments themselves is larger from then on
-# Softpick: largest relative error after 0, 1, 2 passes over 4,000 adversarial rows in float32: 1.2e-2, 2e-4, 3e-6.
-PICK_PASSES_FLOAT32 = 2
-PICK_PASSES_FLOAT64 = 5
-PICK_STEPS = 16  # evaluations of the model of a row, from which the next pass starts; in float64 twice as many
-PICK_BLOCK = 1 << 20  # with smaller blocks, half of the time is in these steps
-_LARGEST_EXPONENT = 700.0
-_LOG2 = 0.6931471805599453
-_TINY = 1e-300
 # Rows are taken in blocks of about this many numbers, so that temporaries stay in the cache.
 BLOCK = 1 << 18
 GPU_BLOCK = 1 << 25
@@ -46,7 +32,7 @@ def rank_one_eigenvalue(
     0 for a row with fewer than two positive entries; the largest entry itself where it occurs twice. Relative error
     a few units in the last place. Differentiable in u where the eigenvalue is simple. at_zero: see rank_one_root.
     """
-    value = _in_blocks(_rank_one, u.detach(), *(() if at_zero is None else (at_zero.detach(),)))
+    value = in_blocks(_rank_one, u.detach(), *(() if at_zero is None else (at_zero.detach(),)))
     if not (torch.is_grad_enabled() and u.requires_grad):
         return value
     # The Rayleigh quotient at the eigenvector has the same value and, to first order, the same derivative.
@@ -89,7 +75,7 @@ def rank_one_root(
     total = rest.sum(-1, keepdim=True).to(first.dtype)
     total = total if at_zero is None else total + at_zero
     # Start: all but the largest entry lumped at their mean, and not below the solution for the two largest alone.
-    center = _sum_of_squares(rest).to(first.dtype) / total
+    center = sum_of_squares(rest).to(first.dtype) / total
     d = (total * width - first * (second - center)) / (first + total)
     d = torch.maximum(d, second * (width / (first + second)))
     passes, enough = (PASSES_FLOAT64, ENOUGH_FLOAT64) if dtype == torch.float64 else (PASSES_FLOAT32, ENOUGH_FLOAT32)
@@ -100,8 +86,8 @@ def rank_one_root(
         value = terms.sum(-1, keepdim=True).to(first.dtype)
         value = value if at_zero is None else value + at_zero / x
         # sum u_j/(x - u_j)^2 = (sum q + sum q^2)/x with q = u_j/(x - u_j); a sink has the pole x = 0 and no q^2
-        slope = d / x * (value + _sum_of_squares(terms).to(first.dtype))
-        before, d = d, _rational_step(first, width, d, value, slope)
+        slope = d / x * (value + sum_of_squares(terms).to(first.dtype))
+        before, d = d, rational_step(first, width, d, value, slope)
         # NaN: the two largest are equal.
         if not runs_asynchronously(d) and not bool(((d - before).abs() > enough * x).any()):
             break
@@ -109,19 +95,7 @@ def rank_one_root(
     return torch.where((second if at_zero is None else second + at_zero) > 0, value, 0.0)
 
 
-def improved_root(first: Tensor, second: Tensor, x: Tensor, poles: Tensor, squares: Tensor, at_zero: Tensor) -> Tensor:
-    """One pass of rank_one_root for a caller that has sum q and sum q^2 over all entries but the first.
-
-    q = u_j / (x - u_j). The first entry is the largest; at_zero is 0 where there is no sink.
-    """
-    d = x - second
-    value = poles + at_zero / x
-    d = _rational_step(first, first - second, d, value, d / x * (value + squares))
-    better = (second < first) & (d > 0)  # no step: the two largest are equal, or there is nothing else
-    return torch.where(better, second + d, x)
-
-
-def _rational_step(first: Tensor, width: Tensor, d: Tensor, value: Tensor, slope: Tensor) -> Tensor:
+def rational_step(first: Tensor, width: Tensor, d: Tensor, value: Tensor, slope: Tensor) -> Tensor:
     """The d at which first / (width - d) = A + B/d, where A + B/d has the value at d and -slope/d as its derivative."""
     A = (value - slope).clamp(min=0)
     B = d * slope
@@ -131,7 +105,7 @@ def _rational_step(first: Tensor, width: Tensor, d: Tensor, value: Tensor, slope
     return torch.where(b >= 0, twice / q, q / (2 * A))
 
 
-def _sum_of_squares(rows: Tensor) -> Tensor:
+def sum_of_squares(rows: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     return norm.square()
 
@@ -148,66 +122,12 @@ def _rank_one_eigenvector(u: Tensor, value: Tensor) -> Tensor:
         difference = difference.scatter(-1, top.indices[..., 1:], -1.0)
     v = torch.where(tied, difference, u / torch.where(u == value, torch.finfo(u.dtype).eps * value, u - value))
     v = torch.where(value > 0, v, 0.0)
-    return v / _sum_of_squares(v).sqrt().clamp(min=torch.finfo(u.dtype).tiny)
+    return v / sum_of_squares(v).sqrt().clamp(min=torch.finfo(u.dtype).tiny)
 
 
-def rank_two_singular_value(
-    weights: Float[Tensor, "*rows L"], slopes: Float[Tensor, "*rows L"]
-) -> Float[Tensor, "*rows"]:
-    """Largest singular value of (I - a 1^T) diag(f) for weights a that sum to 1 and any slopes f; no gradient.
-
-    Hidden keys have a = f = 0. Relative error a few units in the last place, also for values far below max |f|.
-    """
-    return _in_blocks(_rank_two, weights.detach(), slopes.detach())
-
-
-def _rank_two(a: Tensor, f: Tensor) -> Tensor:
-    """The squared singular value x is approached from above by Newton's method on a function whose zeros are simple."""
-    scale = f.abs().amax(-1, keepdim=True)
-    e = (f / torch.where(scale > 0, scale, 1.0)).square()
-    e1, top = e.max(-1, keepdim=True)
-    a1 = a.gather(-1, top)
-    others = torch.ones_like(a, dtype=torch.bool).scatter(-1, top, False)
-    a, e = torch.where(others, a, 0.0), torch.where(others, e, 0.0)
-    e2 = e.amax(-1, keepdim=True)
-    A1, A2 = a.sum(-1, keepdim=True), a.square().sum(-1, keepdim=True)
-    # Squared column norms: their maximum is below the squared singular value, their sum above.
-    first_column = e1 * (A1.square() + A2)
-    columns = e * (1 - 2 * a + a1.square() + A2)
-    low = torch.maximum(torch.maximum(e2, first_column), columns.amax(-1, keepdim=True))
-    keys = ((a != 0) | (e != 0)).sum(-1, keepdim=True) + 1
-    high = torch.minimum(e1 * keys * (a1.square() + A2), first_column + columns.sum(-1, keepdim=True))
-    x = torch.maximum(low, high)
-    enough = 4 * torch.finfo(x.dtype).eps
-    for _ in range(MAX_PASSES):
-        step = _rank_two_step(x, a, e, a1, e1, e2, A1, A2)
-        new = torch.maximum(x - torch.nan_to_num(step, nan=0.0, posinf=0.0, neginf=0.0).clamp(min=0), low)
-        settled = bool((x - new <= enough * x).all())
-        x = new
-        if settled:
-            break
-    return (scale * x.sqrt()).squeeze(-1)
-
-
-def _rank_two_step(
-    x: Tensor, a: Tensor, e: Tensor, a1: Tensor, e1: Tensor, e2: Tensor, A1: Tensor, A2: Tensor
-) -> Tensor:
-    """Newton's step for (x - e_2) P(x) = 0, P = -prod (x - x_i) / prod_{j>=2} (x - e_j), x_i the eigenvalues but 0."""
-    w = e / (x - e)
-    aw, aaw = a * w, a.square() * w
-    w0, w1, w2 = (term.sum(-1, keepdim=True) for term in (w, aw, aaw))
-    # x times the derivatives of w0, w1, w2
-    w0_, w1_, w2_ = (-(s + (t * w).sum(-1, keepdim=True)) for s, t in ((w0, w), (w1, aw), (w2, aaw)))
-    k, k_ = 1 - e1 / x, e1 / x
-    B, E = A1 + w1, A2 + w2
-    D = a1.square() + k * E
-    P = (w0 - 1) * D + E - 2 * a1 * B - k * B.square()
-    P_ = w0_ * D + (w0 - 1) * (k_ * E + k * w2_) + w2_ - 2 * a1 * w1_ - k_ * B.square() - 2 * k * B * w1_
-    return x * P * (x - e2) / (P_ * (x - e2) + P * x)
-
-
-def _in_blocks(solve: Callable[..., Tensor], *tensors: Tensor, block: int = BLOCK) -> Tensor:
-    """solve((rows, L), ...) -> (rows,) applied to a few rows at a time."""
+def in_blocks(solve: Callable[..., Tensor], *tensors: Tensor, block: int | None = None) -> Tensor:
+    """solve((rows, L), ...) -> (rows,) applied to a few rows at a time: on a CPU to about `block` numbers."""
+    block = BLOCK if block is None else block
     *leading, keys = tensors[0].shape
     flat = [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors]
     if flat[0].numel() == 0:
@@ -215,240 +135,3 @@ def _in_blocks(solve: Callable[..., Tensor], *tensors: Tensor, block: int = BLOC
     size = max(1, (GPU_BLOCK if runs_asynchronously(flat[0]) else block) // keys)
     parts = [solve(*blocks) for blocks in zip(*(tensor.split(size) for tensor in flat), strict=True)]
     return torch.cat(parts).reshape(leading)
-
-
-def rank_one_root_of_moments(
-    first: Tensor, second: Tensor, third: Tensor, moments: Sequence[Tensor], at_zero: Tensor | None = None
-) -> Tensor:
-    """rank_one_root from three entries of a row and the power sums of the others, which are no larger than the third.
-
-    moments: sums of u, u^2, u^3 and u^4 of the others. Their sum of poles is replaced by Gauss's quadrature with two
-    nodes, which has the same four moments. It lies below the sum, so the root lies at or below the exact one. All in
-    float64. Largest relative error over adversarial rows: 3e-3.
-    """
-    # Moments with rounding errors may ask for a node above the second entry.
-    nodes = [(third, third), *((torch.minimum(node, second), weight) for node, weight in _gauss_nodes(*moments))]
-    if at_zero is not None:
-        nodes.append((torch.zeros_like(at_zero), at_zero))
-    width = first - second
-    total = second + sum(weight for _, weight in nodes)
-    center = (second.square() + sum(node * weight for node, weight in nodes)) / total.clamp(min=_TINY)
-    d = (total * width - first * (second - center)) / (first + total).clamp(min=_TINY)
-    d = torch.maximum(d, second * (width / (first + second).clamp(min=_TINY)))
-    for _ in range(MOMENT_PASSES):
-        x = second + d
-        terms = [weight / (x - node).clamp(min=_TINY) for node, weight in nodes]
-        value = second / d.clamp(min=_TINY) + sum(terms)
-        slope = second / d.clamp(min=_TINY) + sum(
-            d * term / (x - node).clamp(min=_TINY) for term, (node, _) in zip(terms, nodes, strict=True)
-        )
-        d = _rational_step(first, width, d, value, slope)
-    value = torch.where(second < first, second + d, first)
-    return torch.where((second if at_zero is None else second + at_zero) > 0, value, 0.0)
-
-
-def _gauss_nodes(m0: Tensor, m1: Tensor, m2: Tensor, m3: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Two nodes and weights with these moments; one where they are those of a single node."""
-    scale = torch.where(m0 > 0, m1 / m0.clamp(min=_TINY), 1.0).clamp(min=_TINY)  # the mean: nodes of order 1
-    total = m0
-    m1, m2, m3 = (
-        torch.where(m0 > 0, moment / (m0 * scale**power).clamp(min=_TINY), 1.0)
-        for power, moment in enumerate((m1, m2, m3), start=1)
-    )
-    spread = m2 - m1.square()
-    single_node = spread <= 1e-6 * m2  # below the rounding of sums in float32
-    spread = torch.where(single_node, 1.0, spread)
-    a, b = (m3 - m1 * m2) / spread, (m1 * m3 - m2.square()) / spread
-    half = (a.square() / 4 - b).clamp(min=0).sqrt()
-    high, low = a / 2 + half, (a / 2 - half).clamp(min=0)
-    share = torch.where(single_node, 1.0, (m1 - low) / (high - low).clamp(min=_TINY)).clamp(0, 1)
-    high = torch.where(single_node, m1, high)
-    return [(scale * high, total * share), (scale * low, total * (1 - share))]
-
-
-def softpick_singular_value(
-    logits: Float[Tensor, "*rows L"], log_floor: Float[Tensor, "*#rows 1"]
-) -> Float[Tensor, "*rows"]:
-    """Largest singular value of the Jacobian of [e^z - 1]_+ / (sum |e^z - 1| + floor) at these logits; no gradient.
-
-    A hidden key has the logit 0, which is without effect. The norm of a row without a positive logit is 0. Relative
-    error at most 1e-5 in float32 and 1e-8 in float64 (found: 3e-6 and 4e-11).
-    """
-    log_floor = log_floor.detach().expand(*logits.shape[:-1], 1)
-    return _in_blocks(_softpick, logits.detach(), log_floor, block=PICK_BLOCK)
-
-
-class _PickRow(NamedTuple):
-    """Numbers of each row, (rows, 1) in float64, with slopes in units of the second: docs/theory/gradient.md."""
-
-    near: Tensor  # slope of the first key, at most 2
-    inverse: Tensor  # of its square, without that limit
-    g1: Tensor  # slope of the first key, not in units
-    g2: Tensor  # the unit
-    u1: Tensor
-    u2: Tensor
-    shift: Tensor  # lambda: u = w - lambda e
-    own: Tensor  # sum of e over the negative keys and the positive ones but the first two
-    base: Tensor  # rest - lambda * (sum of e over the negative keys) + sum of u
-    squares: Tensor  # sum of e over all keys but the first
-
-
-def _softpick(z: Tensor, log_floor: Tensor) -> Tensor:
-    """The first two keys exactly, the others by a matrix of poles that each pass improves."""
-    dtype = z.dtype
-    z1, first = z.max(-1, keepdim=True)
-    z = z.scatter(-1, first, 0.0)
-    z2, second = z.max(-1, keepdim=True)
-    z.scatter_(-1, second, 0.0)
-    unit = z2.clamp(min=0)
-    y, share, negative = torch.exp(z - unit), torch.expm1(-z.abs()).neg_(), z < 0
-    outside = _sum_of_squares(torch.where(negative, y, 0.0)).double()
-    below = _total(torch.where(negative, share, 0.0))
-    y = torch.where(z > 0, y, 0.0)
-    z1, unit = z1.double(), unit.double()
-    rest = below * torch.exp(-unit) + torch.exp((log_floor.double() - unit).clamp(max=_LARGEST_EXPONENT / 2))
-    shift = _pick_shift(z1, unit)
-    e, gap = y.square(), (1 - y) * (1 + y)
-    u = torch.addcmul(y.mul_(share), e, shift.to(dtype), value=-1)
-    products = (e * e, e * u, u * u)
-    sums = [_total(product) for product in products]
-    row, low, high = _pick_row(z1, unit, rest, outside, _total(e), _total(u), sums)
-    poles = _matrix_of_poles(sums, [_total(product * e) for product in products], None, dtype)
-    alone, d = low, _pick_root(poles, row, low, high, dtype)
-    passes, enough = (
-        (PICK_PASSES_FLOAT64, ENOUGH_FLOAT64) if dtype == torch.float64 else (PICK_PASSES_FLOAT32, ENOUGH_FLOAT32)
-    )
-    for _ in range(passes):
-        at = d.to(dtype)
-        d = at.double()
-        inverse = torch.add(gap, at).reciprocal_()
-        terms = [product * inverse for product in products]
-        sums = [_total(term) for term in terms]
-        above = _pick_secular(d, row, *sums) > 0
-        low, high = torch.where(above, low, d), torch.where(above, d, high)
-        slopes = [_total(term.mul_(inverse)) for term in terms]
-        poles = _matrix_of_poles(sums, slopes, d, dtype)
-        before, d = d, _pick_root(poles, row, low, high, dtype)
-        if not runs_asynchronously(d) and not bool(((d - before).abs() > enough * (1 + d)).any()):
-            break
-    x = torch.where(unit > 0, 1 + d, alone)
-    return torch.where(z1 > 0, row.g2 * x.sqrt(), 0.0 * z1).squeeze(-1).to(dtype)
-
-
-def _total(terms: Tensor) -> Tensor:
-    return terms.sum(-1, keepdim=True).double()
-
-
-def _pick_shift(z1: Tensor, z2: Tensor) -> Tensor:
-    """lambda: the second key has u = 0 where the two largest slopes are close, so that no pole cancels another."""
-    return torch.where(z1 - z2 < _LOG2, -torch.expm1(-z2), 0.0)
-
-
-def _pick_row(
-    z1: Tensor, z2: Tensor, rest: Tensor, outside: Tensor, e: Tensor, u: Tensor, squares: Sequence[Tensor]
-) -> tuple[_PickRow, Tensor, Tensor]:
-    """The numbers of a row, and a lower and an upper bound of d = x - 1 (of x if there is no second key: z2 = 0)."""
-    shift = _pick_shift(z1, z2)
-    has_second = (z2 > 0).double()
-    y1 = torch.exp((z1 - z2).clamp(min=0, max=_LARGEST_EXPONENT))
-    share1, w2 = -torch.expm1(-z1), -torch.expm1(-z2)
-    others = rest + w2 + (u + shift * e)
-    total = y1 * share1 + others
-    g1, g2, w1 = y1 / total, 1 / total, y1 / total * share1
-    own = e + outside
-    near = y1.clamp(max=2)
-    row = _PickRow(
-        near=near, inverse=1 / y1.square(), g1=g1, g2=g2, u1=w1 - shift * g1 * near, u2=w2 - shift, shift=shift,
-        own=own, base=rest - shift * outside + u, squares=has_second + own,
-    )  # fmt: skip
-    first = (g1 * others).square() + w1.square() * row.squares
-    second = has_second * ((1 - g2 * w2).square() + (g2 * w2).square() * own + (g1 * w2).square())
-    ww = squares[2] + shift * (2 * squares[1] + shift * squares[0])
-    trace = first + second + e + ww * (g2.square() * row.squares + g1.square())
-    low = torch.maximum(first, second) - has_second
-    return row, low, torch.maximum(trace - has_second, low)
-
-
-def _pick_secular(d: Tensor, row: _PickRow, ee: Tensor, eu: Tensor, uu: Tensor) -> Tensor:
-    """The secular function at x = 1 + d times d, positive above the largest root and negative, or made so, below it.
-
-    ee, eu, uu: the sums of e^2, e u and u^2, each over x - e, of the positive keys but the first two.
-    """
-    x = 1 + d
-    A = row.own + ee + x / d
-    B = row.base + eu + x * row.u2 / d
-    C = uu + row.u2.square() / d + row.shift.square() * row.squares
-    constant = row.shift * (row.shift * row.g1.square() - 2 * row.g2)
-    e1, g1 = row.near.square(), row.g1.square()
-    value = (
-        (x * row.g2.square() - g1) * (B.square() - A * C) - x * g1 * C - ((x - e1) * A + x * e1) * constant
-        + row.u1 * (2 * x * row.g2 * B + row.u1 * (x - A))
-    )  # fmt: skip
-    below = A * (1 - x * row.inverse) >= x  # two roots are larger: the value is positive again
-    return torch.where(below, -value.abs(), value) * d
-
-
-class _Poles(NamedTuple):
-    """A 2x2 matrix of poles with the same sums and slopes as those of the keys, in the basis e, u - tilt e."""
-
-    tilt: Tensor
-    weights: tuple[Tensor, Tensor]
-    matrix: tuple[Tensor, Tensor, Tensor]
-    at: Tensor | None  # d; None: infinity
-
-    def sums(self, d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The sums of e^2, e u and u^2, each over x - e, at x = 1 + d."""
-        k11, k12, k22 = self.matrix
-        if self.at is None:
-            a11, a12, a22 = 1 + d - k11, -k12, 1 + d - k22
-        else:
-            move = d - self.at
-            a11, a12, a22 = 1 + move * k11, move * k12, 1 + move * k22
-        determinant = (a11 * a22 - a12.square()).clamp(min=_TINY)
-        n1, n2 = self.weights
-        ee, pp = n1 * a22 / determinant, n2 * a11 / determinant
-        ep = -n1.sqrt() * n2.sqrt() * a12 / determinant
-        eu = ep + self.tilt * ee
-        return ee, eu, pp + self.tilt * (ep + eu)
-
-
-def _matrix_of_poles(sums: Sequence[Tensor], slopes: Sequence[Tensor], at: Tensor | None, dtype: torch.dtype) -> _Poles:
-    """The matrix N (N + (x - x') S)^-1 N with the sums N and the slopes S at x'; of moments, M (x M - M')^-1 M."""
-    ee, eu, uu = sums
-    zero = torch.zeros_like(ee)  # limits of the eigenvalues of S relative to N, which rounding must not leave
-    lowest, highest = (zero, zero + 1) if at is None else (1 / (1 + at), 1 / at)
-    some = ee > 0
-    safe = torch.where(some, ee, 1.0)
-    tilt = torch.where(some, eu / safe, 0.0)
-    left = uu - tilt * eu
-    two = some & (left > 8 * torch.finfo(dtype).eps * uu)  # else u is a multiple of e, up to rounding
-    left = torch.where(two, left, 0.0)
-    safe_left = torch.where(two, left, 1.0)
-    see, seu, suu = slopes
-    k11 = torch.where(some, see / safe, lowest).clamp(lowest, highest)
-    k22 = torch.where(two, (suu - tilt * (2 * seu - tilt * see)) / safe_left, lowest).clamp(lowest, highest)
-    k12 = torch.where(two, (seu - tilt * see) / (safe.sqrt() * safe_left.sqrt()), 0.0)
-    limit = torch.minimum((highest - k11) * (highest - k22), (k11 - lowest) * (k22 - lowest)).sqrt()
-    return _Poles(tilt, (torch.where(some, ee, 0.0), left), (k11, k12.clamp(-limit, limit), k22), at)
-
-
-def _pick_root(poles: _Poles, row: _PickRow, low: Tensor, high: Tensor, dtype: torch.dtype) -> Tensor:
-    """The root of the secular function between two d, the sums over poles being those of the model."""
-    a, b = (limit.clamp(min=torch.finfo(dtype).eps / 4) for limit in (low, high))  # less does not show in 1 + d
-    lowest, d = a, b
-    at_a, at_b = (_pick_secular(limit, row, *poles.sums(limit)) for limit in (a, b))
-    found = at_a >= 0
-    before = torch.zeros_like(found)
-    for step in range(PICK_STEPS if dtype != torch.float64 else 2 * PICK_STEPS):
-        weight = (at_a / (at_a - at_b)).nan_to_num(0.5, 0.5, 0.5).clamp(0, 1)
-        last, d = d, (a * b).sqrt() if step % 4 == 1 else a + weight * (b - a)
-        value = _pick_secular(d, row, *poles.sums(d))
-        above = value > 0
-        a, b = torch.where(above, a, d), torch.where(above, d, b)
-        # Illinois: an end that stays twice counts half, so that both move.
-        half = torch.where((above == before) & (step > 0), 0.5, 1.0)
-        at_a, at_b = torch.where(above, half * at_a, value), torch.where(above, value, half * at_b)
-        before = above
-        if not runs_asynchronously(d) and not bool(((d - last).abs() > torch.finfo(dtype).eps * (1 + d)).any()):
-            break
-    return torch.where(found, lowest, d)

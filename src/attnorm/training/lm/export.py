@@ -17,6 +17,7 @@ import torch
 
 from attnorm.files import write_json, write_text
 from attnorm.models.layer_normalizer import SOFTMAX
+from attnorm.normalizers.contract import Mechanism
 from attnorm.normalizers.registry import entries
 from attnorm.training.checkpoints import METRICS, loss_rise, speed_and_memory
 from attnorm.training.device import device_name, training_versions
@@ -80,8 +81,7 @@ def export(
         result["softmax_of_equal_size"] = softmax_of_equal_size(settings, corpus.vocabulary, parameters)
     sample = ""
     if sample_tokens:
-        # Selective attention depends on the choices of all earlier queries, which no cache keeps.
-        cached = all(name != "selective" for name, _ in settings.normalizers)
+        cached = not any(isinstance(part, Mechanism) and part.needs_every_query for part in saved.modules())
         sample = sample_text(saved, tokenizer, tokens=sample_tokens, seed=settings.seed, cached=cached)
         write_text(out / SAMPLE, sample)
     record = {**record, "result": result}
