@@ -7,6 +7,7 @@ import pytest
 import torch
 from scipy.stats import ttest_rel
 
+from attnorm.arithmetic import holm
 from attnorm.experiments.retrieval.results import (
     compare_with,
     lines_of,
@@ -14,7 +15,6 @@ from attnorm.experiments.retrieval.results import (
     predicted_right,
     scales_of,
 )
-from attnorm.intervals import holm
 from attnorm.training.retrieval.data import CLASSES
 from attnorm.training.retrieval.model import normalizer_for
 from tests.experiments.retrieval_records import found, record, training

@@ -16,7 +16,7 @@ _TINY = 1e-300
 
 
 def improved_root(first: Tensor, second: Tensor, x: Tensor, poles: Tensor, squares: Tensor, at_zero: Tensor) -> Tensor:
-    """One pass of rank_one_root by whoever sums the poles: sum q and sum q^2 over all entries but the first.
+    """One pass of rank_one_root for a caller that has sum q and sum q^2 over all entries but the first.
 
     q = u_j / (x - u_j). The first entry is the largest; at_zero is 0 where there is no sink.
     """

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import numpy as np
 from scipy.stats import binomtest, ttest_1samp
 
+from attnorm.arithmetic import Interval, holm, student_interval, wilson_interval
 from attnorm.files import write_text
-from attnorm.intervals import Interval, holm, student_interval, wilson_interval
 from attnorm.normalizers.spec import read_spec
 from attnorm.report.page_text import WIDTH as PANEL_WIDTH
 from attnorm.report.page_text import ScoreRow, ScoreTable, SideScore

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from attnorm.arithmetic import student_half_width
 from attnorm.experiments.experiment import ExperimentSubject, Floats, ProgressCallback, Verdict
-from attnorm.intervals import student_half_width
 from attnorm.metrics.call import AttentionCall, logit_blocks
 from attnorm.metrics.normalized import as_normalizer, resolve_normalizers, rows_block
 from attnorm.metrics.sampling import evenly_spaced, length_bins, rows_to_measure

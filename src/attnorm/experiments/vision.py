@@ -18,6 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
+from attnorm.arithmetic import student_interval, wilson_interval
 from attnorm.experiments.experiment import (
     RECORDS,
     Experiment,
@@ -31,7 +32,6 @@ from attnorm.experiments.experiment import (
 )
 from attnorm.figures import INK, PALE, letter, note, tidy
 from attnorm.files import append_jsonl, read_jsonl
-from attnorm.intervals import student_interval, wilson_interval
 from attnorm.provenance import file_hash
 from attnorm.run_folder import lock, try_lock
 from attnorm.training.device import chosen_device, free_memory, machine

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from attnorm.arithmetic import ceil_div
+from attnorm.arithmetic import ceil_div, wilson_interval
 from attnorm.engines.execution import one_thread
 from attnorm.experiments.clrs_text.results import (
     RANGES,
@@ -46,7 +46,6 @@ from attnorm.experiments.experiment import (
     Verdict,
 )
 from attnorm.figures import CORRECTED, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
-from attnorm.intervals import wilson_interval
 from attnorm.training.clrs.evaluate import OWN, REFITTED
 
 ALGORITHMS = 30

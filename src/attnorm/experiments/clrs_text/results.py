@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from scipy.stats import binomtest
 
+from attnorm.arithmetic import holm, wilson_interval
 from attnorm.experiments.clrs_text.workspace import ADAPTIVE, Line
-from attnorm.intervals import holm, wilson_interval
 from attnorm.training.clrs.evaluate import OWN, REFITTED
 
 SIGNIFICANT = 0.05

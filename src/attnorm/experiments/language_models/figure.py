@@ -10,9 +10,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from attnorm.arithmetic import wilson_interval
 from attnorm.experiments.language_models.results import LMContender, main_runs, most_informative_length
 from attnorm.figures import INK, PALE, letter, note, tidy
-from attnorm.intervals import wilson_interval
 from attnorm.models.layer_normalizer import SOFTMAX
 
 # Styles of lengths or texts: colour, marker and fill differ.

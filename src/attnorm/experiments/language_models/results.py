@@ -12,7 +12,7 @@ from typing import Any
 
 from scipy.stats import spearmanr
 
-from attnorm.intervals import wilson_interval
+from attnorm.arithmetic import wilson_interval
 
 Line = Mapping[str, Any]
 Heads = dict[str, list[float]]

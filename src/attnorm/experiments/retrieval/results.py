@@ -25,6 +25,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from attnorm.arithmetic import holm
 from attnorm.experiments.retrieval.plan import (
     BASELINE,
     PAPERS_RECIPE,
@@ -35,7 +36,6 @@ from attnorm.experiments.retrieval.plan import (
     Training,
     TrainingRecords,
 )
-from attnorm.intervals import holm
 from attnorm.normalizers.contract import Normalizer
 from attnorm.training.retrieval.data import CLASSES
 from attnorm.training.retrieval.evaluate import OWN, Mean, Record, RetrievalRow, mean_of, summarise

@@ -19,8 +19,8 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn import functional as F
 
+from attnorm.arithmetic import student_half_width
 from attnorm.files import append_jsonl, read_jsonl
-from attnorm.intervals import student_half_width
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.spec import read_settings, state_spec
 from attnorm.training.retrieval.data import CLASSES, Batch, Sets, Task, find_task, sets_for_testing
