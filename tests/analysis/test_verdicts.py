@@ -230,7 +230,7 @@ def test_rows_with_fewer_than_two_keys_are_not_said_to_be_silent() -> None:
 
 def silent_tables() -> dict[str, pa.Table]:
     """Eight heads of sigmoid; two are silent, one of them has no weight at all."""
-    tables = dict(synthetic_tables(cast=[["selects"] * 8], **SMALL))
+    tables = dict(synthetic_tables(cast=[["muddled"] * 8], **SMALL))
     changed = {0: NO_WEIGHT, 1: {"row_sum": 1e-3}}
     rows = [row | changed.get(row["head"], {"row_sum": 0.9}) for row in tables["heads"].to_pylist()]
     return tables | {"heads": pa.Table.from_pylist(rows, schema=tables["heads"].schema)}
@@ -240,7 +240,7 @@ def test_the_model_is_said_to_have_silent_heads_and_what_to_do() -> None:
     tables = silent_tables()
     heads = judge_all(tables["heads"], tables["by_length"], tables["top_n"], model_runs="sigmoid")[0]
     assert heads["verdict"].to_pylist() == ["silent"] * 2 + ["healthy"] * 6
-    assert heads["saturation"].to_pylist()[:2] == ["not judged"] * 2
+    assert heads["saturation"].to_pylist() == ["not judged"] * 2 + ["saturated"] * 6
     manifest = synthetic_manifest()
     manifest["model"]["runs"] = "sigmoid"
     model = model_verdict({**tables, "heads": heads}, manifest)

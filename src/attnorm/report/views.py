@@ -41,7 +41,7 @@ VERDICTS: tuple[VerdictWord, ...] = tuple(
         ("dispersed-forced", "Df"),
         ("dispersed-by-choice", "Dc"),
         ("dispersed", "Di"),
-        ("silent", "Sl"),
+        ("silent", "St"),
         ("sink-dominated", "Si"),
         ("frozen", "Fr"),
         ("sensitive", "Se"),
