@@ -275,10 +275,12 @@ def always_near_worst(runs: str | None, share: float) -> bool:
 
 
 def _describe_sink(case: HeadCase) -> str:
-    """Describe the sink: the first key, and the model's learned sink if a softmax row sums to less than 1."""
+    """Describe the sink: the first key, and a learned sink of the model or the normalizer that took some weight."""
     row_sum = case.number("row_sum")
     first = f"the first of the {case.n:,} keys that it sees" if case.windowed else f"the first of {case.n:,} keys"
-    if case.runs != "softmax" or row_sum is None or row_sum > 0.995:
+    normalizer = _registered(case.runs)
+    learned = case.runs == "softmax" or (normalizer is not None and normalizer.sink is not None)
+    if not learned or row_sum is None or row_sum > 0.995:
         return first
     return f"its sinks, {1 - row_sum:.0%} on the learned one that is no key and the rest on {first}"
 
