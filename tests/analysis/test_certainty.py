@@ -17,7 +17,13 @@ from attnorm.analysis.result import Analysis
 from attnorm.analysis.tables import WINDOW_NUMBERS, WINDOWS
 from attnorm.analysis.verdicts import Thresholds
 from attnorm.analysis.verdicts.judge import judge_all, judge_head, saturation
-from attnorm.analysis.verdicts.rules import NOT_JUDGED, HeadCase, codes_on_both_sides, verdict_codes
+from attnorm.analysis.verdicts.rules import (
+    NOT_JUDGED,
+    HeadCase,
+    always_near_worst,
+    codes_on_both_sides,
+    verdict_codes,
+)
 from attnorm.analysis.verdicts.thresholds import VERDICTS
 from tests.analysis.synthetic import synthetic_tables
 from tests.analysis.tiny_models import gpt2, ids
@@ -31,22 +37,33 @@ HEAD = st.fixed_dictionaries(
         "entropy_floor": st.one_of(st.just(math.nan), st.floats(0, 6)),
         "max_weight": share, "sink_mass": share, "horizon": positive, "jacobian_norm": share, "gated_sink_mass": share,
         "jacobian_norm_q75": share, "entropy_ratio_without_sink": share, "horizon_without_sink": positive,
+        "row_sum": st.one_of(share, st.sampled_from([-0.005, 1e-4]), st.floats(0, 0.02)),
+        "row_sum_q05": st.sampled_from([0.0, -0.1, math.nan]),
+        "effective_keys": st.one_of(st.just(math.nan), st.floats(1, 100)),
         "gap_slope": slope, "gap_slope_without_sink": slope, "gap_slope_error": st.floats(0, 0.3),
-        "n_high": st.integers(2, 2048), "n_low": st.integers(2, 2048), "broken_rows": st.sampled_from([0, 0, 0, 1]),
+        "n_high": st.integers(1, 2048), "n_low": st.integers(1, 2048), "broken_rows": st.sampled_from([0, 0, 0, 1]),
     }
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
-@given(row=HEAD, what_if=st.booleans(), over_lengths=slope)
+@settings(max_examples=300, deadline=None)
+@given(
+    row=HEAD,
+    what_if=st.booleans(),
+    over_lengths=slope,
+    runs=st.sampled_from(["softmax", "sink", "softpick", "odd_polynomial", None]),
+)
 def test_arrays_of_heads_get_the_verdicts_that_the_rules_give_one_by_one(
-    row: dict[str, Any], what_if: bool, over_lengths: float
+    row: dict[str, Any], what_if: bool, over_lengths: float, runs: str | None
 ) -> None:
-    row = row | {"normalizer": "model", "n_low": min(row["n_low"], row["n_high"])}
+    row = row | {"normalizer": "model", "n_low": min(row["n_low"], row["n_high"]), "worst_norm": 0.5}
+    if row["n_high"] < 2:
+        row |= dict.fromkeys(("entropy_ratio", "entropy_ratio_without_sink"), math.nan)  # as it is measured
     alone = None if math.isnan(over_lengths) else over_lengths
-    case = HeadCase(row=row, thresholds=Thresholds(), runs="softmax", slope_over_lengths=alone, what_if=what_if)
+    case = HeadCase(row=row, thresholds=Thresholds(), runs=runs, slope_over_lengths=alone, what_if=what_if)
     arrays = {name: np.array([value]) for name, value in row.items() if name != "normalizer"}
-    arrays |= {"worst_norm": np.array([0.5]), "near_worst": np.array([False]), "what_if": np.array([what_if])}
+    arrays |= {"near_worst": np.array([always_near_worst(runs, 0.9)]), "what_if": np.array([what_if])}
+    arrays |= {"signed": np.array([case.signed]), "sums_to_one": np.array([case.sums_to_one])}
     code = int(verdict_codes({**arrays, "slope_over_lengths": np.array([over_lengths])}, Thresholds())[0])
     assert (None if code == NOT_JUDGED else VERDICTS[code]) == judge_head(case).verdict
 
@@ -117,7 +134,8 @@ SMEARED: dict[str, float] = {
     "sink_mass": 0.02, "horizon": 5e4, "jacobian_norm": 0.2, "jacobian_norm_q75": 0.3,
     "entropy_ratio_without_sink": 0.4, "horizon_without_sink": 5e4, "gap_slope": 0.2, "gap_slope_without_sink": 0.2,
     "gap_slope_error": 0.0, "slope_over_lengths": math.nan, "n_high": 1000, "n_low": 1000, "broken_rows": 0,
-    "worst_norm": 0.5, "near_worst": False, "what_if": False,
+    "worst_norm": 0.5, "near_worst": False, "what_if": False, "row_sum": 0.5, "signed": False, "sums_to_one": False,
+    "effective_keys": 100.0,
 }  # fmt: skip
 SHARP = SMEARED | {"entropy_ratio": 0.3, "entropy_nats": 0.3 * math.log(1000)}
 
@@ -135,6 +153,8 @@ SHARP = SMEARED | {"entropy_ratio": 0.3, "entropy_nats": 0.3 * math.log(1000)}
         (SHARP, "jacobian_norm_q75", 0.45),
         (SHARP | {"jacobian_norm": 0.01}, "max_weight", 0.99),
         (SHARP | {"max_weight": 0.995}, "jacobian_norm", 0.02),
+        (SMEARED, "row_sum", 0.01),
+        (SMEARED | {"signed": True, "effective_keys": 10.0}, "max_weight", 0.001),
     ],
 )
 def test_beyond_the_nearest_threshold_lies_the_verdict_of_its_other_side(
@@ -359,3 +379,47 @@ def test_passages_hold_the_whole_text() -> None:
     assert "".join(found.values()) == text
     assert list(found) == ["passage 1 of 3", "passage 2 of 3", "passage 3 of 3"]
     assert all(part.startswith("word") for part in found.values())
+
+
+def judged_sums(sums: list[float], **numbers: float) -> tuple[dict[str, Any], list[str]]:
+    """One head of softpick, with a window of each row sum."""
+    heads, by_length, top_n, windows = tables_over([math.nan] * len(sums))
+    changed = [row | numbers | {"row_sum": float(np.mean(sums))} for row in heads.to_pylist()]
+    own = [row | numbers | {"row_sum": value} for row, value in zip(windows.to_pylist(), sums, strict=True)]
+    tables = pa.Table.from_pylist(changed, schema=heads.schema), by_length, top_n
+    found, by_window = judge_all(*tables, windows=pa.Table.from_pylist(own, schema=WINDOWS), model_runs="softpick")
+    return found.to_pylist()[0], by_window["verdict"].to_pylist()
+
+
+def test_a_silent_head_has_a_confidence_even_if_every_weight_is_zero() -> None:
+    row, by_window = judged_sums([0.0] * 5, sink_mass=math.nan, max_weight=math.nan)
+    assert (row["verdict"], row["confidence"], row["agreement"]) == ("silent", 1.0, 1.0)
+    assert by_window == ["silent"] * 5
+    assert row["evidence"].endswith("reads no key. 5 of 5 windows agree.")
+    assert (row["deciding"], row["deciding_value"], row["deciding_threshold"]) == ("row_sum", 0.0, 0.01)
+    few, _ = judged_sums([0.0] * 2, sink_mass=math.nan, max_weight=math.nan)
+    assert math.isnan(few["confidence"]), "two windows without blocks are nothing to resample"
+
+
+def test_a_head_near_the_threshold_of_silence_is_undecided() -> None:
+    row, by_window = judged_sums([0.004, 0.016, 0.005, 0.013, 0.006, 0.014], entropy_ratio=0.3)
+    assert (row["verdict"], row["leaning"]) == ("undecided", "silent")
+    assert by_window == ["silent", "healthy"] * 3
+    assert "95% interval of the sum of the weights: 0.01 to 0.01, threshold 0.01" in row["evidence"]
+
+
+def test_windows_of_earlier_versions_have_no_row_sums() -> None:
+    heads, by_length, top_n, windows = tables_over([0.3] * 5)
+    tiny = [row | {"row_sum": 0.001} for row in heads.to_pylist()]
+    unknown = [row | {"row_sum": math.nan} for row in windows.to_pylist()]
+    found, by_window = judge_all(
+        pa.Table.from_pylist(tiny, schema=heads.schema),
+        by_length,
+        top_n,
+        windows=pa.Table.from_pylist(unknown, schema=WINDOWS),
+        model_runs="sigmoid",
+    )
+    row = found.to_pylist()[0]
+    assert (row["verdict"], row["agreement"]) == ("silent", 1.0)
+    assert math.isnan(row["confidence"])
+    assert by_window["verdict"].to_pylist() == ["silent"] * 5

@@ -132,6 +132,16 @@ def test_a_part_of_other_columns_is_refused(tmp_path: Path) -> None:
         store.read_part(tmp_path, other.key)
 
 
+def test_a_part_of_a_version_without_row_sums_of_blocks_is_read(tmp_path: Path) -> None:
+    old = part()
+    old.tables["blocks"] = old.tables["blocks"].drop_columns(["row_sum"])
+    store.write_part(tmp_path, old)
+    read = store.read_part(tmp_path, old.key)
+    assert read is not None
+    assert read.tables["blocks"].schema.equals(store.SCHEMAS["blocks"])
+    assert set(map(str, read.tables["blocks"]["row_sum"].to_pylist())) <= {"nan"}
+
+
 @pytest.mark.parametrize("content", ["", "{", "[1, 2]", "\x00"])
 def test_a_manifest_of_something_else_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "manifest.json").write_text(content)

@@ -62,8 +62,8 @@ def test_every_verdict_is_found_on_heads_made_for_it() -> None:
         (row["layer"], row["head"]): row["verdict"] for row in tables["heads"].to_pylist() if row["length"] == 1024
     }
     assert found == EXPECTED
-    assert set(found.values()) == set(VERDICTS) - {"dispersed", "undecided", "differs"}, (
-        "softmax has a ceiling, so that force is told from choice"
+    assert set(found.values()) == set(VERDICTS) - {"silent", "dispersed", "undecided", "differs"}, (
+        "softmax rows sum to one, and softmax has a ceiling, so that force is told from choice"
     )
 
 
@@ -170,8 +170,89 @@ def test_mass_on_a_learned_sink_is_not_said_to_lie_on_the_first_key() -> None:
     assert judgement_of(sink_mass=0.9, row_sum=1.0).evidence.startswith(
         "90% of the weight lies on the first of 1,024 keys"
     )
-    assert "70% on the learned one" in judgement_of(sink_mass=0.9, row_sum=0.3).evidence
+    for runs in ("softmax", "sink", "softmax1"):
+        assert "70% on the learned one" in judgement_of(runs, sink_mass=0.9, row_sum=0.3).evidence
     assert "learned" not in judgement_of(runs="sigmoid", sink_mass=0.9, row_sum=0.3).evidence
+
+
+UNDEFINED = (
+    "entropy_ratio", "entropy_nats", "max_weight", "sink_mass", "effective_keys", "jacobian_norm_q75",
+    "entropy_ratio_without_sink", "effective_keys_without_sink", "gap_slope", "horizon",
+)  # fmt: skip
+NO_WEIGHT = dict.fromkeys(UNDEFINED, math.nan) | {"row_sum": 0.0, "row_sum_q05": 0.0}
+
+
+def test_a_head_whose_weights_are_all_zero_is_silent_and_not_unjudged() -> None:
+    found = judgement_of("softpick", **NO_WEIGHT)
+    assert (found.verdict, found.flags) == ("silent", ("silent",))
+    assert found.evidence == "The weights of its median row sum to 0, below 0.01: the head reads no key."
+    assert verdict("softpick", **NO_WEIGHT, broken_rows=1) == "broken"
+
+
+def test_tiny_weights_are_silent_wherever_they_lie() -> None:
+    tiny = judgement_of("sigmoid", row_sum=0.0004, sink_mass=0.9999, max_weight=0.0004)
+    assert (tiny.verdict, tiny.flags) == ("silent", ("silent",))
+    assert "sum to 0.0004, below 0.01" in tiny.evidence
+    assert verdict("sigmoid", row_sum=0.0099) == "silent"
+    assert verdict("sigmoid", row_sum=0.01, jacobian_norm_q75=0.01) == "healthy"
+    for runs in ("composed:map=softpick", None):  # its name does not say that there is no learned sink
+        assert verdict(runs, row_sum=0.0004, sink_mass=0.5) == "silent"
+    lower = HeadCase(
+        row=head(row_sum=0.0004, jacobian_norm_q75=0.01), thresholds=Thresholds(silent_sum=1e-4), runs="sigmoid"
+    )
+    assert judge_head(lower).verdict == "healthy"
+
+
+def test_a_learned_sink_that_takes_all_weight_is_a_sink_and_not_silence() -> None:
+    """A model may have its own sinks beside softmax; their share is in the sink mass."""
+    for runs in ("sink", "softmax1", "softmax", None):
+        found = judgement_of(runs, row_sum=0.0004, sink_mass=0.9997, max_weight=1e-4)
+        assert found.verdict == "sink-dominated"
+    assert "100% on the learned one" in judgement_of("softmax", row_sum=0.0004, sink_mass=0.9997).evidence
+    assert verdict("softmax", row_sum=1.0, sink_mass=0.0) == "healthy"
+
+
+def test_signed_weights_that_cancel_are_not_silent() -> None:
+    for signed in ({"runs": "odd_polynomial"}, {"runs": None, "row_sum_q05": -0.2}):
+        cancels = {**signed, "row_sum": 0.001, "sink_mass": 0.1}
+        assert verdict(**cancels, max_weight=0.3, effective_keys=10.0) == "healthy"
+        small = judgement_of(**cancels, max_weight=1e-4, effective_keys=20.0)
+        assert small.verdict == "silent"
+        assert "absolute weights of its median row sum to at most 0.002, below 0.01" in small.evidence
+    assert verdict("odd_polynomial", **NO_WEIGHT) == "silent"
+
+
+def test_rows_with_fewer_than_two_keys_are_not_said_to_be_silent() -> None:
+    alone = judgement_of("sigmoid", **{**NO_WEIGHT, "row_sum": 1e-9}, n_high=1)
+    assert (alone.verdict, alone.evidence) == (None, "Not judged: no row with at least two visible keys.")
+    unseen = judgement_of("sigmoid", **{**NO_WEIGHT, "row_sum": math.nan})
+    assert (unseen.verdict, unseen.evidence) == (None, "Not judged: no row with at least two visible keys.")
+
+
+def silent_tables() -> dict[str, pa.Table]:
+    """Eight heads of sigmoid; two are silent, one of them has no weight at all."""
+    tables = dict(synthetic_tables(cast=[["muddled"] * 8], **SMALL))
+    changed = {0: NO_WEIGHT, 1: {"row_sum": 1e-3}}
+    rows = [row | changed.get(row["head"], {"row_sum": 0.9}) for row in tables["heads"].to_pylist()]
+    return tables | {"heads": pa.Table.from_pylist(rows, schema=tables["heads"].schema)}
+
+
+def test_the_model_is_said_to_have_silent_heads_and_what_to_do() -> None:
+    tables = silent_tables()
+    heads = judge_all(tables["heads"], tables["by_length"], tables["top_n"], model_runs="sigmoid")[0]
+    assert heads["verdict"].to_pylist() == ["silent"] * 2 + ["healthy"] * 6
+    assert heads["saturation"].to_pylist() == ["not judged"] * 2 + ["saturated"] * 6
+    manifest = synthetic_manifest()
+    manifest["model"]["runs"] = "sigmoid"
+    model = model_verdict({**tables, "heads": heads}, manifest)
+    assert model.headline.startswith("6 of 8 heads still select among 512 keys; 2 silent")
+    assert model.counts["silent"] == 2
+    assert "Silent heads: 2 of 8 read no key; the weights sum to less than 0.01 in the median row." in model.sentences
+    (advice,) = [one for one in model.advice if "ilent" in one.title]
+    assert advice.heads == 2
+    assert "bias of sigmoid" in advice.text
+    assert model.rate is not None
+    assert model.rate.heads == 6
 
 
 def test_a_sharp_head_that_still_has_a_gradient_is_not_frozen() -> None:

@@ -1,15 +1,17 @@
 """analysis.plot(): figures without a display, of the numbers in the tables."""
 
 import doctest
+import math
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from matplotlib.figure import Figure
 
 from attnorm.analysis import result
 from attnorm.analysis.result import Analysis
-from attnorm.report.plots import plot
+from attnorm.report.plots import plot, worst_head
 from tests.analysis.synthetic import synthetic_manifest, synthetic_tables
 from tests.report.html.sample import CAST, HOSTILE, hostile, sample
 
@@ -97,3 +99,8 @@ def test_the_examples_in_the_docstrings_run(tmp_path: Any, monkeypatch: pytest.M
         checker.run(test)
     assert checker.failures == 0
     assert (tmp_path / "heads.png").is_file()
+
+
+def test_the_worst_head_is_not_one_whose_curves_may_be_empty() -> None:
+    numbers = {"verdict": ["broken", "silent", "healthy", "sink-dominated"], "entropy_ratio": [math.nan] * 4}
+    assert worst_head(pa.table({**numbers, "layer": [0] * 4, "head": [0, 1, 2, 3]})) == (0, 3)

@@ -108,10 +108,13 @@ def read_part(folder: Path, key: str) -> Part | None:
     try:
         about = read_json(target / _PART)
         digests = about.pop(_DIGESTS, {})
-        tables = {name: read_table(target / f"{name}.parquet", digests.get(name)) for name in SCHEMAS}
+        written = {name: read_table(target / f"{name}.parquet", digests.get(name)) for name in SCHEMAS}
     except FileNotFoundError as error:
         raise DamagedFileError(f"{target} is not complete: {error}") from error
+    tables = with_new_metrics(written)
     for name, schema in SCHEMAS.items():
+        if set(tables[name].column_names) == set(schema.names):
+            tables[name] = tables[name].select(schema.names)
         if not tables[name].schema.equals(schema):
             raise ValueError(
                 f"{target / name}.parquet: expected the columns that this version of attnorm writes, got others. "

@@ -94,7 +94,7 @@ BY_LENGTH = pa.schema(
 # One row per head and block of consecutive long rows: medians of the metrics that decide verdicts, for resampling.
 BLOCK_METRICS = (
     "entropy_ratio", "entropy_nats", "entropy_floor", "max_weight", "sink_mass", "horizon", "jacobian_norm",
-    "entropy_ratio_without_sink", "horizon_without_sink",
+    "entropy_ratio_without_sink", "horizon_without_sink", "row_sum",
 )  # fmt: skip
 BLOCK_NORM = "jacobian_norm_q75"
 BLOCKS = pa.schema(

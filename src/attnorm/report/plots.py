@@ -207,8 +207,12 @@ def save_figures(analysis: Analysis, folder: Path) -> list[Path]:
 
 
 def worst_head(heads: pa.Table) -> tuple[int, int]:
-    """Return layer and head with the worst verdict, "broken" last, and among those with the highest entropy."""
-    order = [word.name for word in VERDICTS if word.name != "broken"] + ["broken"]
+    """Return layer and head with the worst verdict, and among those with the highest entropy.
+
+    "silent" and "broken" come last: their curves may be empty.
+    """
+    last = ["silent", "broken"]
+    order = [word.name for word in VERDICTS if word.name not in last] + last
 
     def urgency(row: Mapping[str, Any]) -> tuple[int, float]:
         spread = row["entropy_ratio"]

@@ -33,6 +33,7 @@ STYLE: dict[str, str] = {
     "dispersed": "#000000 on #ffd9a0",
     "undecided": "#000000 on #d0d0d0",
     "differs": "#000000 on #c58fff",
+    "silent": "#ffffff on #6a1fb0",
     "sink-dominated": "#000000 on #6fa8ff",
     "frozen": "#000000 on #7fe0e6",
     "sensitive": "#000000 on #ff9ed2",
@@ -109,8 +110,9 @@ def _cell(row: Row | None) -> Text:
 
 
 def _keys_in_use(rows: Sequence[Row]) -> str:
-    """Return the median of effective keys over the layer's heads, and n."""
-    counts = [value for row in rows if (value := number(row, "effective_keys")) is not None]
+    """Return the median of effective keys over the layer's heads, and n. A silent head reads none."""
+    reading = [row for row in rows if row["verdict"] != "silent"]
+    counts = [value for row in reading if (value := number(row, "effective_keys")) is not None]
     return f"{format_keys(median(counts))} of {max(row['n_high'] for row in rows):,}" if counts else "-"
 
 
@@ -208,7 +210,7 @@ def _describe_run(analysis: Analysis) -> str:
 def _reads_table(analysis: Analysis, heads: Sequence[Row]) -> Table | None:
     """Return the keys that the sharpest heads read in their last listed row, one head per layer; None without reads."""
     sharpest: dict[tuple[str, int], Row] = {}
-    for row in sorted(heads, key=_sharpness):
+    for row in sorted((row for row in heads if row["verdict"] != "silent"), key=_sharpness):
         sharpest.setdefault((row["kind"], row["layer"]), row)
     top_keys_per_head: list[tuple[Row, TopKeys]] = []
     for row in list(sharpest.values())[:READING_HEADS]:

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 from playwright.sync_api import Page, expect
@@ -322,7 +323,17 @@ def test_a_broken_head_opens_without_curves_and_keys(open_report: Open) -> None:
     page = open_report(sample(), address="#head=2.3")
     expect(page.locator("#panel-title")).to_contain_text("broken")
     assert page.locator("#panel .chart svg path").count() == 0
-    expect(page.locator(".reads")).to_contain_text("no row with finite weights")
+    expect(page.locator(".reads")).to_contain_text("no row with finite weights other than 0")
+
+
+def test_the_head_that_opens_first_is_not_silent_as_its_curves_may_be_empty(open_report: Open) -> None:
+    heads = sample().heads
+    verdicts = ["healthy" if (row["layer"], row["head"]) == (1, 2) else "silent" for row in heads.to_pylist()]
+    column = heads.schema.get_field_index("verdict")
+    page = open_report(replace(sample(), heads=heads.set_column(column, "verdict", pa.array(verdicts))))
+    expect(page.locator("#panel-title")).to_contain_text("Layer 1, head 2")
+    cell(page, 0, 0).click()
+    expect(page.locator("#panel-title")).to_contain_text("silent")
 
 
 def test_an_analysis_without_heads_still_says_so(open_report: Open) -> None:

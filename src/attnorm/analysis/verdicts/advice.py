@@ -50,6 +50,7 @@ def advise(
         _temperature(chosen, tables["sensitivity"], manifest),
         _sinks(chosen, tables["heads"], others, runs, input_word(manifest)),
         _frozen(chosen),
+        _silent(chosen, runs),
     )
     advice = [one for one in candidates if one is not None] or [_no_advice(chosen, manifest)]
     instead = stand_in(chosen, manifest)
@@ -220,6 +221,19 @@ def _frozen(model_heads: Rows) -> Advice | None:
         text="A head that gives one key everything may work well, but hardly any gradient reaches its logits: a higher "
         "temperature there, or smaller norms of queries and keys, lets it learn again.",
         heads=len(frozen),
+    )
+
+
+def _silent(model_heads: Rows, runs: str | None) -> Advice | None:
+    silent = select_verdicts(model_heads, ("silent",))
+    if not silent:
+        return None
+    return Advice(
+        title="Prune silent heads, or let them read",
+        text="They cost time and add almost nothing to the output here. If they are silent on other inputs too, prune "
+        f"them. Rows without weight give almost no gradient: before training, change the start or the bias of "
+        f"{runs or 'what they run'}.",
+        heads=len(silent),
     )
 
 

@@ -69,7 +69,9 @@ def assess_certainty(
 
     def assess(batch: slice) -> list[Certainty]:
         resampled = _resample(batch, judged, by_window, by_block)
-        return _certainties(batch, codes, resampled, judged, by_window, thresholds)
+        is_silent, with_sums = codes[batch] == CODE["silent"], _has_row_sums(batch, by_window, by_block)
+        known = np.where(is_silent, with_sums, _any_moves(resampled))
+        return _certainties(batch, codes, resampled, judged, by_window, known, thresholds)
 
     batches = [slice(start, start + HEADS_AT_ONCE) for start in range(0, len(rows), HEADS_AT_ONCE)]
     certainties = each_in_a_thread(assess, batches) if batches else []
@@ -77,9 +79,15 @@ def assess_certainty(
 
 
 def _certainties(
-    batch: slice, codes: np.ndarray, resampled: Arrays, judged: HeadArrays, windows: "_Windows", thresholds: Thresholds
+    batch: slice,
+    codes: np.ndarray,
+    resampled: Arrays,
+    judged: HeadArrays,
+    windows: "_Windows",
+    known: np.ndarray,
+    thresholds: Thresholds,
 ) -> list[Certainty]:
-    """Return the certainty of each head of a batch. resampled: numbers of these heads."""
+    """Return the certainty of each head of a batch. resampled: numbers of these heads. known: has a confidence."""
     codes, count, agreeing = codes[batch], windows.count[batch], windows.agreeing(codes)[batch]
     fixed = {name: value[batch] for name, value in judged.fixed.items()}
     numbers = {name: value[batch, None] for name, value in judged.numbers.items()}
@@ -92,7 +100,7 @@ def _certainties(
     low, high = (np.where(_moves(values), bound, np.nan) for bound in _quantiles(values, [0.025, 0.975]))
     confidence = _share_of_votes(codes[:, None], resampled_codes, beyond, distances)
     columns = (
-        np.where(_any_moves(resampled), confidence, np.nan),
+        np.where(known, confidence, np.nan),
         np.where(count > 1, agreeing / np.maximum(count, 1), np.nan),
         np.maximum(count, 1),
         agreeing,
@@ -130,7 +138,10 @@ def _judge_windows(
     fixed = {name: value[owner] for name, value in judged.fixed.items()}
     for name in ("broken_rows", "n_low", "n_high", "worst_norm"):
         fixed[name] = _column(windows, name, fixed[name])
-    codes = verdict_codes({**numbers, **fixed}, thresholds) if len(owner) else np.zeros(0, dtype=int)
+    sums = numbers["row_sum"]  # runs of earlier versions have none of windows
+    sums = np.where(np.isnan(sums), judged.numbers["row_sum"][owner], sums)
+    every = {**numbers, "row_sum": sums, **fixed}
+    codes = verdict_codes(every, thresholds) if len(owner) else np.zeros(0, dtype=int)
     slot = _indices_within_heads(owner)
     width = int(slot.max(initial=-1)) + 1
     units = {name: np.full((heads, width), np.nan) for name in numbers}
@@ -257,7 +268,13 @@ def deciding_numbers(
 
     dispersed = [CODE[name] for name in DISPERSED]
     ratio, slope = suffixed("entropy_ratio"), suffixed("gap_slope")
+    signed = fixed["signed"]  # their sum does not decide
     choices = [
+        (
+            either("silent"),
+            np.where(signed, "max_weight", "row_sum"),
+            np.where(signed, np.nan, thresholds.silent_sum),
+        ),
         (either("sink-dominated"), "sink_mass", thresholds.sink_dominated),
         (either("frozen"), "max_weight", thresholds.frozen_weight),
         (
@@ -298,6 +315,12 @@ def _any_moves(columns: Arrays) -> np.ndarray:
         if column.shape[1] > 1 and not found.all():  # the first columns move unless a head has no units
             found[~found] = _moves(column[~found])
     return found
+
+
+def _has_row_sums(batch: slice, windows: _Windows, blocks: Arrays) -> np.ndarray:
+    """Return which heads have row sums to resample. Those of a silent head may all be 0, so that no column moves."""
+    of_windows, of_blocks = (np.isfinite(units["row_sum"][batch]).any(1) for units in (windows.units, blocks))
+    return np.where(windows.count[batch] >= ENOUGH_WINDOWS, of_windows, of_blocks)
 
 
 def _quantiles(values: np.ndarray, shares: Sequence[float]) -> list[np.ndarray]:

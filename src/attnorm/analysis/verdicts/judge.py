@@ -19,7 +19,15 @@ from attnorm.analysis.tables import BLOCKS, HEAD_KEY, VERDICT_COLUMNS, WINDOW_NU
 from attnorm.analysis.verdicts.certainty import Certainty, HeadArrays, assess_certainty
 from attnorm.analysis.verdicts.reach import circuit_words
 from attnorm.analysis.verdicts.rows import Row, format_keys, head_rows, number, sees_fewer_keys
-from attnorm.analysis.verdicts.rules import OPEN, RULES, HeadCase, always_near_worst, describe_selection, judged_suffix
+from attnorm.analysis.verdicts.rules import (
+    OPEN,
+    RULES,
+    HeadCase,
+    always_near_worst,
+    describe_selection,
+    judged_suffix,
+    silent,
+)
 from attnorm.analysis.verdicts.thresholds import UNDECIDED, VERDICTS, Thresholds
 
 ONE_SIDED = 0.95  # level of each of the two tests for saturation
@@ -88,6 +96,8 @@ def judge_head(case: HeadCase) -> Judgement:
     if broken:
         rows = f"{broken:,} measured row{'s' * (broken != 1)}"
         return Judgement("broken", ("broken",), f"{rows} had logits or weights that are not finite; none is averaged.")
+    for verdict, evidence in silent(case):
+        return Judgement(verdict, (verdict,), _sentence(case, evidence))
     if case.number("entropy_ratio") is None:
         return Judgement(None, (), "Not judged: no row with at least two visible keys.")
     findings = [finding for rule in RULES for finding in rule(case)]
@@ -96,9 +106,12 @@ def judge_head(case: HeadCase) -> Judgement:
     verdict = flags[0] if flags else "healthy"
     unknown = "; ".join(words for name, words in findings if name == OPEN)
     evidence = words_by_verdict.get(verdict) or describe_selection(case)
+    return Judgement(verdict, flags, _sentence(case, f"{evidence}{'; not judged: ' if unknown else ''}{unknown}"))
+
+
+def _sentence(case: HeadCase, evidence: str) -> str:
     circuit = circuit_words(case.row)
-    sentence = f"{evidence}{'; not judged: ' if unknown else ''}{unknown}."
-    return Judgement(verdict, flags, f"{circuit[0].upper()}{circuit[1:]}. {sentence}" if circuit else sentence)
+    return f"{circuit[0].upper()}{circuit[1:]}. {evidence}." if circuit else f"{evidence}."
 
 
 @dataclass(frozen=True)
@@ -166,6 +179,8 @@ def saturation(row: Row, top_n: Sequence[Row], thresholds: Thresholds) -> Satura
 def _verdict_columns(case: HeadCase, certainty: Certainty, saturated: Saturation) -> dict[str, Any]:
     """Return the values of VERDICT_COLUMNS for one head."""
     judgement, thresholds = judge_head(case), case.thresholds
+    if "silent" in judgement.flags:
+        saturated = Saturation("not judged", "its weights sum to almost nothing")
     settled = judgement.verdict in (None, "broken")
     unsure = certainty.confidence < thresholds.confidence or certainty.agreement < thresholds.agreement  # False for NaN
     verdict = UNDECIDED if unsure and not settled else judgement.verdict
@@ -210,6 +225,7 @@ def _describe_certainty(verdict: str | None, certainty: Certainty, *, undecided:
 _DECIDING_WORDS = {
     "sink_mass": "the weight on the sink",
     "max_weight": "the largest weight",
+    "row_sum": "the sum of the weights",
     "horizon": "the horizon",
     "entropy_ratio": "entropy / log n",
     "gap_slope": "the growth of the gap",
@@ -249,6 +265,8 @@ def _as_arrays(heads: pa.Table, cases: Sequence[HeadCase]) -> HeadArrays:
         "gated_sink_mass": [_none_to_nan(case.number("gated_sink_mass")) for case in cases],
         "near_worst": [always_near_worst(case.runs, case.thresholds.sensitive_norm) for case in cases],
         "what_if": [case.what_if for case in cases],
+        "signed": [case.signed for case in cases],
+        "sums_to_one": [case.sums_to_one for case in cases],
         "slope_over_lengths": [_none_to_nan(case.slope_over_lengths) for case in cases],
     }
     return HeadArrays(numbers, {name: np.array(values) for name, values in fixed.items()})

@@ -77,7 +77,7 @@ def headline(
     broken = sum(row["verdict"] == "broken" for row in (*seeing_all, *windowed))
     if broken:
         parts.insert(0, f"{broken} of {total + len(windowed)} heads {'is' if broken == 1 else 'are'} broken")
-    others = ("dispersed", "dispersed-by-choice", "dispersed-forced", "sink-dominated", UNDECIDED, DIFFERS, None)
+    others = (*reversed(DISPERSED), "sink-dominated", "silent", UNDECIDED, DIFFERS, None)
     rest = [f"{keeping_up} broad but keeping up"] if keeping_up else []
     rest += [_count_words(counts, name, word) for name in others if counts[name]]
     if rest:
@@ -251,6 +251,16 @@ def confidence_sentences(heads: Sequence[Row], manifest: Mapping[str, Any], thre
     ]
 
 
+def silent_sentences(heads: Sequence[Row], thresholds: Thresholds) -> list[str]:
+    """Count the heads that read no key."""
+    silent = sum(row["verdict"] == "silent" for row in heads)
+    if not silent:
+        return []
+    read = "reads" if silent == 1 else "read"
+    less = f"sum to less than {thresholds.silent_sum:g} in the median row"
+    return [f"Silent heads: {silent} of {len(heads)} {read} no key; the weights {less}."]
+
+
 def saturation_sentences(heads: Sequence[Row], manifest: Mapping[str, Any], thresholds: Thresholds) -> list[str]:
     if not heads:
         return []
@@ -374,6 +384,7 @@ def model_verdict(
             *reading_sentences(manifest),
             *text_sentences(texts, word),
             *confidence_sentences(heads, manifest, thresholds),
+            *silent_sentences(heads, thresholds),
             *ceiling_sentences(limit, manifest, runs),
             *window_sentences(windowed, word),
             *rate_sentences(slopes),

@@ -91,7 +91,7 @@ def binding_length(curve: Iterable[Row], column: str, horizon: float) -> float:
 
 
 def rate(heads: Iterable[Row]) -> Rate | None:
-    rows = list(heads)
+    rows = [row for row in heads if row.get("verdict") != "silent"]  # the gap is that of rescaled weights
     slopes = [slope for row in rows if (slope := number(row, "gap_slope")) is not None]
     if not slopes:
         return None

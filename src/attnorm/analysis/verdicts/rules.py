@@ -24,6 +24,7 @@ from attnorm.theory.dispersion import entropy_floor
 OPEN = "open"
 BEYOND_NUMBERS = 1e300  # number of keys that replaces an infinite horizon
 NOISE_KEYS = 64  # keys of a random row
+ROUNDING = 1e-6  # of row sums in float32
 GATE_OPEN = 0.5  # share of the output that must pass the output gate for a sink to count
 
 Findings = Iterator[tuple[str, str]]  # a verdict or OPEN, and the words for it
@@ -67,8 +68,49 @@ class HeadCase:
     def horizon(self) -> float | None:
         return _limited_horizon(self.row, self.suffix)
 
+    @cached_property
+    def signed(self) -> bool:
+        """Whether weights may be negative, so that large ones may sum to 0: as declared, or as some sums show."""
+        normalizer = _registered(self.runs)
+        declared = normalizer is not None and normalizer.properties.signed
+        return declared or (self.number("row_sum_q05") or 0.0) < 0
+
+    @cached_property
+    def sums_to_one(self) -> bool:
+        """Whether the weights of a row sum to one, with that of a learned sink, which is then at least 1 - row sum.
+
+        The numbers show it unless few weights lie mostly on the first key; then the declaration decides.
+        """
+        normalizer = _registered(self.runs)
+        if normalizer is not None and normalizer.sink is None and normalizer.map.properties.row_sum != "one":
+            return False
+        row_sum, sink = self.number("row_sum"), self.number("sink_mass")
+        return row_sum is not None and sink is not None and sink >= 1 - row_sum - ROUNDING
+
+    @cached_property
+    def total_weight(self) -> float | None:
+        """Sum of the absolute weights of the median row, with that of a learned sink; None without two keys.
+
+        Of signed weights only a bound is known: with p = |w| / sum |w|, sum |w| is at most max |w| / sum p^2.
+        """
+        row_sum = self.number("row_sum")
+        if row_sum is None or self.n < 2:
+            return None
+        if self.signed:
+            largest, keys = self.number("max_weight"), self.number("effective_keys")
+            return abs(row_sum) if largest is None or keys is None else largest * keys  # neither is known: all are 0
+        return 1.0 if self.sums_to_one else row_sum
+
     def number(self, name: str) -> float | None:
         return number(self.row, name)
+
+
+def silent(case: HeadCase) -> Findings:
+    total, threshold = case.total_weight, case.thresholds.silent_sum
+    if total is not None and total < threshold:
+        weights, at_most = ("absolute weights", "at most ") if case.signed else ("weights", "")
+        words = f"The {weights} of its median row sum to {at_most}{total:.2g}, below {threshold:g}"
+        yield "silent", f"{words}: the head reads no key"
 
 
 def sink_dominated(case: HeadCase) -> Findings:
@@ -200,13 +242,18 @@ def _limited_horizon(row: Row, suffix: str) -> float | None:
 @lru_cache(maxsize=4096)
 def worst_norm(runs: str | None, n: int) -> float | None:
     """Return the largest Jacobian norm of this normalizer among n keys; None if unknown."""
-    if runs is None or n < 2:
-        return None
+    normalizer = _registered(runs)
+    return None if normalizer is None or n < 2 else normalizer.lipschitz(n)
+
+
+@lru_cache(maxsize=256)
+def _registered(runs: str | None) -> Normalizer | None:
+    """Return the row normalizer of this name; None if it is unknown, not registered here, or needs options."""
     try:
-        normalizer = get(runs)
-    except (ValueError, TypeError):  # not registered here, or its name needs options
+        normalizer = None if runs is None else get(runs)
+    except (ValueError, TypeError):
         return None
-    return normalizer.lipschitz(n) if isinstance(normalizer, Normalizer) else None
+    return normalizer if isinstance(normalizer, Normalizer) else None
 
 
 @lru_cache(maxsize=4096)
@@ -228,10 +275,12 @@ def always_near_worst(runs: str | None, share: float) -> bool:
 
 
 def _describe_sink(case: HeadCase) -> str:
-    """Describe the sink: the first key, and the model's learned sink if a softmax row sums to less than 1."""
+    """Describe the sink: the first key, and a learned sink of the model or the normalizer that took some weight."""
     row_sum = case.number("row_sum")
     first = f"the first of the {case.n:,} keys that it sees" if case.windowed else f"the first of {case.n:,} keys"
-    if case.runs != "softmax" or row_sum is None or row_sum > 0.995:
+    normalizer = _registered(case.runs)
+    learned = case.runs == "softmax" or (normalizer is not None and normalizer.sink is not None)
+    if not learned or row_sum is None or row_sum > 0.995:
         return first
     return f"its sinks, {1 - row_sum:.0%} on the learned one that is no key and the rest on {first}"
 
@@ -308,7 +357,8 @@ def verdict_codes(heads: Arrays, thresholds: Thresholds) -> np.ndarray:
     """Return codes of VERDICTS, or NOT_JUDGED; never "undecided".
 
     heads: the numbers of the median row by column name; n_high, n_low, broken_rows, worst_norm (NaN: unknown);
-    near_worst and what_if (boolean); slope_over_lengths and gated_sink_mass (NaN or missing: none).
+    near_worst, what_if, signed and sums_to_one (boolean); slope_over_lengths and gated_sink_mass (NaN or missing:
+    none).
     """
     return _codes_by(_Comparison(), heads, thresholds)
 
@@ -383,8 +433,10 @@ def _compute_codes(heads: Arrays, t: Thresholds, compare: _Comparison) -> np.nda
     smeared &= compare.above(above_floor, t.near_floor) | np.isnan(above_floor)
     half_if_unknown = np.where(np.isnan(worst) | (worst == 0), 0.5, worst)
     reaches = compare.at_least(horizon, n)
+    total = _total_weights(heads, n)
     holds = {
         "broken": heads["broken_rows"] > 0,
+        "silent": ~compare.at_least(total, t.silent_sum) & ~np.isnan(total),
         "sink-dominated": compare.at_least(sink, t.sink_dominated) & ~(gated < t.sink_dominated * GATE_OPEN),
         "frozen": compare.at_least(_finite(heads["max_weight"]), t.frozen_weight)
         & ~compare.above(norm, t.frozen_norm * half_if_unknown)
@@ -398,8 +450,17 @@ def _compute_codes(heads: Arrays, t: Thresholds, compare: _Comparison) -> np.nda
     codes = np.full(shape, CODE["healthy"])
     for name in reversed(list(holds)):  # the first verdict that applies is written last
         np.copyto(codes, CODE[name], where=holds[name])
-    np.copyto(codes, NOT_JUDGED, where=np.isnan(ratio_all) & ~holds["broken"])
+    np.copyto(codes, NOT_JUDGED, where=np.isnan(ratio_all) & ~holds["broken"] & ~holds["silent"])
     return codes
+
+
+def _total_weights(heads: Arrays, n: np.ndarray) -> np.ndarray:
+    """Return `HeadCase.total_weight` for arrays; NaN if it is not known."""
+    sums = _finite(heads["row_sum"])
+    bounds = _finite(heads["max_weight"]) * _finite(heads["effective_keys"])
+    absolute = np.where(np.isnan(bounds), np.abs(sums), bounds)
+    totals = np.where(heads["signed"].astype(bool), absolute, np.where(heads["sums_to_one"].astype(bool), 1.0, sums))
+    return np.where((n < 2) | np.isnan(sums), np.nan, totals)
 
 
 def _keeps_up(heads: Arrays, hidden: np.ndarray, t: Thresholds, compare: _Comparison) -> np.ndarray:

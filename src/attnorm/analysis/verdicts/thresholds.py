@@ -7,10 +7,12 @@ from typing import Any
 from attnorm.analysis.tables import QUANTILES
 from attnorm.text import did_you_mean
 
-# The first verdict that applies is the verdict of the head; all that apply are its flags. The order: a head that is
-# frozen on its first key is called sink-dominated, and a dispersed head selects nothing that could be judged further.
+# The first verdict that applies is the verdict of the head; all that apply are its flags. The order: a silent head has
+# no other flag, since it does not matter where tiny weights lie; a head that is frozen on its first key is called
+# sink-dominated; and a dispersed head selects nothing that could be judged further.
 MEANING: dict[str, str] = {
     "broken": "logits or weights that are not finite",
+    "silent": "its weights sum to almost nothing: the head reads no key",
     "sink-dominated": "most of the weight on the first key (behind a window: its first): the head is parked",
     "frozen": "one key takes everything and no gradient reaches the logits",
     "dispersed-forced": "smeared over the context, beyond its horizon: its logits let no key have half of the weight "
@@ -44,6 +46,9 @@ class Thresholds:
     dispersed_slope     slope of the effective gap on log n up to which growth is not compensated. 1 keeps the largest
                         weight at every length, 0 is what theory predicts; at 0.75 its odds halve when n grows 16-fold.
                         The slope must lie below 1 by two standard errors as well.
+    silent_sum          sum of the absolute weights of a row below which the head is silent. At 0.01 the output is at
+                        most 1 % as large as the largest value, so that the head adds almost nothing. The share that a
+                        learned sink takes counts as weight: such a head is sink-dominated.
     near_floor          part of the way from the entropy floor to log n within which a head counts as sharp: as sharp
                         as its spread allows, hence never dispersed.
     sink_dominated      mass on the first key, behind a sliding window its first, from which the head is parked: most of
@@ -71,6 +76,7 @@ class Thresholds:
 
     dispersed_entropy: float = 0.7
     dispersed_slope: float = 0.75
+    silent_sum: float = 0.01
     near_floor: float = 0.1
     sink_dominated: float = 0.5
     sink_matters: float = 0.1

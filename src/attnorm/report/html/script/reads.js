@@ -29,7 +29,7 @@ function readsOf(row) {
   const found = readsByRow(row);
   if (!found.size) {
     const measured = Object.keys(source.reads.columns).length > 0;
-    const why = measured ? "This head has no row with finite weights." : notMeasured("--tokens 8");
+    const why = measured ? "This head has no row with finite weights other than 0." : notMeasured("--tokens 8");
     section.append(h("p", { class: "empty" }, why));
     return section;
   }

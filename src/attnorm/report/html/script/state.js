@@ -45,8 +45,8 @@ function mostTelling() {
   const urgency = (row) => (heads.verdict[row] === null ? Infinity : heads.verdict[row]);
   const spread = (row) => headValue(row, "entropy_ratio") || 0;
   const curves = (row) => (curve(row, "byLength", "n").length ? 0 : 1);
-  const broken = (row) => (verdictOf(row).name === "broken" ? 1 : 0); // nothing to draw
-  const order = (a, b) => broken(a) - broken(b) || curves(a) - curves(b) || urgency(a) - urgency(b) || spread(b) - spread(a);
+  const empty = (row) => (["broken", "silent"].includes(verdictOf(row).name) ? 1 : 0); // nothing to draw
+  const order = (a, b) => empty(a) - empty(b) || curves(a) - curves(b) || urgency(a) - urgency(b) || spread(b) - spread(a);
   return [...slice()].sort(order)[0] ?? -1;
 }
 

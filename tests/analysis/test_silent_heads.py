@@ -1,0 +1,103 @@
+"""Silent heads from end to end: a patched model, tensors, the report, and runs of earlier versions."""
+
+import math
+from collections import Counter
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import torch
+from rich.console import Console
+
+import attnorm
+from attnorm.analysis import store
+from attnorm.analysis.compare import compare
+from attnorm.models.load import load
+from attnorm.report.terminal import analysis_summary
+
+
+def analysis_with_bias(bias: float) -> attnorm.Analysis:
+    """Return the analysis of the bundled model with sigmoid; a low bias takes the weight of most heads."""
+    loaded = load("bundled")
+    attnorm.patch(loaded.model, "sigmoid", warm_start=False, bias=bias)
+    return attnorm.analyze(loaded.model, tokenizer=loaded.tokenizer, lengths=256, windows=2, rows=64)
+
+
+@pytest.fixture(scope="module")
+def zeros() -> attnorm.Analysis:
+    return analysis_with_bias(-200.0)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> attnorm.Analysis:
+    return analysis_with_bias(-20.0)
+
+
+def test_heads_without_any_weight_are_silent(zeros: attnorm.Analysis) -> None:
+    rows = [row for row in zeros.heads.to_pylist() if row["row_sum"] == 0]
+    assert len(rows) > 30
+    for row in rows:
+        assert (row["verdict"], row["leaning"], row["flags"]) == ("silent", "silent", ["silent"])
+        assert (row["confidence"], row["agreement"]) == (1.0, 1.0)
+        assert math.isnan(row["entropy_ratio"])
+        assert row["evidence"].startswith("The weights of its median row sum to 0, below 0.01")
+    assert "Not judged" not in " ".join(zeros.heads["evidence"].to_pylist())
+    assert f"{len(rows)} silent" in zeros.verdict.headline
+
+
+def test_heads_with_tiny_weights_are_silent_and_the_others_are_judged(tiny: attnorm.Analysis) -> None:
+    counts = Counter(tiny.heads["verdict"].to_pylist())
+    assert counts["silent"] > 15
+    assert counts["dispersed"] > 0
+    for row in tiny.heads.to_pylist():
+        assert (row["leaning"] == "silent") == (row["row_sum"] < 0.01)
+
+
+def test_terminal_comparison_and_report_name_them(tiny: attnorm.Analysis, tmp_path: Path) -> None:
+    console = Console(width=160, record=True, file=(tmp_path / "terminal").open("w"))
+    console.print(analysis_summary(tiny))
+    text = console.export_text()
+    assert "Its weights sum to almost nothing: the head reads no key." in text
+    assert "Prune silent heads" in text
+    listed = text.partition("What some of the sharpest heads read")[2].partition("What to try")[0]
+    silent = {(row["layer"], row["head"]) for row in tiny.heads.to_pylist() if row["verdict"] == "silent"}
+    assert "layer 2 head" in listed
+    assert not [head for head in silent if f"layer {head[0]} head {head[1]} " in listed]
+    page = tiny.save_html(tmp_path / "report.html").read_text(encoding="utf-8")
+    assert 'class="mark v-silent"' in page
+    assert "Prune silent heads" in page
+    assert compare({"one": tiny, "other": tiny}).sides[1].counts["silent"] == len(silent)
+
+
+@pytest.mark.parametrize(("empty", "expected"), [(0.9, "silent"), (0.6, "silent"), (0.4, "judged")])
+def test_where_half_of_the_rows_are_empty_the_median_decides(empty: float, expected: str) -> None:
+    """Softpick gives no key weight in rows whose logits are all negative."""
+    chance = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 1, 128, 16, generator=chance).abs() for _ in range(2))
+    q[:, :, torch.rand(128, generator=chance) < empty] *= -1
+    analysis = attnorm.measure(q, k, k, normalizers=("softpick",), metrics="core")
+    (row,) = analysis.heads.to_pylist()
+    assert (row["row_sum"] == 0) == (expected == "silent")
+    assert (row["leaning"] == "silent") == (expected == "silent")
+
+
+def without_row_sums(name: str, table: pa.Table) -> pa.Table:
+    """Return a table as versions without the verdict wrote it."""
+    return table.drop_columns(["row_sum"]) if name in ("blocks", "windows") else table
+
+
+def test_a_run_of_an_earlier_version_is_loaded_and_judged_again(tiny: attnorm.Analysis, tmp_path: Path) -> None:
+    tables = {name: without_row_sums(name, table) for name, table in tiny.tables.items()}
+    old_verdicts = pa.array(["healthy"] * tiny.heads.num_rows)
+    index = tables["heads"].schema.get_field_index("verdict")
+    tables["heads"] = tables["heads"].set_column(index, "verdict", old_verdicts)
+    thresholds = {name: value for name, value in tiny.manifest["thresholds"].items() if name != "silent_sum"}
+    store.write_run(tmp_path, tables, {**tiny.manifest, "thresholds": thresholds})
+    old = attnorm.Analysis.load(tmp_path)
+    assert old.heads["verdict"].to_pylist() == old_verdicts.to_pylist()
+    assert old.verdict.counts["silent"] == 0
+    again = old.judged(old.thresholds)
+    silent = [row for row in again.heads.to_pylist() if row["verdict"] == "silent"]
+    assert len(silent) >= Counter(tiny.heads["verdict"].to_pylist())["silent"]
+    assert all(math.isnan(row["confidence"]) for row in silent), "no row sums of blocks or windows to resample"
+    assert Counter(again.windows["verdict"].to_pylist())["silent"] >= 2 * len(silent)
