@@ -1,4 +1,4 @@
-"""Paths that only a GPU takes, on tensors without numbers: which operator is called, and the shapes that it gets."""
+"""Tensors without numbers: paths that only a GPU takes, and the shapes of outputs and gradients."""
 
 from typing import Any
 
@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from attnorm import attention
 from attnorm.engines import decoding, fused, one_pass_operators, sparse, stick_breaking
 from attnorm.engines.inputs import validate_inputs
+from attnorm.normalizers.registry import BUILT_IN, get
 
 CALLS = [
     (torch.float32, None, True),
@@ -79,6 +81,18 @@ def test_widths_on_cuda_are_padded_to_a_multiple_of_8(
             output = fused._sdpa(inputs, inputs.k_BGKD, inputs.v_BGKE, None)
         assert seen.pop() == (expected, expected, expected)
         assert output.shape == (2, 4, 3, values)
+
+
+@pytest.mark.parametrize("name", [name for name in BUILT_IN if name not in ("differential", "differential_v2", "tda")])
+@pytest.mark.parametrize("length", [7, 300])  # threshold maps put the keys of long rows in groups
+def test_every_normalizer_has_an_output_and_a_gradient_without_numbers(name: str, length: int) -> None:
+    normalizer = get(name, **({"learned": 4} if name == "soft" else {})).to("meta")
+    q, k, v = (torch.empty(2, heads, length, 4, device="meta", requires_grad=True) for heads in (6, 3, 3))
+    mask = torch.empty(2, 1, 1, length, dtype=torch.bool, device="meta")
+    output = attention(q, k, v, normalizer, mask=mask, causal=True)
+    assert (output.shape, output.device.type) == (q.shape, "meta")
+    for tensor, gradient in zip((q, k, v), torch.autograd.grad(output.sum(), (q, k, v)), strict=True):
+        assert (gradient.shape, gradient.device.type) == (tensor.shape, "meta")
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

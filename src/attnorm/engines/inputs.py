@@ -217,6 +217,8 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     In a compiled graph this holds for the forward pass only, see `product`. Such a graph may run under autocast later.
     Elsewhere nothing is done where autocast is off: torch.autocast takes as long as a small operation.
     """
+    if not torch.amp.is_autocast_available(device.type):  # meta tensors
+        return NOTHING
     if torch.compiler.is_compiling() or torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return NOTHING
