@@ -1,10 +1,13 @@
 """Every built-in normalizer, and compositions of them, keep the contract."""
 
+import pickle
 from functools import partialmethod
 
 import pytest
+import torch
 from torch import nn
 
+from attnorm.normalizers import Normalizer, get
 from attnorm.normalizers.check import check_normalizer
 from attnorm.normalizers.contract_checks import CHECKS
 from attnorm.normalizers.registry import BUILT_IN
@@ -48,6 +51,16 @@ def test_all_keep_it_compiled(variant: Variant) -> None:
 
 def _all_but_compiled() -> dict[str, str]:
     return {name: "checked in another test" for name in CHECKS if name not in ("runs", "compiled")}
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, Variant("linear", {})], ids=str)
+def test_every_built_in_survives_a_pickle(variant: Variant) -> None:
+    normalizer = get("linear") if variant.name == "linear" else variant.make()
+    loaded = pickle.loads(pickle.dumps(normalizer))
+    assert repr(loaded) == repr(normalizer)
+    if isinstance(normalizer, Normalizer) and variant.width is None:
+        logits = torch.linspace(-3, 3, 5 * variant.heads).reshape(1, variant.heads, 1, 5)
+        assert torch.equal(loaded(logits), normalizer(logits))
 
 
 EXCEPTED = [name for name in ROW_NAMES if BUILT_IN[name].declaration.exceptions]

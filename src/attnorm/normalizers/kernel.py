@@ -7,6 +7,7 @@ every weight lies between (F_min/F_max)/n and (F_max/F_min)/n: Lemma 1, dispersi
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -43,21 +44,41 @@ def polynomial(power: int = 2, offset: float = 0.0) -> PositiveFunction:
     if power < 2 or power % 2:
         raise ValueError(f"power must be an even number from 2 up (F must not be negative), got {power}")
     return PositiveFunction(
-        lambda z: (z + offset) ** power,
-        lambda z: power * (z + offset) ** (power - 1),
+        partial(_power, power=power, offset=offset),
+        partial(_power_slope, power=power, offset=offset),
         tile=("polynomial", power, offset),
     )
 
 
+def _power(z: Tensor, power: int, offset: float) -> Tensor:
+    return (z + offset) ** power
+
+
+def _power_slope(z: Tensor, power: int, offset: float) -> Tensor:
+    return power * (z + offset) ** (power - 1)
+
+
+def _same(z: Tensor) -> Tensor:
+    return z
+
+
+def _elu_plus_one(z: Tensor) -> Tensor:
+    return torch.where(z > 0, z + 1, torch.exp(z.clamp(max=0)))  # elu(z) + 1 would cancel far below 0
+
+
+def _elu_slope(z: Tensor) -> Tensor:
+    return torch.exp(z.clamp(max=0))
+
+
+def _log_elu_plus_one(z: Tensor) -> Tensor:
+    return torch.where(z > 0, torch.log1p(z.clamp(min=0)), z)
+
+
+# Named functions, not lambdas: a model is pickled with its normalizers, to be saved or sent to a process.
 FUNCTIONS: dict[str, PositiveFunction] = {
-    "exp": PositiveFunction(torch.exp, torch.exp, log=lambda z: z, shift_invariant=True, tile=("softmax", 1, 0.0)),
+    "exp": PositiveFunction(torch.exp, torch.exp, log=_same, shift_invariant=True, tile=("softmax", 1, 0.0)),
     "softplus": PositiveFunction(softplus, torch.sigmoid, log=_log_softplus, tile=("softplus", 1, 0.0)),
-    "elu+1": PositiveFunction(
-        lambda z: torch.where(z > 0, z + 1, torch.exp(z.clamp(max=0))),  # elu(z) + 1 would cancel far below 0
-        lambda z: torch.exp(z.clamp(max=0)),
-        log=lambda z: torch.where(z > 0, torch.log1p(z.clamp(min=0)), z),
-        tile=("elu+1", 1, 0.0),
-    ),
+    "elu+1": PositiveFunction(_elu_plus_one, _elu_slope, log=_log_elu_plus_one, tile=("elu+1", 1, 0.0)),
     "polynomial": polynomial(),
 }
 
