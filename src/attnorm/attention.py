@@ -24,7 +24,7 @@ from torch import Tensor
 from attnorm.engines import fused
 from attnorm.engines.blocked import attend_with_weights, blocked, in_one_block
 from attnorm.engines.execution import known_calls, may_be_known
-from attnorm.engines.inputs import Inputs, check_flags, in_dtype, under_transform, validate_inputs, without_autocast
+from attnorm.engines.inputs import Inputs, checked_flag, in_dtype, under_transform, validate_inputs, without_autocast
 from attnorm.normalizers.block import Positions, is_exporting
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.registry import resolve_for_call
@@ -148,7 +148,9 @@ def attention(
     """
     if unknown:
         raise TypeError(_unknown_options_message(unknown))
-    check_flags(causal=causal, return_weights=return_weights, return_statistics=return_statistics)
+    causal = checked_flag("causal", causal)
+    return_weights = checked_flag("return_weights", return_weights)
+    return_statistics = checked_flag("return_statistics", return_statistics)
     chosen = resolve_for_call(normalizer, q)
     if engine not in ENGINES:
         raise ValueError(f"unknown engine {engine!r}; {did_you_mean(engine, ENGINES)}")

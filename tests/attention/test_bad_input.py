@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import attnorm
+from attnorm import attention, attention_statistics
 from attnorm.attention import ENGINES
 
 pytestmark = pytest.mark.as_installed  # the checks of the test run would speak first
@@ -154,3 +156,17 @@ def test_selective_refuses_a_penalty_of_another_shape(shape: tuple[int, ...]) ->
 def test_normalize_sends_a_mechanism_to_attention() -> None:
     with pytest.raises(TypeError, match=r"'linear'.*attnorm\.attention\("):
         attnorm.normalize(tensor(5, 5), "linear")
+
+
+def test_flags_of_numpy_are_flags() -> None:
+    q, k, v = torch.randn(3, 1, 2, 5, 4).unbind()
+    for causal in (True, False):
+        flag = np.array([causal])[0]
+        assert torch.equal(
+            attention(q, k, v, "ssmax", causal=flag, return_weights=np.True_)[1],
+            attention(q, k, v, "ssmax", causal=causal, return_weights=True)[1],
+        )
+        assert torch.equal(attention(q, k, v, causal=flag), attention(q, k, v, causal=causal))
+        assert torch.equal(
+            attention_statistics(q, k, causal=flag).entropy, attention_statistics(q, k, causal=causal).entropy
+        )

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -287,11 +288,13 @@ def validate_inputs(
     return _zero_unseen(replace(inputs, mask=mask))
 
 
-def check_flags(**flags: object) -> None:
-    """Raise TypeError for a flag that is neither True nor False, such as "no", which would count as True."""
-    for name, value in flags.items():
-        if not isinstance(value, bool) and not isinstance(value, torch.SymBool):
-            raise TypeError(f"expected {name}=True or {name}=False, got {value!r}.")
+def checked_flag(name: str, value: Any) -> Any:
+    """Return a flag; raise TypeError if it is neither True nor False, such as "no", which would count as True."""
+    if isinstance(value, np.bool_):
+        return bool(value)
+    if not isinstance(value, bool | torch.SymBool):
+        raise TypeError(f"expected {name}=True or {name}=False, got {value!r}.")
+    return value
 
 
 def _to_four_dimensions(t: Tensor) -> Tensor:

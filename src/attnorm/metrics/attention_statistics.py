@@ -22,8 +22,8 @@ from attnorm.engines.blocked import blocked
 from attnorm.engines.execution import in_new_thread, runs_kernels
 from attnorm.engines.inputs import (
     Inputs,
-    check_flags,
     check_tensors,
+    checked_flag,
     row_factors,
     under_transform,
     validate_inputs,
@@ -119,7 +119,7 @@ def attention_statistics(
     >>> statistics = attention_statistics(q, k, causal=True)
     >>> statistics.entropy.nanmean((0, 2))  # of each head
     """
-    check_flags(causal=causal)
+    causal = checked_flag("causal", causal)
     resolved = resolve_for_call(normalizer, q)
     if isinstance(resolved, Mechanism):
         raise TypeError(f"expected a row normalizer, got the mechanism {resolved.name!r}, which has no rows of logits.")
