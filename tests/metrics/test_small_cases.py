@@ -12,12 +12,13 @@ from attnorm.metrics.attention_statistics import compiled_softmax_statistics, st
 from attnorm.metrics.call import FEW_ROWS, AttentionCall, logit_blocks, too_few_to_wait
 from attnorm.metrics.catalogue import METRICS
 from attnorm.metrics.fused_rows import _tile
-from attnorm.metrics.normalized import RowsBlock
+from attnorm.metrics.normalized import RowsBlock, with_own_tensors
 from attnorm.metrics.rows import _power_rows, measure_rows
 from attnorm.metrics.sampling import summarise
 from attnorm.metrics.sensitivity import POWER_ROWS, jacobian_norm, measure_sensitivity
 from attnorm.metrics.vectors import isotropy
-from attnorm.normalizers import Normalizer, Sink, compose, get
+from attnorm.normalizers import Normalizer, Sink, compose, get, mixture
+from attnorm.normalizers.contract import normalizer_of
 from tests.metrics import reference
 from tests.metrics.calls import make_call
 from tests.metrics.layer_coverage import measure_coverage
@@ -209,3 +210,11 @@ def test_heads_with_parameters_of_their_own_are_measured_in_blocks_of_any_size(e
 def test_only_a_gpu_computes_few_rows_without_looking_at_them(rows: int, on_gpu: bool, few: bool) -> None:
     queries = torch.empty(rows, device="meta" if on_gpu else "cpu")
     assert too_few_to_wait(queries) is few
+
+
+def test_a_copy_for_measuring_has_a_handle_of_its_own() -> None:
+    for normalizer in (get("ssmax"), mixture("ssmax", "sink")):
+        twin = with_own_tensors(normalizer)
+        of_twin = [part for part in twin.modules() if isinstance(part, Normalizer)]
+        assert [normalizer_of(part.handle) for part in of_twin] == of_twin
+        assert normalizer_of(normalizer.handle) is normalizer

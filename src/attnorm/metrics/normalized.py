@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from attnorm.engines.execution import runs_asynchronously
 from attnorm.metrics.call import AttentionCall, LogitBlock
 from attnorm.normalizers.block import Block, Positions
-from attnorm.normalizers.contract import Mechanism, Normalizer, ScaleRule, Sink
+from attnorm.normalizers.contract import Mechanism, Normalizer, ScaleRule, Sink, remember
 from attnorm.normalizers.registry import is_shared, resolve
 from attnorm.normalizers.softmax import Softmax
 
@@ -159,6 +159,8 @@ def with_own_tensors(module: Part, device: torch.device | None = None) -> Part:
         _buffers=_copies(module._buffers, device),
         _modules={name: part if part is None else with_own_tensors(part, device) for name, part in parts},
     )
+    if isinstance(twin, Normalizer):
+        twin.handle = remember(twin)
     return twin
 
 
