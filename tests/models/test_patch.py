@@ -496,6 +496,13 @@ def test_numbers_out_of_a_table_are_numbers() -> None:
     with swap(model, "log_scaled", train_length=np.int64(128)):
         recipe = recipe_of(model.model.layers[0].self_attn)
         assert type(recipe.options["train_length"]) is int, "or it could not be saved"
+    for name, option, value in [
+        ("topk", "k", np.int64(3)), ("entmax", "alpha", np.float32(1.5)), ("entmax", "alpha", torch.tensor(1.5)),
+        ("entmax", "learned", np.True_),
+    ]:  # fmt: skip
+        with swap(model, name, **{option: value}):
+            kept = recipe_of(model.model.layers[0].self_attn).options[option]
+            assert (kept, type(kept)) == (value.item(), type(value.item()))
 
 
 def test_order_means_nothing_in_cross_attention() -> None:

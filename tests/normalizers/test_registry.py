@@ -227,6 +227,20 @@ def test_a_registered_factory_says_what_its_numbers_are() -> None:
         get("with_number", width=2.5)
 
 
+def test_a_registered_factory_gets_a_tensor_unless_it_takes_a_number() -> None:
+    taken: list[Any] = []
+
+    def with_tensor(start: Tensor, free=None, number: float = 0.0) -> Flat:  # type: ignore[no-untyped-def]
+        taken[:] = [start, free, number]
+        return Flat()
+
+    register("with_tensor")(with_tensor)
+    one = torch.tensor([0.5])
+    get("with_tensor", start=one, free=one, number=one)
+    assert taken[0] is taken[1] is one
+    assert (taken[2], type(taken[2])) == (0.5, float)
+
+
 # Entry points: a distribution that really lies on the path.
 
 
@@ -363,9 +377,22 @@ def test_a_normalizer_given_by_name_is_built_on_the_device_of_the_tensor() -> No
         assert attnorm.normalize(torch.empty(3, 4), "sink").shape == (3, 4)
 
 
-def test_an_object_that_a_factory_keeps_is_not_moved() -> None:
+class Centred(attnorm.LogitRule):
+    def __init__(self, centre: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("centre", centre)
+
+    def forward(self, block: Block) -> torch.Tensor:
+        return block.logits - self.centre
+
+
+def test_a_factory_that_ignores_the_device_of_the_call_is_named() -> None:
     own = get("sink")
     register("kept_by_its_factory")(lambda: own)
-    for call in (resolve_for_call, torch.compile(resolve_for_call, backend="eager")):
-        assert call("kept_by_its_factory", torch.empty(3, device="meta")) is own
+    register("made_on_the_cpu")(lambda: Centred(torch.zeros(3, device="cpu")))
+    for resolve_call in (resolve_for_call, torch.compile(resolve_for_call, backend="eager")):
+        for name in ("kept_by_its_factory", "made_on_the_cpu"):
+            with pytest.raises(Exception, match=rf"'{name}' on meta.*got cpu"):
+                resolve_call(name, torch.empty(3, device="meta"))
+        assert resolve_call("kept_by_its_factory", torch.empty(3)) is own
     assert {parameter.device.type for parameter in own.parameters()} == {"cpu"}

@@ -30,7 +30,7 @@ from attnorm.normalizers.block import Block
 from attnorm.normalizers.composition import common_properties
 from attnorm.normalizers.contract import Map, Mechanism, Normalizer
 from attnorm.normalizers.declaration import LayerFacts, Options, WarmStart, warm_start_of
-from attnorm.normalizers.registry import entries, get
+from attnorm.normalizers.registry import entries, get, plain_options
 from attnorm.normalizers.softmax import Softmax
 from attnorm.normalizers.spec import parse_spec, read_spec, state_spec
 from attnorm.text import did_you_mean
@@ -180,6 +180,7 @@ def build(name: str, given: Options, layer: LayerFacts, *, warm: bool) -> tuple[
     """Build a normalizer for one layer; return it with all options it was built with."""
     registered = entries().get(name)
     entry = WarmStart("unknown") if registered is None else warm_start_of(registered.factory())
+    given = given if registered is None else plain_options(registered.factory(), given)
     start = entry.options(layer, given)
     if not warm:
         start = {option: value for option, value in start.items() if option in FACTS}

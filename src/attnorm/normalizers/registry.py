@@ -260,6 +260,7 @@ def _build(name: str, options: dict[str, Any], trainable: bool = True) -> Normal
     if isinstance(name, str) and ":" in name:
         name, options = with_options(name, options)
     factory = entry_of(name).factory()
+    options = plain_options(factory, options)
     check_options(name, factory, options)
     normalizer = as_normalizer(factory(**options), name)
     reject_nan(name, options)
@@ -298,6 +299,9 @@ def resolve_for_call(normalizer: str | Normalizer | Mechanism, tensor: torch.Ten
     A normalizer given by name is built for this call alone, on the device of the tensor; the parameters of a
     built-in one need no gradient. A built-in one without tensors is built once and reused. An object that a registered
     factory keeps is not moved: it may be in training.
+
+    Raises:
+        ValueError: A registered factory made tensors on another device.
     """
     if not isinstance(normalizer, str):
         return as_normalizer(normalizer)
@@ -308,10 +312,21 @@ def resolve_for_call(normalizer: str | Normalizer | Mechanism, tensor: torch.Ten
     cached = _stateless_normalizers.get(normalizer)
     if cached is not None:
         return cached
-    with tensor.device if isinstance(tensor, torch.Tensor) else nullcontext():
-        built = _build(normalizer, {}, trainable=False)
+    built = _build_for_call(normalizer, tensor.device if isinstance(tensor, torch.Tensor) else None)
     if normalizer in BUILT_IN and not any(True for _ in chain(built.parameters(), built.buffers())):
         _stateless_normalizers[normalizer] = built
+    return built
+
+
+def _build_for_call(name: str, device: torch.device | None) -> Normalizer | Mechanism:
+    with nullcontext() if device is None else device:
+        built = _build(name, {}, trainable=False)
+    elsewhere = [t for t in chain(built.parameters(), built.buffers()) if device is not None and t.device != device]
+    if elsewhere:
+        raise ValueError(
+            f"expected the tensors of {name!r} on {device}, as q or the logits, got {elsewhere[0].device}. Leave out "
+            f"device= in its factory, or pass an object: attnorm.get({name!r}).to({str(device)!r})"
+        )
     return built
 
 
@@ -336,8 +351,8 @@ _compiled_normalizers = _CompiledNormalizers()
 def _build_for_compiled_code(name: str, trainable: bool, device: torch.device | None, /, **options: Any) -> str:
     """Build the normalizer of that name, which may have options; return the attribute that holds it."""
     attribute = f"normalizer_{repr((name, trainable, device, *sorted(options.items()))).encode().hex()}"
-    with nullcontext() if device is None else device:
-        setattr(_compiled_normalizers, attribute, _build(name, options, trainable))
+    built = _build(name, options) if trainable else _build_for_call(name, device)
+    setattr(_compiled_normalizers, attribute, built)
     return attribute
 
 
@@ -364,6 +379,24 @@ def check_options(name: str, factory: Factory, options: Mapping[str, Any]) -> No
         default = "" if parameter.default is parameter.empty else f"; leave it out for {parameter.default!r}"
         expected = " or ".join(_TYPE_WORDS[kind] for kind in types)
         raise TypeError(f"normalizer {name!r}: {option} must be {expected}, got {value!r}{default}")
+
+
+def plain_options(factory: Factory, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options with NumPy's numbers, and tensors of one element for numbers, as numbers of Python.
+
+    These are what JSON can hold when a model is saved.
+    """
+    parameters = inspect.signature(factory).parameters
+    plain = dict(options)
+    for option, value in options.items():
+        if isinstance(value, torch.Tensor):
+            types = _accepted_types(parameters[option].annotation) if option in parameters else [torch.Tensor]
+            is_number = value.numel() == 1 and all(kind in _TYPE_WORDS for kind in types)
+        else:
+            is_number = getattr(value, "shape", None) == ()  # of NumPy
+        if is_number:
+            plain[option] = value.item()
+    return plain
 
 
 def reject_nan(name: str, options: Mapping[str, Any]) -> None:
@@ -398,6 +431,4 @@ def _has_type(value: Any, kind: Any) -> bool:
         return callable(value)
     if kind is NoneType:
         return value is None
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        value = value.item()
     return isinstance(value, Integral if kind is int else Real)
