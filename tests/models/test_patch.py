@@ -418,6 +418,17 @@ def test_a_model_without_weights_is_refused() -> None:
     assert fingerprint(model) == state
 
 
+@pytest.mark.parametrize("normalizer", ["ssmax", "entmax15", "linear"])
+def test_a_patched_model_computes_shapes_on_the_meta_device(normalizer: str) -> None:
+    model = llama()
+    patch(model, normalizer)
+    ids = tokens().to("meta")
+    logits = model.to("meta")(ids).logits
+    logits.sum().backward()
+    assert (logits.shape, logits.device.type) == ((*ids.shape, model.config.vocab_size), "meta")
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_a_model_whose_weights_are_offloaded_is_patched_where_it_computes() -> None:
     accelerate = pytest.importorskip("accelerate")
     model, ids = llama(), tokens()

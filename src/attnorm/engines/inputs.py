@@ -218,11 +218,17 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     In a compiled graph this holds for the forward pass only, see `product`. Such a graph may run under autocast later.
     Elsewhere nothing is done where autocast is off: torch.autocast takes as long as a small operation.
     """
-    if not torch.amp.is_autocast_available(device.type):  # meta tensors
-        return NOTHING
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(device.type):
+    compiled = torch.compiler.is_compiling() and torch.amp.is_autocast_available(device.type)
+    if compiled or autocast_dtype(device) is not None:
         return torch.autocast(device.type, enabled=False)
     return NOTHING
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype of autocast; None where it is off, and on the meta device, for which torch raises an error."""
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return None
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from attnorm.attention import attend
-from attnorm.engines.inputs import Inputs, in_dtype, validate_inputs
+from attnorm.engines.inputs import Inputs, autocast_dtype, in_dtype, validate_inputs
 from attnorm.mechanisms.differential import DifferentialV2, SecondQueries
 from attnorm.mechanisms.forget import CacheWithGates, Forget, KeyGates
 from attnorm.models.dispatch import KERNEL as KERNEL
@@ -148,11 +148,7 @@ def with_sinks(normalizer: Normalizer, sinks_H: Tensor, heads: Sequence[int] | N
 
 def _to_common_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Convert the tensors to one dtype, as SDPA does under autocast; rotary embeddings may return float32 queries."""
-    device = tensors[0].device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-    else:
-        dtype = tensors[-1].dtype
+    dtype = autocast_dtype(tensors[0].device) or tensors[-1].dtype
     return tuple(in_dtype(t, dtype) for t in tensors)
 
 

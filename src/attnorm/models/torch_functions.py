@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_mask, noop_mask
 
+from attnorm.engines.inputs import autocast_dtype
 from attnorm.metrics.call import AttentionCall, Kind
 from attnorm.models.dispatch import UnsupportedModel
 from attnorm.models.hf_call import VisibleKeys, read_mask
@@ -239,10 +240,9 @@ def _four_dimensional(
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Autocast rounds the inputs of scaled_dot_product_attention below the call that is seen here."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
+    dtype = autocast_dtype(tensors[0].device)
+    if dtype is None or tensors[0].dtype == torch.float64:
         return tensors
-    dtype = torch.get_autocast_dtype(device)
     return tuple(tensor.to(dtype) for tensor in tensors)
 
 

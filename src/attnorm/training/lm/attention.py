@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from attnorm.attention import choose_engine
 from attnorm.engines.execution import MIN_QUERIES
-from attnorm.engines.inputs import validate_inputs
+from attnorm.engines.inputs import autocast_dtype, validate_inputs
 from attnorm.mechanisms.linear import Linear
 from attnorm.mechanisms.soft import Gaussian, Soft
 from attnorm.models.dispatch import NORMALIZER
@@ -222,5 +222,4 @@ def _weights(query: Tensor, key: Tensor, normalizer: Normalizer) -> Tensor:
 
 def _working_dtype(query: Tensor) -> torch.dtype:
     """Return the dtype of the products; rotary embeddings make queries float32 even under autocast."""
-    device = query.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    return autocast_dtype(query.device) or query.dtype
