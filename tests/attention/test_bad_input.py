@@ -70,6 +70,11 @@ CALLS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "a mask larger than the call": (
         {"mask": torch.ones(7, 2, 4, 5, 5, dtype=torch.bool)}, ValueError, ["(7, 2, 4, 5, 5)", "(2, 4, 5, 5)"],
     ),
+    "a scale that would learn": ({"scale": torch.nn.Parameter(torch.tensor(0.5))}, ValueError, ["scale", "gradient"]),
+    "a scale per head": ({"scale": torch.ones(4)}, ValueError, ["finite number", "tensor([1., 1., 1., 1.])"]),
+    "a mask without heads": (
+        {"mask": torch.ones(2, 5, 5, dtype=torch.bool)}, ValueError, ["(2, 5, 5)", "mask[:, None]"],
+    ),
     "a scale that is no number": ({"scale": "1/8"}, ValueError, ["'1/8'", "finite number", "leave it out"]),
     "unknown engine": ({"engine": "flash"}, ValueError, ["'flash'", *ENGINES]),
     "misspelled engine": ({"engine": "tritn"}, ValueError, ["'tritn'", "did you mean 'triton'"]),
@@ -170,3 +175,12 @@ def test_flags_of_numpy_are_flags() -> None:
         assert torch.equal(
             attention_statistics(q, k, causal=flag).entropy, attention_statistics(q, k, causal=causal).entropy
         )
+
+
+def test_a_parameter_is_a_scale_where_nothing_learns() -> None:
+    q, k, v = torch.randn(3, 1, 2, 5, 4).unbind()
+    scale = torch.nn.Parameter(torch.tensor([0.5]))
+    expected = attention(q, k, v, "sigmoid", scale=0.5)
+    assert torch.equal(attention(q, k, v, "sigmoid", scale=scale.detach()), expected)
+    with torch.no_grad():
+        assert torch.equal(attention(q, k, v, "sigmoid", scale=scale), expected)

@@ -276,8 +276,8 @@ def validate_inputs(
     Keys and values that no query sees, and queries that see no key, become zeros.
     """
     check_tensors(q, k, v)
-    if scale is not None and not (hasattr(scale, "__float__") and math.isfinite(scale)):
-        raise ValueError(f"scale must be a finite number, got {scale!r}; leave it out for 1/sqrt(width)")
+    if scale is not None:
+        _check_scale(scale)
     if q.dim() != 4:
         q, k, v = (_to_four_dimensions(t) for t in (q, k, v))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
@@ -292,6 +292,17 @@ def validate_inputs(
     if mask.shape[-1] != inputs.keys:
         mask = mask.expand(*mask.shape[:-1], inputs.keys)
     return _zero_unseen(replace(inputs, mask=mask))
+
+
+def _check_scale(scale: Any) -> None:
+    if isinstance(scale, Tensor) and scale.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            "expected a number for scale, got a tensor that requires a gradient, which it would not get. Multiply q by "
+            "it and pass scale=1.0, or learn it with attnorm.get('softmax', learned=True)."
+        )
+    is_number = hasattr(scale, "__float__") and math.prod(getattr(scale, "shape", ())) == 1
+    if not (is_number and math.isfinite(scale)):
+        raise ValueError(f"scale must be a finite number, got {scale!r}; leave it out for 1/sqrt(width)")
 
 
 def checked_flag(name: str, value: Any) -> Any:

@@ -145,6 +145,8 @@ def check_mask(mask: Tensor, logits_shape: torch.Size) -> None:
         hint = ""
         if len(logits_shape) == 4 and mask.shape == (logits_shape[0], logits_shape[-1]):
             hint = "; padding (batch, keys) becomes mask[:, None, None, :]"
+        elif len(logits_shape) == 4 and mask.shape == (logits_shape[0], *logits_shape[-2:]):
+            hint = "; (batch, queries, keys) becomes mask[:, None]"
         raise ValueError(
             f"mask of shape {tuple(mask.shape)} does not broadcast to logits of {tuple(logits_shape)}{hint}"
         )
