@@ -36,7 +36,8 @@ def assert_compiles(name: str, backend: str, **options: object) -> None:
 
 # A loop of Newton steps takes 4 s to trace; tests/normalizers/test_entmax.py traces one on every commit.
 @pytest.mark.parametrize(
-    "name", ["ssmax", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("softmax", "entmax15"))]
+    "name",
+    ["ssmax", "differential_v2", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("softmax", "entmax15"))],
 )
 @pytest.mark.as_installed
 def test_one_graph_gives_the_same_outputs_and_gradients(name: str) -> None:

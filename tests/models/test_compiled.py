@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from transformers import PreTrainedModel
 
 from attnorm.models.patch import patch
-from tests.models.tiny import LEARNED, llama, tokens
+from tests.models.tiny import FAMILIES, LEARNED, llama, tokens
 
 pytestmark = pytest.mark.as_installed
 
@@ -72,3 +72,15 @@ def test_other_parameters_put_in_by_torch_func_count(backend: str) -> None:
         return torch.func.functional_call(model, parameters, (tokens(),), {"use_cache": False}).logits
 
     assert_close(torch.compile(run, backend=backend)(others), run(others))
+
+
+@pytest.mark.parametrize("layers", [[0], {0: [1]}], ids=["layer", "head"])
+def test_a_layer_with_sinks_of_the_model_compiles_to_one_graph(layers: Any) -> None:
+    torch.compiler.reset()
+    model = FAMILIES["gpt_oss"]().train()
+    patch(model, "ssmax", layers=layers)
+    expected = gradients(model, model)
+    model.model.layers[0].self_attn.compile(fullgraph=True, backend="aot_eager")
+    found = gradients(model, model)
+    assert "model.layers.0.self_attn.sinks" in found
+    assert_close(found, expected, rtol=1e-3, atol=1e-6)

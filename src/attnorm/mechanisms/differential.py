@@ -107,6 +107,7 @@ class DifferentialV2(Mechanism):
             nn.init.normal_(self.second.weight, std=0.02)  # as the other projections of a model in transformers
         self.from_hidden = None if width is None or heads is None else nn.Linear(width, heads, bias=False)
         self.logit = None if width is not None else per_head_parameter(0.0, heads)
+        self._softmax = Normalizer(Softmax(), name="differential_v2")
 
     def second_queries(self, hidden_states: Tensor) -> Tensor:
         """Return the second queries, (B, H, Q, D), before any rotation."""
@@ -149,7 +150,7 @@ class DifferentialV2(Mechanism):
             )
         inputs = validate_inputs(q, k, v, mask=mask, causal=causal, scale=scale, positions=positions)
         working = torch.promote_types(q.dtype, torch.float32)  # a difference of rounded maps would keep few digits
-        outputs = attend(inputs, Normalizer(Softmax(), name=self.name)).to(working)
+        outputs = attend(inputs, self._softmax).to(working)
         output = outputs[:, 0::2] - self.share(hidden_states, working) * outputs[:, 1::2]
         return output.to(q.dtype).reshape(*q.shape[:-3], q.shape[-3] // 2, q.shape[-2], v.shape[-1])
 

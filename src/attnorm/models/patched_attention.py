@@ -116,7 +116,7 @@ class ModelSinks(Sink):
     """The model's own learned sinks, of all or some heads. Uses the model's parameter itself, which still trains."""
 
     def __init__(self, sinks_H: Tensor, heads: Sequence[int] | None = None) -> None:
-        nn.Module.__init__(self)
+        super(Sink, self).__init__()
         self.sinks_H = sinks_H
         self.heads = heads
 

@@ -444,6 +444,8 @@ _normalizers: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 
 def remember(normalizer: nn.Module) -> Tensor:
     """Return the handle of this normalizer, on the CPU."""
+    if torch.compiler.is_dynamo_compiling():  # it exists only inside the graph: that of a layer with its own sinks
+        return torch.full((), 0, dtype=torch.int64, device="cpu")
     _normalizers[id(normalizer)] = normalizer
     # Not torch.tensor: tests reject it in code that runs beside a GPU, where it would copy from pageable memory.
     return torch.full((), id(normalizer), dtype=torch.int64, device="cpu")
