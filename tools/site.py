@@ -161,7 +161,7 @@ def command_line() -> str:
     introduction = (
         "`attnorm COMMAND --help` prints the same on your machine. Results are printed to stdout, progress to stderr. "
         "Exit codes: 0 success, 1 a check failed or the machine ran out of disk or memory, 2 wrong usage or input, "
-        "130 interrupted."
+        "3 unfinished work, 130 interrupted."
     )
     sections = _sections(root, root.context_class(root, info_name="attnorm"))
     return "\n\n".join(["# Command line", introduction, *sections])
@@ -187,18 +187,21 @@ def _sections(command: Any, context: Any) -> list[str]:
 
 
 def _prose(text: str | None) -> str:
-    plain = html.escape(text or "", quote=False).replace("\b\n", "").strip()
-    return re.sub(
-        r"^Examples?:\s*((?: *attnorm .*\n?)+)", lambda found: _fenced("bash", found[1].rstrip()), plain, flags=re.M
-    )
+    command, example = re.subn(r"^Example: ", "", text or "")
+    return _fenced("bash", command) if example else html.escape(command, quote=False).strip().replace("*", "\\*")
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    return " ".join(text.split()).replace("|", "\\|").replace("*", "\\*")
 
 
 class NamedArguments(griffe.Extension):
     """Turn "name: meaning" and "name   meaning" of known arguments and fields into a list, and prompts into code."""
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Show `attnorm.attention` as the function that an import gives, not as the module of this name."""
+        if pkg.path == "attnorm":
+            pkg.members["attention"] = griffe.Alias("attention", pkg["attention.attention"], parent=pkg)
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is None or not obj.path.startswith("attnorm."):

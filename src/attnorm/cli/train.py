@@ -113,11 +113,11 @@ def lm(
 
     Exit codes: 1 no disk space or memory; 2 wrong usage or input; 130 interrupted.
 
-    A mixture at the output (--output mos:4) has a logit matrix whose rank can exceed the width; moc:4 has the
-    same number of parameters, and its rank cannot. training.json names the width at which a plain model has as many.
+    A mixture at the output (--output mos:4) has a logit matrix whose rank can exceed the width. moc:4 has the same
+    number of parameters, and its rank cannot exceed the width. training.json names the width at which a plain model
+    has as many parameters.
 
-    Example: attnorm train lm book.txt --valid other.txt --normalizer ssmax --output mos:4 --out my-lm; to try it
-    without a text: attnorm train lm --quick --output mos:3
+    Example: attnorm train lm book.txt --valid other.txt --normalizer ssmax --output mos:4 --out my-lm
     """
     import torch
 
