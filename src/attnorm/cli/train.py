@@ -100,7 +100,7 @@ def lm(
     max_minutes: Annotated[float | None, typer.Option(help="Stop training after this many minutes.")] = None,
     data: Annotated[Path | None, typer.Option(help="Folder for encoded texts.", show_default="OUT/data")] = None,
     sample: Annotated[int, typer.Option(help="Number of tokens to generate into sample.txt.")] = 0,
-    note: Annotated[str, typer.Option(help="Source and licence of the text, for the model card.")] = "",
+    note: Annotated[str, typer.Option(help="Source and license of the text, for the model card.")] = "",
     quick: Annotated[
         bool, typer.Option("--quick", help="Try it: a tiny model, 20 steps, a bundled text instead of TEXT: seconds.")
     ] = False,
@@ -353,7 +353,7 @@ def vision(
     quick: Annotated[bool, typer.Option("--quick", help="A tiny model on generated textures: seconds.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Train a ViT or a pyramid on labelled images, test it, and write a Hugging Face folder with an image processor.
+    """Train a ViT or a pyramid on labeled images, test it, and write a Hugging Face folder with an image processor.
 
     `attnorm analyze DIR --image FILE` then draws where its heads look; soft, gaussian and linear have no weights to
     draw. An interrupted run starts again. --layers of a pyramid are those of all stages; --heads and --width those of
