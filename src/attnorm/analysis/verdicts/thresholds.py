@@ -39,10 +39,10 @@ SATURATION: dict[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Thresholds:
-    """A head is judged by its median row among its longest rows, unless said otherwise.
+    """Thresholds of the verdicts. A head is judged by its median row among its longest rows, unless stated otherwise.
 
-    dispersed_entropy   entropy / log n from which attention counts as smeared. 0.7 is more than n^0.7 keys sharing the
-                        weight, 128 of 1,024: no reader of so many values at once can be said to select.
+    dispersed_entropy   entropy / log n from which attention counts as spread out. 0.7 is more than n^0.7 keys sharing
+                        the weight, 128 of 1,024: a head that reads so many values at once does not select.
     dispersed_slope     slope of the effective gap on log n up to which growth is not compensated. 1 keeps the largest
                         weight at every length, 0 is what theory predicts; at 0.75 its odds halve when n grows 16-fold.
                         The slope must lie below 1 by two standard errors as well.
@@ -51,11 +51,10 @@ class Thresholds:
                         learned sink takes counts as weight: such a head is sink-dominated.
     near_floor          part of the way from the entropy floor to log n within which a head counts as sharp: as sharp
                         as its spread allows, hence never dispersed.
-    sink_dominated      mass on the first key, behind a sliding window its first, from which the head is parked: most of
-                        it.
+    sink_dominated      mass on the first key (in a sliding window: its first key) from which a head is sink-dominated.
     sink_matters        mass on the first key from which dispersion is judged among the other keys (entropy, slope and
-                        horizon alike): above it a sink can make a smear look sharp, below it one key of many changes
-                        nothing.
+                        horizon alike): above it a sink can make a spread-out row look sharp, below it one key of many
+                        changes nothing.
     frozen_weight       largest weight from which one key takes everything ...
     frozen_norm         ... and Jacobian norm, as a share of the worst case, below which gradients have vanished. A
                         softmax row with largest weight 0.99 has at most 0.04 of its worst case 1/2.
