@@ -112,7 +112,7 @@ def needs_tokenizer(loaded: LoadedModel) -> Any:
         raise ValueError(
             f"{loaded.name} has no tokenizer ({loaded.tokenizer_problem or 'none was given'}); "
             "save its tokenizer in the same folder, or name one (tokenizer=..., --tokenizer on the command line); "
-            "in Python token ids or a dict of model inputs do without"
+            "in Python, token ids or a dict of model inputs need none"
         )
     return loaded.tokenizer
 
