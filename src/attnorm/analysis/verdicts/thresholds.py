@@ -13,12 +13,12 @@ from attnorm.text import did_you_mean
 MEANING: dict[str, str] = {
     "broken": "logits or weights that are not finite",
     "silent": "its weights sum to almost nothing: the head reads no key",
-    "sink-dominated": "most of the weight on the first key (behind a window: its first): the head is parked",
+    "sink-dominated": "most of the weight is on the first key (in a sliding window: its first key)",
     "frozen": "one key takes everything and no gradient reaches the logits",
-    "dispersed-forced": "smeared over the context, beyond its horizon: its logits let no key have half of the weight "
+    "dispersed-forced": "spread over the context, beyond its horizon: its logits let no key have half of the weight "
     "at this length",
-    "dispersed-by-choice": "smeared over the context, although its logits would allow it to select",
-    "dispersed": "smeared over the context; how sharp its logits would allow this normalizer to be is not known",
+    "dispersed-by-choice": "spread over the context, although its logits would allow it to select",
+    "dispersed": "spread over the context; how sharp its logits would allow this normalizer to be is not known",
     "sensitive": "near the worst case of the Jacobian norm on many rows: small changes of logits move it most",
     "healthy": "none of the other verdicts applies: it selects, or is broad and keeps up with the length",
     "undecided": "too close to a threshold: other windows of the text, or other images, may give another verdict",
