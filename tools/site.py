@@ -49,7 +49,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    return with_formulas_marked(with_links_into_the_site(markdown, page.file.src_uri))
+    return with_formulas_marked(with_bars_in_code(with_links_into_the_site(markdown, page.file.src_uri)))
 
 
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -128,6 +128,16 @@ def with_links_into_the_site(markdown: str, source: str) -> str:
     return LINK.sub(rewrite, markdown)
 
 
+def with_bars_in_code(markdown: str) -> str:
+    """Tables whose code has plain bars: GitHub needs a backslash before them, which Python-Markdown would show."""
+    return re.sub(
+        r"^\|.*",
+        lambda row: re.sub(r"`[^`]+`", lambda code: code[0].replace(r"\|", "|"), row[0]),
+        markdown,
+        flags=re.MULTILINE,
+    )
+
+
 def notebook_page(path: Path) -> str:
     notebook = json.loads(path.read_text())
     parts = [f"*This page is a notebook: [{path.name}]({path.name}).*"]
@@ -176,7 +186,7 @@ def _sections(command: Any, context: Any) -> list[str]:
     usage = f"{context.command_path} {' '.join(command.collect_usage_pieces(context))}"
     rows = [record for record in (parameter.get_help_record(context) for parameter in command.params) if record]
     table = ["| argument or option | meaning |", "|---|---|"]
-    table += [f"| `{_cell(name)}` | {_cell(html.escape(meaning))} |" for name, meaning in rows]
+    table += [f"| `{name}` | {_cell(html.escape(meaning))} |" for name, meaning in rows]
     return [
         f"{'##' if context.parent.parent is None else '###'} {context.command_path}",
         _prose(command.help),
@@ -201,6 +211,9 @@ class NamedArguments(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Show `attnorm.attention` as the function that an import gives, not as the module of this name."""
         if pkg.path == "attnorm":
+            for member in pkg["attention"].members.values():  # griffe does not visit what an alias hides
+                if isinstance(member, griffe.Function):
+                    self.on_object(obj=member)
             pkg.members["attention"] = griffe.Alias("attention", pkg["attention.attention"], parent=pkg)
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
