@@ -174,12 +174,11 @@ def _reject_file_name(text: str) -> None:
         return
     if is_file:
         raise ValueError(
-            f"{text!r} is a file, and a str is measured as it stands; give pathlib.Path({text!r}) to measure what the "
-            "file holds"
+            f"{text!r} is a file, but a str is measured as text. Pass pathlib.Path({text!r}) to measure its content."
         )
     if FILE_NAME.fullmatch(text):
         raise ValueError(
-            f"there is no file {text!r}, and a str is measured as it stands; give the text, or a pathlib.Path of a file"
+            f"there is no file {text!r}, and a str is measured as text. Pass the text, or a pathlib.Path of a file."
         )
 
 
