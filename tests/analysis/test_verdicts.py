@@ -172,7 +172,8 @@ def test_mass_on_a_learned_sink_is_not_said_to_lie_on_the_first_key() -> None:
     )
     for runs in ("softmax", "sink", "softmax1"):
         assert "70% on the learned one" in judgement_of(runs, sink_mass=0.9, row_sum=0.3).evidence
-    assert "learned" not in judgement_of(runs="sigmoid", sink_mass=0.9, row_sum=0.3).evidence
+    for runs in ("sigmoid", "composed:map=sigmoid:sink=sink"):
+        assert "learned" not in judgement_of(runs, sink_mass=0.9, row_sum=0.3).evidence
 
 
 UNDEFINED = (
@@ -195,6 +196,8 @@ def test_tiny_weights_are_silent_wherever_they_lie() -> None:
     assert "sum to 0.0004, below 0.01" in tiny.evidence
     assert verdict("sigmoid", row_sum=0.0099) == "silent"
     assert verdict("sigmoid", row_sum=0.01, jacobian_norm_q75=0.01) == "healthy"
+    beside_sink = {"row_sum": 0.0004, "sink_mass": 0.9999, "max_weight": 0.0004}  # all of it on the first key
+    assert verdict("composed:map=sigmoid:sink=sink", **beside_sink) == "silent"
     for runs in ("composed:map=softpick", None):  # its name does not say that there is no learned sink
         assert verdict(runs, row_sum=0.0004, sink_mass=0.5) == "silent"
     lower = HeadCase(
@@ -260,7 +263,7 @@ def test_the_model_is_said_to_have_silent_heads_and_what_to_do() -> None:
     assert "less than 0.01" in sentence
     (advice,) = [one for one in model.advice if "ilent" in one.title]
     assert advice.heads == 2
-    assert "bias of sigmoid" in advice.text
+    assert "the start of sigmoid" in advice.text
     assert model.rate is not None
     assert model.rate.heads == 6
 

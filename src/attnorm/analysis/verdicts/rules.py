@@ -82,8 +82,8 @@ class HeadCase:
         The numbers show it unless few weights lie mostly on the first key; then the declaration decides.
         """
         normalizer = _registered(self.runs)
-        if normalizer is not None and normalizer.sink is None and normalizer.map.properties.row_sum != "one":
-            return False
+        if normalizer is not None and normalizer.map.properties.row_sum != "one":
+            return False  # a learned sink beside such a map is not in the sink mass
         row_sum, sink = self.number("row_sum"), self.number("sink_mass")
         return row_sum is not None and sink is not None and sink >= 1 - row_sum - ROUNDING
 
@@ -288,7 +288,7 @@ def _describe_sink(case: HeadCase) -> str:
     first = f"the first of the {case.n:,} keys that it sees" if case.windowed else f"the first of {case.n:,} keys"
     normalizer = _registered(case.runs)
     learned = case.runs == "softmax" or (normalizer is not None and normalizer.sink is not None)
-    if not learned or row_sum is None or row_sum > 0.995:
+    if not (learned and case.sums_to_one) or row_sum is None or row_sum > 0.995:
         return first
     return f"its sinks, {1 - row_sum:.0%} on the learned one that is no key and the rest on {first}"
 
