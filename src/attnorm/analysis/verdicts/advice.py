@@ -231,8 +231,8 @@ def _silent(model_heads: Rows, runs: str | None) -> Advice | None:
     return Advice(
         title="Prune silent heads, or retrain them",
         text="They cost time and add almost nothing to the output here. If they are silent on other inputs too, prune "
-        f"them. Rows without weight give almost no gradient: before training, change the initial values or the bias of "
-        f"{runs or 'what they run'}.",
+        "them. Rows without weight give almost no gradient: before training, change the initial values of "
+        f"{runs or 'what they run'}, or its bias if it has one.",
         heads=len(silent),
     )
 

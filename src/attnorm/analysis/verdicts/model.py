@@ -257,7 +257,7 @@ def silent_sentences(heads: Sequence[Row], thresholds: Thresholds) -> list[str]:
     if not silent:
         return []
     read = "reads" if silent == 1 else "read"
-    less = f"sum to less than {thresholds.silent_sum:g} in the median row"
+    less = f"sum to less than {thresholds.silent_sum:g} in the median row and on average"
     return [f"Silent heads: {silent} of {len(heads)} {read} no key; the weights {less}."]
 
 

@@ -46,9 +46,10 @@ class Thresholds:
     dispersed_slope     slope of the effective gap on log n up to which growth is not compensated. 1 keeps the largest
                         weight at every length, 0 is what theory predicts; at 0.75 its odds halve when n grows 16-fold.
                         The slope must lie below 1 by two standard errors as well.
-    silent_sum          sum of the absolute weights of a row below which the head is silent. At 0.01 the output is at
-                        most 1 % as large as the largest value, so that the head adds almost nothing. The share that a
-                        learned sink takes counts as weight: such a head is sink-dominated.
+    silent_sum          sum of the absolute weights of a row below which the head is silent, if that of the mean row is
+                        below as well: a head may read in few rows. At 0.01 the output is at most 1 % as large as the
+                        largest value, so that the head adds almost nothing. The share that a learned sink takes counts
+                        as weight: such a head is sink-dominated.
     near_floor          part of the way from the entropy floor to log n within which a head counts as sharp: as sharp
                         as its spread allows, hence never dispersed.
     sink_dominated      mass on the first key (in a sliding window: its first key) from which a head is sink-dominated.
