@@ -105,13 +105,9 @@ def test_the_sharpening_by_entropy_multiplies_the_factors_before_it(
     factor = None if own is None else torch.full_like(entropy, own)
     given: list[Any] = []
 
-    def run(inputs: Inputs, values: Tensor, factor: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        given.append(factor)
-        return values, values
-
     monkeypatch.setattr(one_pass.one_pass_operators, "row_entropy", lambda *_: (entropy, entropy))
     monkeypatch.setattr(one_pass, "row_factor_and_shift", lambda *_: (factor, None))
-    monkeypatch.setattr(one_pass, "_launch", run)
+    monkeypatch.setattr(one_pass, "_launch", lambda _, factor, *__: given.append(factor))
     monkeypatch.setattr(one_pass, "lower", lambda *_: SimpleNamespace(map=SimpleNamespace(ranged=False), top=None))
     normalizer = Normalizer(get("softmax").map, scale=[rule])
     one_pass.one_pass(call(MIN_QUERIES), normalizer)
@@ -123,7 +119,7 @@ def test_a_sink_has_one_logit_or_one_for_each_head(monkeypatch: pytest.MonkeyPat
     form = SimpleNamespace(map=SimpleNamespace(ranged=False), top=None)
     monkeypatch.setattr(one_pass, "lower", lambda *_: form)
     monkeypatch.setattr(one_pass, "row_factor_and_shift", lambda *_: (None, None))
-    monkeypatch.setattr(one_pass, "_launch", lambda _, v, f, shift, sink, *__: (given.append(sink), None))
+    monkeypatch.setattr(one_pass, "_launch", lambda _, factor, shift, sink, *__: given.append(sink))
     for heads in (None, 4):
         one_pass.one_pass(call(MIN_QUERIES), get("sink", logit=1.5, heads=heads))
         assert given.pop().tolist() == [1.5] * 4

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from types import NoneType
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, Never, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -221,6 +221,17 @@ class KernelOperator:
                 return gradients(ctx, *grads)
 
         self.differentiable = Differentiable.apply
+
+    def refuse_gradient(self) -> None:
+        """Raise an error where a gradient of this operator is asked for, which is itself a gradient."""
+
+        def refuse(*_: Any) -> Never:
+            raise RuntimeError(
+                "our kernels are differentiated once only; use engine='blocked', or float64 for a mechanism such as "
+                "gaussian, which takes no engine"
+            )
+
+        self.register_autograd(refuse)
 
     def __call__(self, *arguments: Any) -> Any:
         if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():

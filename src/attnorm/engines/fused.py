@@ -25,6 +25,7 @@ from attnorm.engines.inputs import (
     Inputs,
     in_dtype,
     in_forward_mode,
+    needs_gradient,
     row_factors,
     under_transform,
     with_rounded_queries,
@@ -53,11 +54,7 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
     if len(others) > 1 or others[0] is not rules[-1] or not isinstance(others[0], EntropyRule):
         return False
     # The entropy of SDPA carries no gradient, and ONNX has no logsumexp of SDPA.
-    return normalizer.sink is None and not _needs_gradient(inputs, normalizer) and not is_exporting()
-
-
-def _needs_gradient(inputs: Inputs, normalizer: Normalizer) -> bool:
-    return inputs.needs_grad or (torch.is_grad_enabled() and any(p.requires_grad for p in normalizer.parameters()))
+    return normalizer.sink is None and not needs_gradient(inputs, normalizer) and not is_exporting()
 
 
 def is_worth_rounding(inputs: Inputs, normalizer: Normalizer) -> bool:
@@ -70,7 +67,7 @@ def is_worth_rounding(inputs: Inputs, normalizer: Normalizer) -> bool:
     """
     return (
         _suits_cudnn(inputs)
-        and not (inputs.q_BHQD.dtype == torch.float16 and _needs_gradient(inputs, normalizer))
+        and not (inputs.q_BHQD.dtype == torch.float16 and needs_gradient(inputs, normalizer))
         and all(isinstance(rule, ScaleRule) and rule.may_round_queries for rule in normalizer.rules)
     )
 

@@ -16,7 +16,7 @@ numbers into the record that the kernels take.
 """
 
 import math
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -268,16 +268,9 @@ def _gradients(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     return grad_q, grad_k, grad_v, None, *rows, *([None] * (len(ctx.options) + 3))  # cutoff, parameters, precise
 
 
-def raise_second_gradient(*_: Any) -> Never:
-    raise RuntimeError(
-        "the one-pass kernels are differentiated once only; use engine='blocked', or float64 for a mechanism such as "
-        "gaussian, which takes no engine"
-    )
-
-
 forward.register_autograd(_gradients, setup_context=_save_for_backward)
-backward.register_autograd(raise_second_gradient)
-_sum_by_key.register_autograd(raise_second_gradient)
+backward.refuse_gradient()
+_sum_by_key.refuse_gradient()
 
 
 @kernel_operator("attnorm::softmax_gradients")
@@ -307,7 +300,7 @@ def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(empty_rows(in_rows(t)) for t in (q, k, v))  # type: ignore[return-value]
 
 
-softmax_gradients.register_autograd(raise_second_gradient)
+softmax_gradients.refuse_gradient()
 
 
 def sdpa_gradients(
@@ -419,7 +412,7 @@ def _gradients_of_sharpened(ctx: Any, grad: Tensor, _reference: None) -> tuple[T
 
 
 sharpened_attention.register_autograd(_gradients_of_sharpened, setup_context=_save_sharpened)
-_sharpened_backward.register_autograd(raise_second_gradient)
+_sharpened_backward.refuse_gradient()
 
 EQUAL_LOGITS = 1e-6  # deviation over mean up to which the logits of a row differ by rounding only: no gradient
 
@@ -472,4 +465,4 @@ def _gradients_of_variance(ctx: Any, grad: Tensor | None, _mean: None, _count: N
 
 
 row_variance.register_autograd(_gradients_of_variance, setup_context=_save_variance)
-_variance_backward.register_autograd(raise_second_gradient)
+_variance_backward.refuse_gradient()

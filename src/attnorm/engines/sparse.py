@@ -4,7 +4,7 @@
 that torch.compile can include them in a graph.
 """
 
-from typing import Any, Never
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,9 +49,8 @@ def sparse(inputs: Inputs, normalizer: Normalizer) -> Tensor:
     if (rule := _distance_rule(inputs, normalizer)) is not None:
         penalties = head_numbers(rule.slopes, inputs) / inputs.scale
     factor, parameter, trains = row_numbers(inputs, normalizer, form)
-    mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
     output: Tensor = _forward(
-        q, k, v, mask, factor, parameter, penalties, inputs.causal, inputs.scale, form.map, trains
+        q, k, v, inputs.full_mask, factor, parameter, penalties, inputs.causal, inputs.scale, form.map, trains
     )[0]
     return output
 
@@ -188,11 +187,7 @@ def gradients(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     return grad_q, grad_k, grad_v, None, *rows, None, None, None, None, None
 
 
-def _raise_second_gradient(*_: Any) -> Never:
-    raise RuntimeError("the kernels of sparse attention are differentiated once only; use engine='blocked'")
-
-
 _length_powers.register_autograd(_gradients_of_powers, setup_context=_save_powers)
-_length_powers_backward.register_autograd(_raise_second_gradient)
+_length_powers_backward.refuse_gradient()
 _forward.register_autograd(gradients, setup_context=save_for_backward)
-_backward.register_autograd(_raise_second_gradient)
+_backward.refuse_gradient()

@@ -4,7 +4,7 @@ The kernels read the keys from the last to the first. They are operators of torc
 include them in a graph.
 """
 
-from typing import Any, Never
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,11 +37,10 @@ def stick_breaking(inputs: Inputs, normalizer: Normalizer) -> Tensor:
     """Return the output (B, H, Q, E) of a normalizer for which `applies` is true."""
     assert isinstance(normalizer.map, StickBreaking)
     factor = row_factors(inputs, normalizer)
-    mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
     windows = [selection.kernel_window for selection in normalizer.selections if selection.kernel_window is not None]
     trains = inputs.needs_grad or (factor is not None and factor.requires_grad)
     output: Tensor = _forward(
-        inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, mask, None if factor is None else factor[..., 0],
+        inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, inputs.full_mask, None if factor is None else factor[..., 0],
         not normalizer.map.attend_current, inputs.causal, min(windows, default=None), inputs.scale, trains,
     )[0]  # fmt: skip
     return output
@@ -98,9 +97,5 @@ def _gradients(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     return *grads, None, None if saved[4] is None else grad_factor, None, None, None, None, None
 
 
-def _raise_second_gradient(*_: Any) -> Never:
-    raise RuntimeError("the stick-breaking kernels are differentiated once only; use engine='blocked'")
-
-
 _forward.register_autograd(_gradients, setup_context=_save_for_backward)
-_backward.register_autograd(_raise_second_gradient)
+_backward.refuse_gradient()
