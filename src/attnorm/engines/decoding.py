@@ -26,6 +26,7 @@ from attnorm.engines.one_pass import (
     rule_numbers,
     sink_numbers,
 )
+from attnorm.kernels.launch import Form
 from attnorm.normalizers.adaptive_temperature import EntropyRule
 from attnorm.normalizers.contract import KernelForm, Normalizer, ThresholdForm
 from attnorm.normalizers.norm_softmax import MIN_DEVIATION, UnitVariance
@@ -123,7 +124,6 @@ def _decode(
     steps: list[float], top: int | None,
 ) -> Tensor:  # fmt: skip
     from attnorm.kernels.decoding import RowSearch, decode  # loads Triton
-    from attnorm.kernels.one_pass import Form
 
     form = Form("softmax", 1, 0.0, rule, softcap, causal, window, scale, log2_base, delta)
     search = RowSearch(kind, tuple(numbers), tuple(steps), top)

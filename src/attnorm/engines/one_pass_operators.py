@@ -1,8 +1,8 @@
 """The one-pass kernels as operators of torch.library, so that torch.compile can include them in a graph.
 
 Each operator has three parts: the function that launches the kernel, a `register_fake` function that gives the compiler
-the shapes of its outputs, and its gradient. Operators take plain numbers and tensors only; `_form` collects the plain
-numbers into the record that the kernels take.
+the shapes of its outputs, and its gradient. Operators take plain numbers and tensors only; `Form` is the record of
+plain numbers that the kernels take.
 
     forward, decode               attention
     softmax_gradients             gradients of softmax by torch's SDPA, for the output of another kernel
@@ -16,27 +16,13 @@ numbers into the record that the kernels take.
 """
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnorm.engines.execution import kernel_operator
-from attnorm.kernels.launch import empty_rows, in_rows
-
-if TYPE_CHECKING:
-    from attnorm.kernels.one_pass import Form
-
-
-def _form(
-    map: str, power: int, floor: float, rule: str, softcap: float | None, causal: bool, window: int | None,
-    scale: float,
-) -> "Form":  # fmt: skip
-    from attnorm.kernels.one_pass import Form  # loads Triton
-
-    return Form(
-        map=map, power=power, floor=floor, rule=rule, softcap=softcap, causal=causal, window=window, scale=scale,
-    )  # fmt: skip
+from attnorm.kernels.launch import Form, empty_rows, in_rows
 
 
 @kernel_operator("attnorm::extreme_logits")
@@ -50,7 +36,7 @@ def extreme_logits(
     """
     from attnorm.kernels import extremes
 
-    form = _form("softmax", 1, 0.0, "none", softcap, causal, window, scale)
+    form = Form("softmax", softcap=softcap, causal=causal, window=window, scale=scale)
     return extremes.extreme_logits(q, k, mask, factor, form)
 
 
@@ -167,7 +153,7 @@ def top_k_cutoff(
 ) -> Tensor:  # fmt: skip
     from attnorm.kernels import extremes
 
-    form = _form("softmax", 1, 0.0, "none", softcap, causal, window, scale)
+    form = Form("softmax", softcap=softcap, causal=causal, window=window, scale=scale)
     return extremes.top_k_cutoff(q, k, mask, factor, count, most, form)
 
 
@@ -184,11 +170,10 @@ def decode(
     window: int | None, scale: float, log2_base: float, delta: float,
 ) -> Tensor:  # fmt: skip
     """Return the output. common_shift and common_parameter: the same for all rows, in place of a tensor."""
-    from attnorm.kernels.one_pass import Form
-    from attnorm.kernels.one_pass import decode as decode_by_kernel
+    from attnorm.kernels import one_pass
 
     form = Form(map, power, floor, rule, softcap, causal, window, scale, log2_base, delta)
-    return decode_by_kernel(
+    return one_pass.decode(
         q, k, v, mask, factor, exponent, common_shift if shift is None else shift, sink,
         common_parameter if parameters is None else parameters, form,
     )  # fmt: skip
@@ -207,7 +192,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from attnorm.kernels import one_pass
 
-    form = _form(map, power, floor, rule, softcap, causal, window, scale)
+    form = Form(map, power, floor, rule, softcap, causal, window, scale)
     output, saved = one_pass.forward(q, k, v, mask, factor, shift, sink, cutoff, parameters, form, precise=precise)
     return output, *saved
 
@@ -232,7 +217,7 @@ def backward(
     """Return the gradients. grad_of_factor: whether to compute that of the factor; it is empty otherwise."""
     from attnorm.kernels import one_pass, one_pass_backward
 
-    form = _form(map, power, floor, rule, softcap, causal, window, scale)
+    form = Form(map, power, floor, rule, softcap, causal, window, scale)
     saved = one_pass.Saved(reference, inverse)
     *grads, _ = one_pass_backward.backward(
         grad, q, k, v, mask, factor, shift, sink, cutoff, parameters, output, saved, form,
@@ -287,7 +272,7 @@ def softmax_gradients(
     if found is None:
         from attnorm.kernels import one_pass, one_pass_backward
 
-        form = _form("softmax", 1, 0.0, "none", None, causal, None, scale)
+        form = Form("softmax", causal=causal, scale=scale)
         saved = one_pass.Saved(reference, reference.new_empty(0))
         found = one_pass_backward.backward(
             grad, q, k, v, None, None, None, None, None, None, output, saved, form
@@ -360,10 +345,10 @@ def sharpened_attention(
 
     entropy, soft_reference: `row_entropy` with the factor soft_factor; slope: the derivative of factor by the entropy.
     """
-    from attnorm.kernels.one_pass import Form, forward
+    from attnorm.kernels import one_pass
 
-    form = Form(map="softmax", causal=causal, window=window, scale=scale)
-    output, saved = forward(q, k, v, mask, factor, None, None, cutoff, None, form)
+    form = Form("softmax", causal=causal, window=window, scale=scale)
+    output, saved = one_pass.forward(q, k, v, mask, factor, None, None, cutoff, None, form)
     return output, saved.reference
 
 
@@ -378,10 +363,10 @@ def _sharpened_backward(
     soft_factor: Tensor | None, entropy: Tensor, soft_reference: Tensor, slope: Tensor, output: Tensor,
     reference: Tensor, causal: bool, window: int | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    from attnorm.kernels.one_pass import Form, Saved
+    from attnorm.kernels.one_pass import Saved
     from attnorm.kernels.one_pass_backward import RowEntropy, backward
 
-    form = Form(map="softmax", causal=causal, window=window, scale=scale)
+    form = Form("softmax", causal=causal, window=window, scale=scale)
     saved = Saved(reference, reference.new_empty(0))
     sharpened = RowEntropy(soft_factor, entropy, soft_reference, slope)
     grad_q, grad_k, grad_v, grad_factor, _, _, grad_soft = backward(
