@@ -136,11 +136,10 @@ def _block_mask(inputs: Inputs) -> BlockMask | None:
     offset, mask = inputs.offset, inputs.mask
     if mask is None:
         return _causal_block_mask(inputs.queries, inputs.keys, inputs.q_BHQD.device)
-    full = mask.reshape(*([1] * (4 - mask.dim())), *mask.shape)
-    batches, heads, rows, keys = full.shape
+    batches, heads, rows, keys = mask.shape
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        is_visible = full[b if batches > 1 else 0, h if heads > 1 else 0, i if rows > 1 else 0, j if keys > 1 else 0]
+        is_visible = mask[b if batches > 1 else 0, h if heads > 1 else 0, i if rows > 1 else 0, j if keys > 1 else 0]
         return is_visible & (j <= i + offset) if inputs.causal else is_visible
 
     return create_block_mask(

@@ -280,7 +280,7 @@ def validate_inputs(
     if scale is not None and not (hasattr(scale, "__float__") and math.isfinite(scale)):
         raise ValueError(f"scale must be a finite number, got {scale!r}; leave it out for 1/sqrt(width)")
     if q.dim() != 4:
-        q, k, v = (_to_four_dimensions(t) for t in (q, k, v))
+        q, k, v = (to_four_dimensions(t) for t in (q, k, v))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     inputs = Inputs(q, k, v, None, causal, scale, positions, hidden_states)
     if mask is None:
@@ -289,7 +289,7 @@ def validate_inputs(
     check_mask(mask, inputs.weights_shape)
     if mask.device != q.device:
         raise ValueError(f"expected the mask on {q.device}, where q is, got {mask.device}; pass mask.to(q.device)")
-    mask = _to_four_dimensions(mask)
+    mask = to_four_dimensions(mask)
     if mask.shape[-1] != inputs.keys:
         mask = mask.expand(*mask.shape[:-1], inputs.keys)
     return _zero_unseen(replace(inputs, mask=mask))
@@ -302,7 +302,8 @@ def check_flags(**flags: object) -> None:
             raise TypeError(f"expected {name}=True or {name}=False, got {value!r}.")
 
 
-def _to_four_dimensions(t: Tensor) -> Tensor:
+def to_four_dimensions(t: Tensor) -> Tensor:
+    """Return the tensor with dimensions of size 1 in front."""
     return t if t.dim() == 4 else t.reshape(*([1] * (4 - t.dim())), *t.shape)
 
 
