@@ -69,14 +69,21 @@ Result = TypeVar("Result")
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Use one torch thread. Small tensors are faster this way, and sums have a fixed order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def torch_threads(count: int) -> Iterator[None]:
+    """Use this number of torch threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Use one torch thread. Small tensors are faster this way, and sums have a fixed order."""
+    with torch_threads(1):
+        yield
 
 
 def in_threads(measure: Callable[[range], None], parts: int, device: torch.device, *, whole: bool = False) -> None:
