@@ -252,8 +252,8 @@ def test_what_a_logit_of_the_top_k_must_exceed_is_asked_for_each_row(
     monkeypatch.setattr(one_pass.one_pass_operators, "top_k_cutoff", lambda *given: asked.append(given))
     inputs = call(4, 6, causal=True)
     factor = torch.ones(1, 4, 4, requires_grad=True)
-    form: Any = SimpleNamespace(softcap=2.0, window=5)
-    one_pass._top_k_cutoff(inputs, factor, form, TopK(k))
+    form: Any = SimpleNamespace(softcap=2.0, window=5, top=TopK(k))
+    one_pass._top_k_cutoff(inputs, factor, form)
     ((q, key, mask, fixed, count, *rest),) = asked
     assert q is not inputs.q_BHQD or not q.requires_grad
     assert key.shape == inputs.k_BGKD.shape

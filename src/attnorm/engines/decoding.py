@@ -108,7 +108,7 @@ def decode(inputs: Inputs, normalizer: Normalizer, found: DecodingPlan | None = 
         top = inputs.keys
     output: Tensor = _decode(
         inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, inputs.full_mask, factor.tensor, factor.exponent,
-        sink_numbers(inputs, form.sink), *rule_numbers(inputs, form), parameter, common_parameter, count, form.rule,
+        sink_numbers(inputs, form), *rule_numbers(inputs, form), parameter, common_parameter, count, form.rule,
         form.softcap, inputs.causal, form.window, inputs.scale * factor.number, factor.log2_base, factor.delta,
         found.kind, found.numbers, found.steps, top,
     )  # fmt: skip

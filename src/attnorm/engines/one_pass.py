@@ -169,8 +169,7 @@ def one_pass(inputs: Inputs, normalizer: Normalizer, form: LoweredNormalizer | N
         width = high - low
         output = _launch(inputs, factor, -low, sink, form, precise=True)
         return output / torch.where(width > 0, width, 1.0)[..., None]
-    cutoff = None if form.top is None else _top_k_cutoff(inputs, factor, form, form.top)
-    return _launch(inputs, factor, shift, sink, form, cutoff)
+    return _launch(inputs, factor, shift, sink, form, _top_k_cutoff(inputs, factor, form))
 
 
 def sink_logits(inputs: Inputs, sink: Sink | None) -> Tensor | None:
@@ -201,7 +200,7 @@ def _attend_with_entropy_rule(
     )
     beta = rule.beta(entropy)
     sharpened_factor = beta if factor is None else factor * beta
-    cutoff = None if form.top is None else _top_k_cutoff(inputs, sharpened_factor, form, form.top)
+    cutoff = _top_k_cutoff(inputs, sharpened_factor, form)
     if not (inputs.needs_grad or sharpened_factor.requires_grad):
         return _launch(inputs, sharpened_factor, None, None, form, cutoff)
     slope = rule.slope(entropy) if soft_factor is None else rule.slope(entropy) * soft_factor
@@ -231,7 +230,7 @@ def _attend_with_unit_variance(
     # A single key has no gradient; a factor of 1e6 would only amplify rounding errors.
     sharpened_factor = torch.where(count > 1, sharpened_factor, 0.0)
     if form.top is not None:
-        cutoff = _top_k_cutoff(inputs, sharpened_factor, form, form.top)
+        cutoff = _top_k_cutoff(inputs, sharpened_factor, form)
         return _launch(inputs, sharpened_factor, None, None, form, cutoff)
     return _launch(inputs, sharpened_factor, -sharpened_factor * mean, None, form)
 
@@ -257,8 +256,10 @@ def _logit_range(inputs: Inputs, factor: Tensor | None, form: LoweredNormalizer)
     return low.clamp(max=0), high.clamp(min=0)
 
 
-def _top_k_cutoff(inputs: Inputs, factor: Tensor | None, form: LoweredNormalizer, top: TopK) -> Tensor:
-    """Return the number that a logit must exceed to be among the top k of its row, (B, H, Q)."""
+def _top_k_cutoff(inputs: Inputs, factor: Tensor | None, form: LoweredNormalizer) -> Tensor | None:
+    """Return the number that a logit must exceed to be among the top k of its row, (B, H, Q); None: all keys count."""
+    if (top := form.top) is None:
+        return None
     q, k = inputs.q_BHQD.detach(), inputs.k_BGKD.detach()
     if isinstance(top.k, int):
         count = torch.full(q.shape[:3], top.k, dtype=torch.int32, device=q.device)
@@ -317,7 +318,7 @@ def _decode(inputs: Inputs, normalizer: Normalizer, form: LoweredNormalizer) -> 
             common_shift = float(map_.row_shift(float(n)))
     output: Tensor = one_pass_operators.decode(
         inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, inputs.full_mask, factor.tensor, factor.exponent, shift,
-        common_shift, sink_numbers(inputs, form.sink), *rule_numbers(inputs, form), map_.map, map_.power, map_.floor,
+        common_shift, sink_numbers(inputs, form), *rule_numbers(inputs, form), map_.map, map_.power, map_.floor,
         form.rule, form.softcap, inputs.causal, form.window, scale, factor.log2_base, factor.delta,
     )  # fmt: skip
     return output
@@ -378,11 +379,11 @@ def _has_number_of_heads(inputs: Inputs, numbers: Tensor) -> bool:
     )
 
 
-def sink_numbers(inputs: Inputs, sink: Sink | None) -> Tensor | None:
+def sink_numbers(inputs: Inputs, form: LoweredNormalizer) -> Tensor | None:
     """Return the logits of the sink as the kernels of decoding take them: as they are, if possible."""
-    if sink is not None and _has_number_of_heads(inputs, sink.logit):
-        return sink.logit
-    return sink_logits(inputs, sink)
+    if form.sink is not None and _has_number_of_heads(inputs, form.sink.logit):
+        return form.sink.logit
+    return sink_logits(inputs, form.sink)
 
 
 def rule_numbers(inputs: Inputs, form: LoweredNormalizer) -> tuple[Tensor | None, float | None]:
