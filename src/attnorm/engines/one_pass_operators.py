@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from attnorm.engines.execution import kernel_operator
-from attnorm.kernels.launch import Form, empty_rows, in_rows
+from attnorm.kernels.launch import Form, empty_numbers, empty_rows, in_rows
 
 
 @kernel_operator("attnorm::extreme_logits")
@@ -122,14 +122,14 @@ def _scaled_rows_backward(
 
     options = factor, constant, keys, causal, shortest
     if not grad_of_factor:
-        return linear_algebra.scaled_rows(grad, *options), a.new_empty(0, dtype=torch.float32)
-    grad_factor = a.new_empty(a.shape[:3], dtype=torch.float32)
+        return linear_algebra.scaled_rows(grad, *options), empty_numbers(a, False)
+    grad_factor = empty_numbers(a)
     return linear_algebra.scaled_rows(grad, *options, a, grad_factor), grad_factor
 
 
 @_scaled_rows_backward.register_fake
 def _(grad: Tensor, a: Tensor, grad_of_factor: bool) -> tuple[Tensor, Tensor]:
-    return empty_rows(in_rows(grad)), a.new_empty(a.shape[:3] if grad_of_factor else (0,), dtype=torch.float32)
+    return empty_rows(in_rows(grad)), empty_numbers(a, grad_of_factor)
 
 
 def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -159,7 +159,7 @@ def top_k_cutoff(
 
 @top_k_cutoff.register_fake
 def _(q: Tensor) -> Tensor:
-    return q.new_empty(q.shape[:3], dtype=torch.float32)
+    return empty_numbers(q)
 
 
 @kernel_operator("attnorm::decode_attention")
@@ -204,7 +204,7 @@ def _(q: Tensor, v: Tensor, map: str, precise: bool) -> tuple[Tensor, Tensor, Te
     output = empty_rows(q, v.shape[-1], torch.float32 if precise else q.dtype)
     scaled = MAPS[map].reference != Reference.NONE
     used = (scaled, MAPS[map].normalised and not scaled)
-    return output, *(q.new_empty(q.shape[:3] if needed else (0,), dtype=torch.float32) for needed in used)  # type: ignore[return-value]
+    return output, *(empty_numbers(q, needed) for needed in used)  # type: ignore[return-value]
 
 
 @kernel_operator("attnorm::one_pass_attention_backward")
@@ -231,7 +231,7 @@ def _(
     q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, sink: Tensor | None, grad_of_factor: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     used = (grad_of_factor, shift is not None)
-    rows = [q.new_empty(q.shape[:3] if needed else (0,), dtype=torch.float32) for needed in used]
+    rows = [empty_numbers(q, needed) for needed in used]
     sinks = q.new_empty((q.shape[1],) if sink is not None else (0,), dtype=torch.float32)
     return empty_rows(q), empty_rows(k), empty_rows(v), *rows, sinks  # type: ignore[return-value]
 
@@ -332,7 +332,7 @@ def row_entropy(
 
 @row_entropy.register_fake
 def _(q: Tensor) -> tuple[Tensor, Tensor]:
-    return tuple(q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))  # type: ignore[return-value]
+    return empty_numbers(q), empty_numbers(q)
 
 
 @kernel_operator("attnorm::sharpened_attention")
@@ -354,7 +354,7 @@ def sharpened_attention(
 
 @sharpened_attention.register_fake
 def _(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return empty_rows(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return empty_rows(q, v.shape[-1]), empty_numbers(q)
 
 
 @kernel_operator("attnorm::sharpened_attention_backward")
@@ -377,8 +377,7 @@ def _sharpened_backward(
 
 @_sharpened_backward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, soft_factor: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    rows = [q.new_empty(q.shape[:3] if used else (0,), dtype=torch.float32) for used in (True, soft_factor is not None)]
-    return empty_rows(q), empty_rows(k), empty_rows(v), *rows  # type: ignore[return-value]
+    return empty_rows(q), empty_rows(k), empty_rows(v), empty_numbers(q), empty_numbers(q, soft_factor is not None)
 
 
 def _save_sharpened(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -415,7 +414,7 @@ def row_variance(
 
 @row_variance.register_fake
 def _(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(3))  # type: ignore[return-value]
+    return empty_numbers(q), empty_numbers(q), empty_numbers(q)
 
 
 @kernel_operator("attnorm::row_variance_backward")

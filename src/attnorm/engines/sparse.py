@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnorm.engines.execution import MIN_QUERIES, kernel_operator, runs_kernels
 from attnorm.engines.inputs import Inputs, head_numbers, row_factors, under_transform
-from attnorm.kernels.launch import empty_rows
+from attnorm.kernels.launch import empty_numbers, empty_rows
 from attnorm.normalizers.alibi import LinearBias
 from attnorm.normalizers.asentmax import AdaptiveLengthScale
 from attnorm.normalizers.contract import Normalizer, ScaleRule, ThresholdForm
@@ -162,10 +162,8 @@ def _backward(
 def _(
     q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, learned: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    rows = [
-        q.new_empty(q.shape[:3] if needed else (0,), dtype=torch.float32) for needed in (factor is not None, learned)
-    ]
-    return empty_rows(q), empty_rows(k), empty_rows(v), *rows  # type: ignore[return-value]
+    rows = empty_numbers(q, factor is not None), empty_numbers(q, learned)
+    return empty_rows(q), empty_rows(k), empty_rows(v), *rows
 
 
 def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnorm.engines.execution import MIN_QUERIES, kernel_operator, runs_kernels
 from attnorm.engines.inputs import Inputs, row_factors, under_transform
-from attnorm.kernels.launch import empty_rows
+from attnorm.kernels.launch import empty_numbers, empty_rows
 from attnorm.normalizers.contract import Normalizer, ScaleRule
 from attnorm.normalizers.stick_breaking import StickBreaking
 
@@ -61,9 +61,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, rest: bool, trains: bool) -> tuple[Tensor
     from attnorm.kernels.stick_breaking import kept_shapes
 
     later, live = kept_shapes(q, k, v, trains)
-    rows = q.new_empty(q.shape[:3] if rest else (0,), dtype=torch.float32)
     kept = q.new_empty(later, dtype=torch.float32), q.new_empty(live, dtype=torch.int32)
-    return empty_rows(q, v.shape[-1]), rows, *kept
+    return empty_rows(q, v.shape[-1]), empty_numbers(q, rest), *kept
 
 
 @kernel_operator("attnorm::stick_breaking_attention_backward")
@@ -79,8 +78,7 @@ def _backward(
 
 @_backward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows = q.new_empty(q.shape[:3] if factor is not None else (0,), dtype=torch.float32)
-    return empty_rows(q), empty_rows(k), empty_rows(v), rows
+    return empty_rows(q), empty_rows(k), empty_rows(v), empty_numbers(q, factor is not None)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -44,7 +44,7 @@ from attnorm.kernels.blocks import (
     tile_of_head,
 )
 from attnorm.kernels.kth_logit_by_lists import kth_of_lists
-from attnorm.kernels.launch import Form, device_of, float32_precision, in_rows, padded
+from attnorm.kernels.launch import Form, device_of, empty_numbers, float32_precision, in_rows, padded
 from attnorm.kernels.maps import LN2
 from attnorm.kernels.one_pass import OnePassLaunch
 
@@ -54,7 +54,7 @@ def extreme_logits(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return smallest and largest logit of each row, (B, H, Q), 0 for rows without keys, and the first such keys."""
     low_key, high_key = (torch.empty(q.shape[:3], dtype=torch.int32, device=q.device) for _ in range(2))
-    low, high = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
+    low, high = empty_numbers(q), empty_numbers(q)
     call = OnePassLaunch.of(q, k, k, mask, factor, None, None, None, None, form)
     search(extremes_kernel, call, (low_key, high_key, low, high), search_tile(q))
     return low, high, low_key, high_key
@@ -197,7 +197,7 @@ def top_k_cutoff(
 
     most: the largest count of all rows. It chooses the kernel and may be too large.
     """
-    cutoff = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    cutoff = empty_numbers(q)
     call = OnePassLaunch.of(q, k, k, mask, factor, None, None, None, None, form)
     rows_of = count.contiguous(), cutoff
     tile = lists_tile(q) if most <= MOST_LISTED else None

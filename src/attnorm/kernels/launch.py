@@ -112,11 +112,6 @@ class Launch:
             *self.lengths, q.shape[-1], scale, over_keys=over_keys, **self.constants_of(kernel),
         )  # fmt: skip
 
-    def rows(self, used: bool) -> Tensor:
-        """Return an uninitialised float32 tensor (B, H, Q), or an empty one if it is not used."""
-        shape = self.q.shape[:3] if used else (0,)
-        return torch.empty(shape, dtype=torch.float32, device=self.q.device)
-
 
 class KernelConstants(NamedTuple):
     """A Triton kernel and its compile-time constants, which are its last parameters, in any order."""
@@ -383,6 +378,11 @@ def empty_rows(t: Tensor, width: int | None = None, dtype: torch.dtype | None = 
     if t.stride(1) < t.stride(2):
         return torch.empty((batch, length, heads, width), dtype=dtype, device=t.device).transpose(1, 2)
     return torch.empty((batch, heads, length, width), dtype=dtype, device=t.device)
+
+
+def empty_numbers(q: Tensor, used: bool = True) -> Tensor:
+    """Return an uninitialised float32 tensor (B, H, Q), or an empty one if it is not used."""
+    return torch.empty(q.shape[:3] if used else (0,), dtype=torch.float32, device=q.device)
 
 
 def float32_precision() -> str:

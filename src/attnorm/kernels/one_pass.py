@@ -57,6 +57,7 @@ from attnorm.kernels.launch import (
     PlannedRun,
     PreparedKernels,
     are_rows,
+    empty_numbers,
     empty_rows,
     fitting,
     in_rows,
@@ -94,7 +95,7 @@ def forward(
     out = empty_rows(q, v.shape[-1], torch.float32 if precise else q.dtype)
     map_ = MAPS[form.map]
     scaled = map_.reference != Reference.NONE
-    saved = Saved(*(call.rows(used) for used in (scaled, map_.normalised and not scaled)))
+    saved = Saved(*(empty_numbers(q, used) for used in (scaled, map_.normalised and not scaled)))
     call.launch(
         forward_kernel, _forward_tile(q, v, scaled, mask is not None), *call.tensors, call.sink, out, *saved,
         *call.strides, *out.stride()[:3], *call.sizes, form.floor, **call.constants,

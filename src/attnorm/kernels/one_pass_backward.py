@@ -35,7 +35,7 @@ from attnorm.kernels.blocks import (
     store_tile,
     tile_of_head,
 )
-from attnorm.kernels.launch import Form, empty_rows, in_rows, padded
+from attnorm.kernels.launch import Form, empty_numbers, empty_rows, in_rows, padded
 from attnorm.kernels.linear_algebra import row_dots
 from attnorm.kernels.maps import LN2, LOG2E, MAPS, NO_REFERENCE
 from attnorm.kernels.one_pass import OnePassLaunch, Saved
@@ -66,8 +66,8 @@ def backward(
     map_ = MAPS[form.map]
     grad_q, grad_k, grad_v = (empty_rows(t) for t in (q, k, v))
     grad_of_factor = grad_of_factor and factor is not None
-    grad_factor, grad_shift = call.rows(grad_of_factor), call.rows(shift is not None)
-    delta = row_dots(grad, out) if map_.normalised else call.rows(False)
+    grad_factor, grad_shift = empty_numbers(q, grad_of_factor), empty_numbers(q, shift is not None)
+    delta = row_dots(grad, out) if map_.normalised else empty_numbers(q, False)
     rows_of = (*(t.contiguous() for t in saved), delta)
     given, strides = (*call.tensors, *rows_of, grad_in), (*call.strides, *grad_in.stride()[:3])
     call.launch(
@@ -75,7 +75,7 @@ def backward(
         *grad_q.stride()[:3], *call.sizes, form.scale, **call.constants,
         GRAD_OF_FACTOR=grad_of_factor,
     )  # fmt: skip
-    grad_soft, softmax = call.rows(False), (call.q,) * 4
+    grad_soft, softmax = empty_numbers(q, False), (call.q,) * 4
     rows, columns, warps, stages = _keys_tile(q, v)
     if sharpened is not None:
         soft = None if sharpened.factor is None else sharpened.factor.contiguous()
@@ -91,7 +91,7 @@ def backward(
         *grad_k.stride()[:3], *grad_v.stride()[:3], *call.sizes, form.scale, over_keys=True, **call.constants,
         ENTROPY=sharpened is not None, SOFT_FACTORED=sharpened is not None and sharpened.factor is not None,
     )  # fmt: skip
-    grad_sink = call.rows(False)
+    grad_sink = empty_numbers(q, False)
     if sink is not None:
         weight = torch.exp2(sink[None, :, None] * LOG2E.value - saved.reference)
         grad_sink = -(weight * delta).sum((0, 2))

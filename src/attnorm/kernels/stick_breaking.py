@@ -33,7 +33,7 @@ from attnorm.kernels.blocks import (
     store_tile,
     unmasked,
 )
-from attnorm.kernels.launch import Launch, empty_rows, in_rows, padded
+from attnorm.kernels.launch import Launch, empty_numbers, empty_rows, in_rows, padded
 from attnorm.kernels.maps import LOG2E, log2
 
 SPENT = tl.constexpr(160.0)  # bits: nothing is left
@@ -66,7 +66,7 @@ def forward(
     """
     call = StickLaunch.of(q, k, v, mask, factor, stick)
     out = empty_rows(q, v.shape[-1])
-    spent = call.rows(stick.rest)
+    spent = empty_numbers(q, stick.rest)
     later_shape, live_shape = kept_shapes(q, k, v, trains)
     later = torch.empty(later_shape, dtype=torch.float32, device=q.device)
     live = torch.empty(live_shape, dtype=torch.int32, device=q.device)

@@ -28,7 +28,7 @@ from attnorm.kernels.blocks import (
     store_tile,
     tile_of_head,
 )
-from attnorm.kernels.launch import empty_rows, in_rows
+from attnorm.kernels.launch import empty_numbers, empty_rows, in_rows
 from attnorm.kernels.linear_algebra import row_dots
 from attnorm.kernels.threshold import Saved, ThresholdLaunch, list_of_tiles, tiles
 from attnorm.kernels.threshold_maps import MAPS, ThresholdConstants, list_tiles, minus_penalty, seen_above_threshold
@@ -43,7 +43,7 @@ def backward(
     call = ThresholdLaunch.of(q, k, v, mask, factor, parameter, penalties, causal, scale, map)
     grad, saved = in_rows(grad), Saved(saved.mean_u, saved.threshold.contiguous(), saved.live.contiguous())
     grad_q, grad_k, grad_v = (empty_rows(t) for t in (q, k, v))
-    grad_factor, grad_parameter = call.rows(factor is not None), call.rows(learned)
+    grad_factor, grad_parameter = empty_numbers(q, factor is not None), empty_numbers(q, learned)
     delta = row_dots(grad, saved.mean_u)
     one = MAPS[map]
     slope, scaled_delta = scale * one.slope, delta

@@ -19,7 +19,7 @@ from attnorm.engines import sparse
 from attnorm.engines.execution import kernel_operator, sent_to
 from attnorm.engines.one_pass import POWERS
 from attnorm.engines.one_pass_operators import backward, softmax_gradients
-from attnorm.kernels.launch import Tile, device_of, empty_rows, in_rows
+from attnorm.kernels.launch import Tile, device_of, empty_numbers, empty_rows, in_rows
 from attnorm.metrics import fused_rows
 from attnorm.metrics.call import AttentionCall, logit_blocks
 from attnorm.metrics.fused_rows import EXTRA_PASSES, RowsLaunch, levels_of
@@ -153,7 +153,7 @@ def _map_sums(
     q, v = launch.q, in_rows(call.value_BGKE)
     sums = launch.empty(len(COLUMNS))
     output = empty_rows(q) if with_output else q.new_empty((0, 0, 0, 0))
-    reference = sums.new_empty(q.shape[:3] if with_output and tile_map.normalised else (0,))
+    reference = empty_numbers(q, with_output and tile_map.normalised)
     tile = fused_rows.output_tile(q) if with_output else _one_pass_tile(q)
     launch.launch(
         map_sums, tile, *launch.tensors, q if map_.shift is None else map_.shift, launch.rows, v, output, reference,
@@ -337,8 +337,7 @@ def _stacked(values: dict[str, Tensor]) -> Tensor:
 def _(q: Tensor, map: str, names: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from attnorm.kernels.maps import MAPS
 
-    reference = q.new_empty(q.shape[:3] if MAPS[map].normalised else (0,), dtype=torch.float32)
-    return *_empty_output_and_numbers(q, names), reference
+    return *_empty_output_and_numbers(q, names), empty_numbers(q, MAPS[map].normalised)
 
 
 def _empty_output_and_numbers(q: Tensor, names: str) -> tuple[Tensor, Tensor, Tensor]:
