@@ -273,7 +273,7 @@ def test_scores_of_flex_have_a_gradient_at_0(name: str) -> None:
         return torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 1, 1)
 
     one: Any = SimpleNamespace(attend=attend, n=torch.ones(1, 1, 1, 1), inputs=call())
-    flex._attention_of_map(map_)(one, map_)
+    flex.FORMS[type(map_)](one, map_)
     z = torch.tensor([-1.0, 0.0, 2.0], requires_grad=True)
     nothing = torch.zeros(3)
     scores[0](z, nothing, nothing, nothing, nothing)[2].backward()

@@ -49,9 +49,9 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
         return inputs.positions is None and all(isinstance(rule, ScaleRule) for rule in rules[:-1])
     if not all(isinstance(rule, ScaleRule) for rule in rules):
         return False
-    if isinstance(map_, Kernel):
-        return map_.function.log is not None
-    return isinstance(map_, Sigmoid | Relu | Softpick) or (isinstance(map_, SelfAdjusted) and map_.normalised)
+    if type(map_) not in FORMS or (isinstance(map_, Kernel) and map_.function.log is None):
+        return False
+    return not isinstance(map_, SelfAdjusted) or map_.normalised
 
 
 def _factors_need_grad(inputs: Inputs, normalizer: Normalizer) -> bool:
@@ -73,7 +73,7 @@ def flex(inputs: Inputs, normalizer: Normalizer) -> Tensor:
         rule = normalizer.rules[-1]
         assert isinstance(rule, DistanceRule)
         return call.attend(_distance_score(rule, inputs.offset))[0].to(q.dtype)
-    output = _attention_of_map(map_)(call, map_)
+    output = FORMS[type(map_)](call, map_)
     return torch.where(n > 0, output, 0.0).to(q.dtype)
 
 
@@ -261,12 +261,10 @@ def _multiply_by_sum(output: Tensor, log_sum: Tensor) -> Tensor:
     return torch.where(empty, 0.0, output) * torch.exp(torch.where(empty, 0.0, log_sum))
 
 
-def _attention_of_map(map_: Map) -> Callable[[_FlexCall, Any], Tensor]:
-    recipes: dict[type, Callable[[_FlexCall, Any], Tensor]] = {
-        Kernel: _kernel,
-        Sigmoid: _sigmoid,
-        Relu: _relu,
-        Softpick: _softpick,
-        SelfAdjusted: _self_adjusted,
-    }
-    return recipes[type(map_)]
+FORMS: dict[type[Map], Callable[[_FlexCall, Any], Tensor]] = {
+    Kernel: _kernel,
+    Sigmoid: _sigmoid,
+    Relu: _relu,
+    Softpick: _softpick,
+    SelfAdjusted: _self_adjusted,
+}  # a subclass may compute something else
