@@ -11,14 +11,20 @@ import torch
 from torch import Tensor
 
 from attnorm import attention, kernels
-from attnorm.engines import blocked, execution, flex, fused, one_pass, stick_breaking
+from attnorm.attention import attend
+from attnorm.engines import blocked, decoding, execution, flex, fused, one_pass, stick_breaking
 from attnorm.engines import inputs as inputs_module
 from attnorm.engines.execution import MIN_QUERIES
 from attnorm.engines.inputs import Inputs, validate_inputs
 from attnorm.normalizers import compose, get
 from attnorm.normalizers.adaptive_temperature import EntropyRule
-from attnorm.normalizers.contract import Normalizer
+from attnorm.normalizers.block import Block
+from attnorm.normalizers.contract import Map, Normalizer
+from attnorm.normalizers.entmax import Entmax
+from attnorm.normalizers.sigmoid import Sigmoid
 from attnorm.normalizers.softcap import Softcap
+from attnorm.normalizers.softmax import Softmax
+from attnorm.normalizers.stick_breaking import StickBreaking
 from attnorm.normalizers.topk import TopK
 
 
@@ -262,6 +268,20 @@ def test_what_a_logit_of_the_top_k_must_exceed_is_asked_for_each_row(
     assert (count.shape, count.dtype) == ((1, 4, 4), torch.int32)
     assert count[0, 0].tolist() == ([3] * 4 if k == 3 else [2, 2, 3, 3])  # of 3, 4, 5 and 6 keys
     assert rest == [3 if k == 3 else 64, 2.0, True, 5, 0.3]
+
+
+@pytest.mark.parametrize("base", [Softmax, Sigmoid, Entmax, StickBreaking])
+def test_a_map_derived_from_one_of_ours_has_its_own_weights(base: type[Map]) -> None:
+    class Halved(base):  # type: ignore[misc, valid-type]
+        def forward(self, block: Block) -> Tensor:
+            return super().forward(block) / 2  # type: ignore[no-any-return]
+
+    inputs, derived = call(MIN_QUERIES), Normalizer(Halved())
+    expected = blocked.blocked(inputs, Normalizer(base())) / 2
+    torch.testing.assert_close(attend(inputs, derived), expected)
+    assert derived.map.kernel_form() is derived.map.threshold_form() is None
+    assert not stick_breaking.applies(inputs, derived)
+    assert decoding.plan(inputs, derived) is None
 
 
 @pytest.mark.parametrize("name", ["relu", "softpick"])

@@ -64,7 +64,7 @@ def plan_call(inputs: Inputs, normalizer: Normalizer) -> DecodingPlan | None:
 def plan(inputs: Inputs, normalizer: Normalizer) -> DecodingPlan | None:
     """Translate a normalizer to the terms of the kernels; None if they do not have it or it needs no search."""
     map_ = normalizer.map
-    if isinstance(map_, StickBreaking):
+    if type(map_) is StickBreaking:
         if inputs.positions is not None and not map_.attend_current:
             return None
         form = lower(normalizer, inputs, KernelForm("stick_breaking"))

@@ -45,7 +45,7 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
         return False
     if torch.is_grad_enabled() and any(p.requires_grad for p in map_.parameters()):
         return False
-    if isinstance(map_, Softmax) and rules and isinstance(rules[-1], DistanceRule):
+    if type(map_) is Softmax and rules and isinstance(rules[-1], DistanceRule):
         return inputs.positions is None and all(isinstance(rule, ScaleRule) for rule in rules[:-1])
     if not all(isinstance(rule, ScaleRule) for rule in rules):
         return False

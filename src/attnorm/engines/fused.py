@@ -43,7 +43,7 @@ MAX_WIDTH = 128  # of cuDNN's kernels
 
 def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
     """Whether this call can run on SDPA with the same result."""
-    if not isinstance(normalizer.map, Softmax) or normalizer.selections or not inputs.plain_logits:
+    if type(normalizer.map) is not Softmax or normalizer.selections or not inputs.plain_logits:
         return False
     if in_forward_mode():
         return False

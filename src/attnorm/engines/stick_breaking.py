@@ -18,7 +18,7 @@ from attnorm.normalizers.stick_breaking import StickBreaking
 
 def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
     """Whether the kernels compute this call exactly."""
-    if not isinstance(normalizer.map, StickBreaking) or not all(isinstance(r, ScaleRule) for r in normalizer.rules):
+    if type(normalizer.map) is not StickBreaking or not all(isinstance(r, ScaleRule) for r in normalizer.rules):
         return False
     if not inputs.plain_logits or inputs.dropout > 0 or inputs.queries < MIN_QUERIES:
         return False
