@@ -49,7 +49,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    return with_formulas_marked(with_links_into_the_site(markdown, page.file.src_uri))
+    return with_formulas_marked(with_bars_in_code(with_links_into_the_site(markdown, page.file.src_uri)))
 
 
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -128,6 +128,16 @@ def with_links_into_the_site(markdown: str, source: str) -> str:
     return LINK.sub(rewrite, markdown)
 
 
+def with_bars_in_code(markdown: str) -> str:
+    """Tables whose code has plain bars: GitHub needs a backslash before them, which Python-Markdown would show."""
+    return re.sub(
+        r"^\|.*",
+        lambda row: re.sub(r"`[^`]+`", lambda code: code[0].replace(r"\|", "|"), row[0]),
+        markdown,
+        flags=re.MULTILINE,
+    )
+
+
 def notebook_page(path: Path) -> str:
     notebook = json.loads(path.read_text())
     parts = [f"*This page is a notebook: [{path.name}]({path.name}).*"]
@@ -161,7 +171,7 @@ def command_line() -> str:
     introduction = (
         "`attnorm COMMAND --help` prints the same on your machine. Results are printed to stdout, progress to stderr. "
         "Exit codes: 0 success, 1 a check failed or the machine ran out of disk or memory, 2 wrong usage or input, "
-        "130 interrupted."
+        "3 unfinished work, 130 interrupted."
     )
     sections = _sections(root, root.context_class(root, info_name="attnorm"))
     return "\n\n".join(["# Command line", introduction, *sections])
@@ -176,7 +186,7 @@ def _sections(command: Any, context: Any) -> list[str]:
     usage = f"{context.command_path} {' '.join(command.collect_usage_pieces(context))}"
     rows = [record for record in (parameter.get_help_record(context) for parameter in command.params) if record]
     table = ["| argument or option | meaning |", "|---|---|"]
-    table += [f"| `{_cell(name)}` | {_cell(html.escape(meaning))} |" for name, meaning in rows]
+    table += [f"| `{name}` | {_cell(html.escape(meaning))} |" for name, meaning in rows]
     return [
         f"{'##' if context.parent.parent is None else '###'} {context.command_path}",
         _prose(command.help),
@@ -187,18 +197,24 @@ def _sections(command: Any, context: Any) -> list[str]:
 
 
 def _prose(text: str | None) -> str:
-    plain = html.escape(text or "", quote=False).replace("\b\n", "").strip()
-    return re.sub(
-        r"^Examples?:\s*((?: *attnorm .*\n?)+)", lambda found: _fenced("bash", found[1].rstrip()), plain, flags=re.M
-    )
+    command, example = re.subn(r"^Example: ", "", text or "")
+    return _fenced("bash", command) if example else html.escape(command, quote=False).strip().replace("*", "\\*")
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    return " ".join(text.split()).replace("|", "\\|").replace("*", "\\*")
 
 
 class NamedArguments(griffe.Extension):
     """Turn "name: meaning" and "name   meaning" of known arguments and fields into a list, and prompts into code."""
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Show `attnorm.attention` as the function that an import gives, not as the module of this name."""
+        if pkg.path == "attnorm":
+            for member in pkg["attention"].members.values():  # griffe does not visit what an alias hides
+                if isinstance(member, griffe.Function):
+                    self.on_object(obj=member)
+            pkg.members["attention"] = griffe.Alias("attention", pkg["attention.attention"], parent=pkg)
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is None or not obj.path.startswith("attnorm."):

@@ -24,7 +24,15 @@ from torch import Tensor
 from attnorm.engines import fused
 from attnorm.engines.blocked import attend_with_weights, blocked, in_one_block
 from attnorm.engines.execution import known_calls, may_be_known
-from attnorm.engines.inputs import Inputs, checked_flag, in_dtype, under_transform, validate_inputs, without_autocast
+from attnorm.engines.inputs import (
+    Inputs,
+    checked_flag,
+    in_dtype,
+    needs_gradient,
+    under_transform,
+    validate_inputs,
+    without_autocast,
+)
 from attnorm.normalizers.block import Positions, is_exporting
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.registry import resolve_for_call
@@ -218,11 +226,6 @@ def _attend_with_statistics(
         if chosen == "blocked" and not (trains and in_one_block(inputs)):
             return output_and_statistics(inputs, normalizer, trains=trains)
     return attend(inputs, normalizer, engine), statistics_of(inputs, normalizer)
-
-
-def needs_gradient(inputs: Inputs, normalizer: Normalizer) -> bool:
-    """Whether the output needs a gradient."""
-    return torch.is_grad_enabled() and (inputs.needs_grad or any(p.requires_grad for p in normalizer.parameters()))
 
 
 def _check_weights(inputs: Inputs, engine: Engine) -> None:

@@ -39,6 +39,7 @@ HEAD = st.fixed_dictionaries(
         "jacobian_norm_q75": share, "entropy_ratio_without_sink": share, "horizon_without_sink": positive,
         "row_sum": st.one_of(share, st.sampled_from([-0.005, 1e-4]), st.floats(0, 0.02)),
         "row_sum_q05": st.sampled_from([0.0, -0.1, math.nan]),
+        "row_sum_mean": st.sampled_from([0.0, 0.002, 0.3, -0.3, math.nan]),
         "effective_keys": st.one_of(st.just(math.nan), st.floats(1, 100)),
         "gap_slope": slope, "gap_slope_without_sink": slope, "gap_slope_error": st.floats(0, 0.3),
         "n_high": st.integers(1, 2048), "n_low": st.integers(1, 2048), "broken_rows": st.sampled_from([0, 0, 0, 1]),
@@ -64,6 +65,7 @@ def test_arrays_of_heads_get_the_verdicts_that_the_rules_give_one_by_one(
     arrays = {name: np.array([value]) for name, value in row.items() if name != "normalizer"}
     arrays |= {"near_worst": np.array([always_near_worst(runs, 0.9)]), "what_if": np.array([what_if])}
     arrays |= {"signed": np.array([case.signed]), "sums_to_one": np.array([case.sums_to_one])}
+    arrays["reads_on_average"] = np.array([case.reads_on_average])
     code = int(verdict_codes({**arrays, "slope_over_lengths": np.array([over_lengths])}, Thresholds())[0])
     assert (None if code == NOT_JUDGED else VERDICTS[code]) == judge_head(case).verdict
 
@@ -135,7 +137,7 @@ SMEARED: dict[str, float] = {
     "entropy_ratio_without_sink": 0.4, "horizon_without_sink": 5e4, "gap_slope": 0.2, "gap_slope_without_sink": 0.2,
     "gap_slope_error": 0.0, "slope_over_lengths": math.nan, "n_high": 1000, "n_low": 1000, "broken_rows": 0,
     "worst_norm": 0.5, "near_worst": False, "what_if": False, "row_sum": 0.5, "signed": False, "sums_to_one": False,
-    "effective_keys": 100.0,
+    "reads_on_average": False, "effective_keys": 100.0,
 }  # fmt: skip
 SHARP = SMEARED | {"entropy_ratio": 0.3, "entropy_nats": 0.3 * math.log(1000)}
 
@@ -384,7 +386,8 @@ def test_passages_hold_the_whole_text() -> None:
 def judged_sums(sums: list[float], **numbers: float) -> tuple[dict[str, Any], list[str]]:
     """One head of softpick, with a window of each row sum."""
     heads, by_length, top_n, windows = tables_over([math.nan] * len(sums))
-    changed = [row | numbers | {"row_sum": float(np.mean(sums))} for row in heads.to_pylist()]
+    mean = float(np.mean(sums))
+    changed = [row | numbers | {"row_sum": mean, "row_sum_mean": mean} for row in heads.to_pylist()]
     own = [row | numbers | {"row_sum": value} for row, value in zip(windows.to_pylist(), sums, strict=True)]
     tables = pa.Table.from_pylist(changed, schema=heads.schema), by_length, top_n
     found, by_window = judge_all(*tables, windows=pa.Table.from_pylist(own, schema=WINDOWS), model_runs="softpick")
@@ -410,7 +413,7 @@ def test_a_head_near_the_threshold_of_silence_is_undecided() -> None:
 
 def test_windows_of_earlier_versions_have_no_row_sums() -> None:
     heads, by_length, top_n, windows = tables_over([0.3] * 5)
-    tiny = [row | {"row_sum": 0.001} for row in heads.to_pylist()]
+    tiny = [row | {"row_sum": 0.001, "row_sum_mean": 0.001} for row in heads.to_pylist()]
     unknown = [row | {"row_sum": math.nan} for row in windows.to_pylist()]
     found, by_window = judge_all(
         pa.Table.from_pylist(tiny, schema=heads.schema),

@@ -11,14 +11,20 @@ import torch
 from torch import Tensor
 
 from attnorm import attention, kernels
-from attnorm.engines import blocked, execution, flex, fused, one_pass, stick_breaking
+from attnorm.attention import attend
+from attnorm.engines import blocked, decoding, execution, flex, fused, one_pass, stick_breaking
 from attnorm.engines import inputs as inputs_module
 from attnorm.engines.execution import MIN_QUERIES
 from attnorm.engines.inputs import Inputs, validate_inputs
 from attnorm.normalizers import compose, get
 from attnorm.normalizers.adaptive_temperature import EntropyRule
-from attnorm.normalizers.contract import Normalizer
+from attnorm.normalizers.block import Block
+from attnorm.normalizers.contract import Map, Normalizer
+from attnorm.normalizers.entmax import Entmax
+from attnorm.normalizers.sigmoid import Sigmoid
 from attnorm.normalizers.softcap import Softcap
+from attnorm.normalizers.softmax import Softmax
+from attnorm.normalizers.stick_breaking import StickBreaking
 from attnorm.normalizers.topk import TopK
 
 
@@ -105,13 +111,9 @@ def test_the_sharpening_by_entropy_multiplies_the_factors_before_it(
     factor = None if own is None else torch.full_like(entropy, own)
     given: list[Any] = []
 
-    def run(inputs: Inputs, values: Tensor, factor: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        given.append(factor)
-        return values, values
-
     monkeypatch.setattr(one_pass.one_pass_operators, "row_entropy", lambda *_: (entropy, entropy))
     monkeypatch.setattr(one_pass, "row_factor_and_shift", lambda *_: (factor, None))
-    monkeypatch.setattr(one_pass, "_launch", run)
+    monkeypatch.setattr(one_pass, "_launch", lambda _, factor, *__: given.append(factor))
     monkeypatch.setattr(one_pass, "lower", lambda *_: SimpleNamespace(map=SimpleNamespace(ranged=False), top=None))
     normalizer = Normalizer(get("softmax").map, scale=[rule])
     one_pass.one_pass(call(MIN_QUERIES), normalizer)
@@ -123,7 +125,7 @@ def test_a_sink_has_one_logit_or_one_for_each_head(monkeypatch: pytest.MonkeyPat
     form = SimpleNamespace(map=SimpleNamespace(ranged=False), top=None)
     monkeypatch.setattr(one_pass, "lower", lambda *_: form)
     monkeypatch.setattr(one_pass, "row_factor_and_shift", lambda *_: (None, None))
-    monkeypatch.setattr(one_pass, "_launch", lambda _, v, f, shift, sink, *__: (given.append(sink), None))
+    monkeypatch.setattr(one_pass, "_launch", lambda _, factor, shift, sink, *__: given.append(sink))
     for heads in (None, 4):
         one_pass.one_pass(call(MIN_QUERIES), get("sink", logit=1.5, heads=heads))
         assert given.pop().tolist() == [1.5] * 4
@@ -256,8 +258,8 @@ def test_what_a_logit_of_the_top_k_must_exceed_is_asked_for_each_row(
     monkeypatch.setattr(one_pass.one_pass_operators, "top_k_cutoff", lambda *given: asked.append(given))
     inputs = call(4, 6, causal=True)
     factor = torch.ones(1, 4, 4, requires_grad=True)
-    form: Any = SimpleNamespace(softcap=2.0, window=5)
-    one_pass._top_k_cutoff(inputs, factor, form, TopK(k))
+    form: Any = SimpleNamespace(softcap=2.0, window=5, top=TopK(k))
+    one_pass._top_k_cutoff(inputs, factor, form)
     ((q, key, mask, fixed, count, *rest),) = asked
     assert q is not inputs.q_BHQD or not q.requires_grad
     assert key.shape == inputs.k_BGKD.shape
@@ -266,6 +268,20 @@ def test_what_a_logit_of_the_top_k_must_exceed_is_asked_for_each_row(
     assert (count.shape, count.dtype) == ((1, 4, 4), torch.int32)
     assert count[0, 0].tolist() == ([3] * 4 if k == 3 else [2, 2, 3, 3])  # of 3, 4, 5 and 6 keys
     assert rest == [3 if k == 3 else 64, 2.0, True, 5, 0.3]
+
+
+@pytest.mark.parametrize("base", [Softmax, Sigmoid, Entmax, StickBreaking])
+def test_a_map_derived_from_one_of_ours_has_its_own_weights(base: type[Map]) -> None:
+    class Halved(base):  # type: ignore[misc, valid-type]
+        def forward(self, block: Block) -> Tensor:
+            return super().forward(block) / 2  # type: ignore[no-any-return]
+
+    inputs, derived = call(MIN_QUERIES), Normalizer(Halved())
+    expected = blocked.blocked(inputs, Normalizer(base())) / 2
+    torch.testing.assert_close(attend(inputs, derived), expected)
+    assert derived.map.kernel_form() is derived.map.threshold_form() is None
+    assert not stick_breaking.applies(inputs, derived)
+    assert decoding.plan(inputs, derived) is None
 
 
 @pytest.mark.parametrize("name", ["relu", "softpick"])
@@ -277,7 +293,7 @@ def test_scores_of_flex_have_a_gradient_at_0(name: str) -> None:
         return torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 1, 1)
 
     one: Any = SimpleNamespace(attend=attend, n=torch.ones(1, 1, 1, 1), inputs=call())
-    flex._attention_of_map(map_)(one, map_)
+    flex.FORMS[type(map_)](one, map_)
     z = torch.tensor([-1.0, 0.0, 2.0], requires_grad=True)
     nothing = torch.zeros(3)
     scores[0](z, nothing, nothing, nothing, nothing)[2].backward()

@@ -14,7 +14,9 @@ from attnorm.engines import flex
 from attnorm.engines.blocked import blocked
 from attnorm.engines.inputs import Inputs, row_factors, validate_inputs
 from attnorm.normalizers import compose, get
+from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import Normalizer
+from attnorm.normalizers.sigmoid import Sigmoid
 
 WIDTH = 16  # the least that FlexAttention's kernels take
 
@@ -146,6 +148,15 @@ def test_a_bias_inside_the_score_is_not_trained_there() -> None:
     inputs, normalizer = inputs_of("causal"), sigmoid_of_heads()
     assert not flex.applies(inputs, normalizer)
     assert flex.applies(inputs, normalizer.requires_grad_(False))
+
+
+def test_a_map_derived_from_one_of_ours_is_left_to_the_blocks() -> None:
+    class Halved(Sigmoid):
+        def forward(self, block: Block) -> Tensor:
+            return super().forward(block) / 2
+
+    assert flex.applies(inputs_of("all"), Normalizer(Sigmoid()))
+    assert not flex.applies(inputs_of("all"), Normalizer(Halved()))
 
 
 def test_sums_of_no_keys_are_zero() -> None:

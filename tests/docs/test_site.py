@@ -39,8 +39,12 @@ def test_the_site_builds_strictly_and_is_complete(tmp_path: Path) -> None:
         "public names without a section in docs/reference"
     )
 
-    for name in get_command(app).commands:
+    assert not [anchor for anchor in anchors if anchor == "attnorm.attention.attend"], "internals are not shown"
+
+    commands = get_command(app).commands
+    for name in (*commands, *(f"train-{name}" for name in commands["train"].commands)):
         assert f'id="attnorm-{name}"' in pages["reference/command-line.html"]
+    assert "train/CLASS/*.jpg and test/CLASS/*.jpg" in pages["reference/command-line.html"]
 
     for name, page in pages.items():
         loaded = re.findall(r'<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)="(?:https?:)?//[^"]*"', page)
@@ -50,4 +54,6 @@ def test_the_site_builds_strictly_and_is_complete(tmp_path: Path) -> None:
         text = re.sub(r"<(pre|code|script|style|math)\b.*?</\1>", "", page, flags=re.DOTALL)
         assert not re.search(r"\$[^$]*\\\w", text), f"{name} has a formula that was left as TeX"
         assert ">>>" not in html.unescape(text), f"{name} shows a prompt as prose"
+        assert "<blockquote>\n<blockquote>" not in page, f"{name} shows a prompt as a quotation"
+        assert not re.search(r"<td[^>]*>[^\n]*<code>[^<\n]*\\\|", page), f"{name} shows the backslash of a table"
     assert "<math" in pages["theory/gradient.html"]

@@ -70,7 +70,8 @@ def make(name: str) -> Normalizer:
 def by_kernel(call: AttentionCall, normalizer: Normalizer, rows: Tensor | None = None) -> RowStatistics:
     rows = torch.arange(call.query_BHQD.shape[2]) if rows is None else rows
     call = on_device(call)
-    assert fused_maps.applies(call, normalizer)
+    assert fused_maps.kernel_form(normalizer) is not None
+    assert fused_rows.applies(call)
     (one,) = resolve_normalizers(call, [normalizer])
     return measure_map_by_kernel(call, fused_maps.row_map_of(one, call, rows), rows, TOP_N, NAMES, None)
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from attnorm.engines.execution import torch_threads
 from attnorm.metrics import sensitivity, vectors
 from attnorm.metrics.call import LogitBlock
 from attnorm.metrics.normalized import rows_block
@@ -150,12 +151,8 @@ def test_sensitivity_depends_on_neither_threads_nor_the_size_of_the_blocks(
 
     expected = measure()
     monkeypatch.setattr("attnorm.metrics.call.BLOCK_ELEMENTS", 50)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with torch_threads(2):
         found = measure()
-    finally:
-        torch.set_num_threads(threads)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, equal_nan=True)
 

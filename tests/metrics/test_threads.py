@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from attnorm.engines.execution import in_threads
+from attnorm.engines.execution import in_threads, one_thread, torch_threads
 from attnorm.metrics.rows import measure_rows
 from tests.metrics.calls import CALLS
 
@@ -14,9 +14,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _two_threads() -> Iterator[None]:
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)
+    with torch_threads(2):
+        yield
 
 
 @pytest.mark.parametrize("kind", CALLS)
@@ -26,8 +25,8 @@ def test_as_with_one_thread(kind: str) -> None:
     rows = torch.arange(call.query_BHQD.shape[-2])
     shared = measure_rows(call, [None, "ssmax"], rows, (1, 5))
     assert torch.get_num_threads() == 2
-    torch.set_num_threads(1)
-    alone = measure_rows(call, [None, "ssmax"], rows, (1, 5))
+    with one_thread():
+        alone = measure_rows(call, [None, "ssmax"], rows, (1, 5))
     for name in alone:
         for metric, values in alone[name].values.items():
             torch.testing.assert_close(shared[name].values[metric], values, equal_nan=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attnorm.engines.execution import torch_threads
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.nested_sets import NestedSets
 from attnorm.metrics.separability import draw_permutations, keys_by_rank, separability_and_null
@@ -168,12 +169,8 @@ def test_neither_threads_nor_the_size_of_the_blocks_matter(kind: str, monkeypatc
     expected = measure()
     monkeypatch.setattr("attnorm.metrics.call.BLOCK_ELEMENTS", 50)
     monkeypatch.setattr("attnorm.metrics.vectors.NULL_ELEMENTS", 300)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with torch_threads(2):
         found = measure()
-    finally:
-        torch.set_num_threads(threads)
     for name in (*NUMBERS, *NULLS):
         torch.testing.assert_close(found[name], expected[name], equal_nan=True)
 

@@ -29,7 +29,7 @@ from attnorm.analysis.settings import (
 )
 from attnorm.analysis.tables import Part, merge_parts
 from attnorm.analysis.verdicts import Thresholds
-from attnorm.engines.inputs import validate_inputs
+from attnorm.engines.inputs import to_four_dimensions, validate_inputs
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.describe import add_weights
 from attnorm.models.dispatch import UnsupportedModel
@@ -202,8 +202,7 @@ def _tokens(call: AttentionCall) -> dict[str, Tensor]:
     mask = call.mask
     if mask is None or call.kind == "cross" or call.query_BHQD.shape[-2] != call.key_BGKD.shape[-2]:
         return {}
-    mask = mask.reshape(*([1] * (4 - mask.dim())), *mask.shape)
-    tokens_BQ = mask.any(-2).any(1).expand(call.query_BHQD.shape[0], -1)
+    tokens_BQ = to_four_dimensions(mask).any(-2).any(1).expand(call.query_BHQD.shape[0], -1)
     return {} if bool(tokens_BQ.all()) else {call.kind: tokens_BQ}
 
 
@@ -351,7 +350,7 @@ def _tensor_call(
     visible = VisibleKeys(causal=False)
     mask_or_bias = added if added is not None else inputs.mask
     if mask_or_bias is not None:
-        mask_or_bias = mask_or_bias.reshape(*([1] * (4 - mask_or_bias.dim())), *mask_or_bias.shape)
+        mask_or_bias = to_four_dimensions(mask_or_bias)
         visible = read_mask("sdpa", mask_or_bias.expand(*mask_or_bias.shape[:-1], keys), queries, keys)
     if causal and visible.mask is not None and visible.mask.shape[-2] > 1:
         ordered = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)

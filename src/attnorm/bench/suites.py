@@ -1,12 +1,10 @@
 """All benchmarks by name, run under one thread count."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Literal
-
-import torch
 
 from attnorm.bench.analyze import measure_analysis, measure_sweep
 from attnorm.bench.attention import compare_attention, measure_footprints
@@ -21,6 +19,7 @@ from attnorm.bench.normalizers import compare_normalizers
 from attnorm.bench.results import Benchmarks, Result
 from attnorm.bench.timing import this_machine
 from attnorm.bench.training import compare_training, measure_monitor
+from attnorm.engines.execution import torch_threads
 
 Suite = Literal[
     "normalizers",
@@ -71,7 +70,10 @@ def run_benchmarks(
         "linear": partial(measure_linear, quick=quick),
         "sweep": partial(measure_sweep, quick=quick, notes=notes),
     }
-    with _threads(ANALYZE_THREADS if threads is None and suite == "analyze" else threads):
+    threads = ANALYZE_THREADS if threads is None and suite == "analyze" else threads
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads must be at least 1, got {threads}")
+    with nullcontext() if threads is None else torch_threads(threads):
         for name, run in suites.items():
             included = suite in (name, "all") or (suite == "cuda" and name.startswith("cuda-"))
             for result in run() if included else ():
@@ -79,16 +81,3 @@ def run_benchmarks(
                 results.append(result)
         machine = this_machine()
     return Benchmarks(machine=machine, quick=quick, results=tuple(results), notes=tuple(notes))
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    if count is not None:
-        if count < 1:
-            raise ValueError(f"threads must be at least 1, got {count}")
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -298,7 +298,7 @@ def evaluate(
         list[str] | None,
         typer.Option(
             metavar="SPEC",
-            help="Normalizer to evaluate beside the model as it is: name, name:key=value or recipe file; repeatable.",
+            help="Normalizer to compare with the model as loaded: name, name:key=value or recipe file; repeatable.",
         ),
     ] = None,
     tasks: Annotated[

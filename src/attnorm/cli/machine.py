@@ -294,7 +294,7 @@ def bench(
     """Measure time and memory against the entmax package, torch SDPA, and dense and eager attention.
 
     All suites together take many minutes, so choose one. The suite cuda runs all suites whose names begin with cuda-.
-    DIR/results.jsonl keeps what a run measured that was cut short.
+    DIR/results.jsonl keeps the finished comparisons of an interrupted run.
 
     Exit codes: 1 a promised limit is exceeded, or no disk space or memory; 2 wrong usage; 130 interrupted.
 

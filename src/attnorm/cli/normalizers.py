@@ -112,7 +112,7 @@ def verify(
 ) -> None:
     """Search the claims of the papers, their corrections and the properties of all normalizers for counterexamples.
 
-    Exit codes: 0 every claim has the expected status; 1 one has not; 130 interrupted, with the results so far.
+    Exit codes: 0 every claim has the expected status; 1 a claim does not; 130 interrupted, with the results so far.
 
     Example: attnorm verify corollary-3 --budget 20
     """

@@ -106,7 +106,7 @@ def add_command(app: typer.Typer, function: Callable[..., None]) -> None:
     """Add a command. Its docstring ends with "Example: ...", which the help shows after the options."""
     text, _, example = (inspect.getdoc(function) or "").rpartition("Example: ")
     paragraphs = (" ".join(paragraph.split()) for paragraph in text.split("\n\n"))  # lines wrap at the terminal's width
-    app.command(help="\n\n".join(paragraphs).strip(), epilog=f"Example: {example}")(function)
+    app.command(help="\n\n".join(paragraphs).strip(), epilog=f"Example: {' '.join(example.split())}")(function)
 
 
 def say(text: str) -> None:

@@ -100,7 +100,7 @@ def lm(
     max_minutes: Annotated[float | None, typer.Option(help="Stop training after this many minutes.")] = None,
     data: Annotated[Path | None, typer.Option(help="Folder for encoded texts.", show_default="OUT/data")] = None,
     sample: Annotated[int, typer.Option(help="Number of tokens to generate into sample.txt.")] = 0,
-    note: Annotated[str, typer.Option(help="Source and licence of the text, for the model card.")] = "",
+    note: Annotated[str, typer.Option(help="Source and license of the text, for the model card.")] = "",
     quick: Annotated[
         bool, typer.Option("--quick", help="Try it: a tiny model, 20 steps, a bundled text instead of TEXT: seconds.")
     ] = False,
@@ -113,11 +113,11 @@ def lm(
 
     Exit codes: 1 no disk space or memory; 2 wrong usage or input; 130 interrupted.
 
-    A mixture at the output (--output mos:4) has a logit matrix whose rank can exceed the width; moc:4 has the
-    same number of parameters, and its rank cannot. training.json names the width at which a plain model has as many.
+    A mixture at the output (--output mos:4) has a logit matrix whose rank can exceed the width. moc:4 has the same
+    number of parameters, and its rank cannot exceed the width. training.json names the width at which a plain model
+    has as many parameters.
 
-    Example: attnorm train lm book.txt --valid other.txt --normalizer ssmax --output mos:4 --out my-lm; to try it
-    without a text: attnorm train lm --quick --output mos:3
+    Example: attnorm train lm book.txt --valid other.txt --normalizer ssmax --output mos:4 --out my-lm
     """
     import torch
 
@@ -353,7 +353,7 @@ def vision(
     quick: Annotated[bool, typer.Option("--quick", help="A tiny model on generated textures: seconds.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Train a ViT or a pyramid on labelled images, test it, and write a Hugging Face folder with an image processor.
+    """Train a ViT or a pyramid on labeled images, test it, and write a Hugging Face folder with an image processor.
 
     `attnorm analyze DIR --image FILE` then draws where its heads look; soft, gaussian and linear have no weights to
     draw. An interrupted run starts again. --layers of a pyramid are those of all stages; --heads and --width those of

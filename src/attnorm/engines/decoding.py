@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnorm.engines.execution import MIN_QUERIES, kernel_operator, runs_kernels
-from attnorm.engines.inputs import Inputs, row_factors, under_transform
+from attnorm.engines.inputs import Inputs, needs_gradient, row_factors, under_transform
 from attnorm.engines.one_pass import (
     CommonFactor,
     LoweredNormalizer,
@@ -26,6 +26,7 @@ from attnorm.engines.one_pass import (
     rule_numbers,
     sink_numbers,
 )
+from attnorm.kernels.launch import Form
 from attnorm.normalizers.adaptive_temperature import EntropyRule
 from attnorm.normalizers.contract import KernelForm, Normalizer, ThresholdForm
 from attnorm.normalizers.norm_softmax import MIN_DEVIATION, UnitVariance
@@ -55,9 +56,7 @@ def plan_call(inputs: Inputs, normalizer: Normalizer) -> DecodingPlan | None:
     """Return the plan of this call if the kernels compute it exactly, else None."""
     if inputs.queries >= MIN_QUERIES or not fits_decoding(inputs):
         return None
-    if inputs.bias is not None or inputs.dropout > 0 or under_transform():
-        return None
-    if inputs.needs_grad or (torch.is_grad_enabled() and any(p.requires_grad for p in normalizer.parameters())):
+    if inputs.bias is not None or inputs.dropout > 0 or under_transform() or needs_gradient(inputs, normalizer):
         return None
     return plan(inputs, normalizer) if runs_kernels(inputs.q_BHQD, inputs.v_BGKE) else None
 
@@ -65,7 +64,7 @@ def plan_call(inputs: Inputs, normalizer: Normalizer) -> DecodingPlan | None:
 def plan(inputs: Inputs, normalizer: Normalizer) -> DecodingPlan | None:
     """Translate a normalizer to the terms of the kernels; None if they do not have it or it needs no search."""
     map_ = normalizer.map
-    if isinstance(map_, StickBreaking):
+    if type(map_) is StickBreaking:
         if inputs.positions is not None and not map_.attend_current:
             return None
         form = lower(normalizer, inputs, KernelForm("stick_breaking"))
@@ -94,7 +93,6 @@ def decode(inputs: Inputs, normalizer: Normalizer, found: DecodingPlan | None = 
     found = found or plan(inputs, normalizer)
     assert found is not None
     form, n = found.form, common_length(inputs)
-    mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
     known = None if n is None else common_factor(inputs, form, n)
     factor = known or CommonFactor(1.0, per_row(row_factors(inputs, normalizer), inputs.q_BHQD.shape[:3]))
     parameter = common_parameter = count = None
@@ -109,8 +107,8 @@ def decode(inputs: Inputs, normalizer: Normalizer, found: DecodingPlan | None = 
         count = form.top.counts(inputs.n())[..., 0].to(torch.int32).expand(inputs.q_BHQD.shape[:3])
         top = inputs.keys
     output: Tensor = _decode(
-        inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, mask, factor.tensor, factor.exponent,
-        sink_numbers(inputs, form.sink), *rule_numbers(inputs, form), parameter, common_parameter, count, form.rule,
+        inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, inputs.full_mask, factor.tensor, factor.exponent,
+        sink_numbers(inputs, form), *rule_numbers(inputs, form), parameter, common_parameter, count, form.rule,
         form.softcap, inputs.causal, form.window, inputs.scale * factor.number, factor.log2_base, factor.delta,
         found.kind, found.numbers, found.steps, top,
     )  # fmt: skip
@@ -126,7 +124,6 @@ def _decode(
     steps: list[float], top: int | None,
 ) -> Tensor:  # fmt: skip
     from attnorm.kernels.decoding import RowSearch, decode  # loads Triton
-    from attnorm.kernels.one_pass import Form
 
     form = Form("softmax", 1, 0.0, rule, softcap, causal, window, scale, log2_base, delta)
     search = RowSearch(kind, tuple(numbers), tuple(steps), top)

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from types import NoneType
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, Never, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -69,14 +69,21 @@ Result = TypeVar("Result")
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Use one torch thread. Small tensors are faster this way, and sums have a fixed order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def torch_threads(count: int) -> Iterator[None]:
+    """Use this number of torch threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Use one torch thread. Small tensors are faster this way, and sums have a fixed order."""
+    with torch_threads(1):
+        yield
 
 
 def in_threads(measure: Callable[[range], None], parts: int, device: torch.device, *, whole: bool = False) -> None:
@@ -221,6 +228,17 @@ class KernelOperator:
                 return gradients(ctx, *grads)
 
         self.differentiable = Differentiable.apply
+
+    def refuse_gradient(self) -> None:
+        """Raise an error where a gradient of this operator is asked for, which is itself a gradient."""
+
+        def refuse(*_: Any) -> Never:
+            raise RuntimeError(
+                "our kernels are differentiated once only; use engine='blocked', or float64 for a mechanism such as "
+                "gaussian, which takes no engine"
+            )
+
+        self.register_autograd(refuse)
 
     def __call__(self, *arguments: Any) -> Any:
         if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():

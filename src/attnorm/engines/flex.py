@@ -45,13 +45,13 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
         return False
     if torch.is_grad_enabled() and any(p.requires_grad for p in map_.parameters()):
         return False
-    if isinstance(map_, Softmax) and rules and isinstance(rules[-1], DistanceRule):
+    if type(map_) is Softmax and rules and isinstance(rules[-1], DistanceRule):
         return inputs.positions is None and all(isinstance(rule, ScaleRule) for rule in rules[:-1])
     if not all(isinstance(rule, ScaleRule) for rule in rules):
         return False
-    if isinstance(map_, Kernel):
-        return map_.function.log is not None
-    return isinstance(map_, Sigmoid | Relu | Softpick) or (isinstance(map_, SelfAdjusted) and map_.normalised)
+    if type(map_) not in FORMS or (isinstance(map_, Kernel) and map_.function.log is None):
+        return False
+    return not isinstance(map_, SelfAdjusted) or map_.normalised
 
 
 def _factors_need_grad(inputs: Inputs, normalizer: Normalizer) -> bool:
@@ -73,7 +73,7 @@ def flex(inputs: Inputs, normalizer: Normalizer) -> Tensor:
         rule = normalizer.rules[-1]
         assert isinstance(rule, DistanceRule)
         return call.attend(_distance_score(rule, inputs.offset))[0].to(q.dtype)
-    output = _attention_of_map(map_)(call, map_)
+    output = FORMS[type(map_)](call, map_)
     return torch.where(n > 0, output, 0.0).to(q.dtype)
 
 
@@ -136,11 +136,10 @@ def _block_mask(inputs: Inputs) -> BlockMask | None:
     offset, mask = inputs.offset, inputs.mask
     if mask is None:
         return _causal_block_mask(inputs.queries, inputs.keys, inputs.q_BHQD.device)
-    full = mask.reshape(*([1] * (4 - mask.dim())), *mask.shape)
-    batches, heads, rows, keys = full.shape
+    batches, heads, rows, keys = mask.shape
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        is_visible = full[b if batches > 1 else 0, h if heads > 1 else 0, i if rows > 1 else 0, j if keys > 1 else 0]
+        is_visible = mask[b if batches > 1 else 0, h if heads > 1 else 0, i if rows > 1 else 0, j if keys > 1 else 0]
         return is_visible & (j <= i + offset) if inputs.causal else is_visible
 
     return create_block_mask(
@@ -262,12 +261,10 @@ def _multiply_by_sum(output: Tensor, log_sum: Tensor) -> Tensor:
     return torch.where(empty, 0.0, output) * torch.exp(torch.where(empty, 0.0, log_sum))
 
 
-def _attention_of_map(map_: Map) -> Callable[[_FlexCall, Any], Tensor]:
-    recipes: dict[type, Callable[[_FlexCall, Any], Tensor]] = {
-        Kernel: _kernel,
-        Sigmoid: _sigmoid,
-        Relu: _relu,
-        Softpick: _softpick,
-        SelfAdjusted: _self_adjusted,
-    }
-    return recipes[type(map_)]
+FORMS: dict[type[Map], Callable[[_FlexCall, Any], Tensor]] = {
+    Kernel: _kernel,
+    Sigmoid: _sigmoid,
+    Relu: _relu,
+    Softpick: _softpick,
+    SelfAdjusted: _self_adjusted,
+}  # a subclass may compute something else

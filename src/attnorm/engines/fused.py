@@ -25,6 +25,7 @@ from attnorm.engines.inputs import (
     Inputs,
     in_dtype,
     in_forward_mode,
+    needs_gradient,
     row_factors,
     under_transform,
     with_rounded_queries,
@@ -42,7 +43,7 @@ MAX_WIDTH = 128  # of cuDNN's kernels
 
 def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
     """Whether this call can run on SDPA with the same result."""
-    if not isinstance(normalizer.map, Softmax) or normalizer.selections or not inputs.plain_logits:
+    if type(normalizer.map) is not Softmax or normalizer.selections or not inputs.plain_logits:
         return False
     if in_forward_mode():
         return False
@@ -53,11 +54,7 @@ def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
     if len(others) > 1 or others[0] is not rules[-1] or not isinstance(others[0], EntropyRule):
         return False
     # The entropy of SDPA carries no gradient, and ONNX has no logsumexp of SDPA.
-    return normalizer.sink is None and not _needs_gradient(inputs, normalizer) and not is_exporting()
-
-
-def _needs_gradient(inputs: Inputs, normalizer: Normalizer) -> bool:
-    return inputs.needs_grad or (torch.is_grad_enabled() and any(p.requires_grad for p in normalizer.parameters()))
+    return normalizer.sink is None and not needs_gradient(inputs, normalizer) and not is_exporting()
 
 
 def is_worth_rounding(inputs: Inputs, normalizer: Normalizer) -> bool:
@@ -70,7 +67,7 @@ def is_worth_rounding(inputs: Inputs, normalizer: Normalizer) -> bool:
     """
     return (
         _suits_cudnn(inputs)
-        and not (inputs.q_BHQD.dtype == torch.float16 and _needs_gradient(inputs, normalizer))
+        and not (inputs.q_BHQD.dtype == torch.float16 and needs_gradient(inputs, normalizer))
         and all(isinstance(rule, ScaleRule) and rule.may_round_queries for rule in normalizer.rules)
     )
 
@@ -120,9 +117,9 @@ def fused(inputs: Inputs, normalizer: Normalizer) -> Tensor:
         return fused(replace(inputs, q_BHQD=q, k_BGKD=k, v_BGKE=v), normalizer).to(dtype)
     rules = normalizer.rules
     if not rules and not small:
-        return _sdpa(inputs, inputs.k_BGKD, inputs.v_BGKE, normalizer.sink)
+        return _sdpa(inputs, normalizer.sink)
     if all(isinstance(rule, ScaleRule) for rule in rules) and _scales_in_one_kernel(inputs.q_BHQD):
-        return _sdpa(_with_scaled_queries(inputs, normalizer), inputs.k_BGKD, inputs.v_BGKE, normalizer.sink)
+        return _sdpa(_with_scaled_queries(inputs, normalizer), normalizer.sink)
     n, positions = inputs.n(), inputs.query_positions()
     # One rounding for all factors, and the gradients of learned ones sum in float32.
     q = in_dtype(inputs.q_BHQD, n.dtype)
@@ -133,7 +130,7 @@ def fused(inputs: Inputs, normalizer: Normalizer) -> Tensor:
             q = rule.scaled(q, n, positions, inputs.hidden_states)
     if rules and isinstance(rules[-1], EntropyRule):
         q = q * rules[-1].beta(_softmax_entropy(with_rounded_queries(q, inputs)))
-    return _sdpa(with_rounded_queries(q, inputs), inputs.k_BGKD, inputs.v_BGKE, normalizer.sink)
+    return _sdpa(with_rounded_queries(q, inputs), normalizer.sink)
 
 
 def _scales_in_one_kernel(q: Tensor) -> bool:
@@ -171,8 +168,8 @@ def _factors_for_kernel(inputs: Inputs, normalizer: Normalizer) -> tuple[Tensor 
     return None if factor is None else factor[..., 0], 1.0, None, 1
 
 
-def _sdpa(inputs: Inputs, k: Tensor, v: Tensor, sink: Sink | None) -> Tensor:
-    q, width = inputs.q_BHQD, v.shape[-1]
+def _sdpa(inputs: Inputs, sink: Sink | None) -> Tensor:
+    q, k, v, width = inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, inputs.v_BGKE.shape[-1]
     if sink is not None:
         q, k, v = _prepend_sink_key(inputs, q, k, v, sink)
     if sink is not None or q.shape[-1] != v.shape[-1]:  # SDPA's fast kernels need one width, on CUDA a multiple of 8

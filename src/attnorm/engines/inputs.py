@@ -77,6 +77,11 @@ class Inputs:
         tensors = (self.q_BHQD, self.k_BGKD, self.v_BGKE, self.hidden_states, self.bias)
         return any(t is not None and t.requires_grad for t in tensors)
 
+    @property
+    def full_mask(self) -> Tensor | None:
+        """The mask (B, H, Q, K) as the kernels take it, expanded and not copied; it does not include causality."""
+        return None if self.mask is None else self.mask.expand(self.weights_shape)
+
     def visible(self, start: int, stop: int, keys: int) -> Tensor | None:
         """Return the mask of the queries start..stop over the first `keys` keys, in four dimensions.
 
@@ -158,6 +163,11 @@ class Inputs:
         return Positions.of(self.positions, self.weights_shape, self.q_BHQD.device).query[..., None]
 
 
+def needs_gradient(inputs: Inputs, normalizer: Normalizer) -> bool:
+    """Whether the output needs a gradient."""
+    return torch.is_grad_enabled() and (inputs.needs_grad or any(p.requires_grad for p in normalizer.parameters()))
+
+
 def row_factors(inputs: Inputs, normalizer: Normalizer) -> Tensor | None:
     """Return the product of all scale rules' factors, (B, H, Q, 1) in at least float32; None without such rules.
 
@@ -172,7 +182,7 @@ def row_factors(inputs: Inputs, normalizer: Normalizer) -> Tensor | None:
     return None if factors is None else factors.expand(*rows, 1)
 
 
-def head_numbers(numbers: Tensor, inputs: Inputs) -> Tensor:
+def head_numbers(numbers: Tensor, inputs: Inputs, owner: str = "the normalizer has parameters") -> Tensor:
     """Expand a number, or one per head, to (H,) in float32 on the device of q.
 
     Raises:
@@ -180,7 +190,7 @@ def head_numbers(numbers: Tensor, inputs: Inputs) -> Tensor:
     """
     heads = inputs.q_BHQD.shape[1]
     if numbers.dim() == 1 and numbers.shape[0] != heads:
-        raise ValueError(f"the normalizer has parameters for {numbers.shape[0]} heads, but q has {heads} heads")
+        raise ValueError(f"{owner} for {numbers.shape[0]} heads, but q has {heads} heads")
     return numbers.to(inputs.q_BHQD.device, torch.float32).expand(heads).contiguous()
 
 
@@ -279,7 +289,7 @@ def validate_inputs(
     if scale is not None:
         _check_scale(scale)
     if q.dim() != 4:
-        q, k, v = (_to_four_dimensions(t) for t in (q, k, v))
+        q, k, v = (to_four_dimensions(t) for t in (q, k, v))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     inputs = Inputs(q, k, v, None, causal, scale, positions, hidden_states)
     if mask is None:
@@ -288,7 +298,7 @@ def validate_inputs(
     check_mask(mask, inputs.weights_shape)
     if mask.device != q.device:
         raise ValueError(f"expected the mask on {q.device}, where q is, got {mask.device}; pass mask.to(q.device)")
-    mask = _to_four_dimensions(mask)
+    mask = to_four_dimensions(mask)
     if mask.shape[-1] != inputs.keys:
         mask = mask.expand(*mask.shape[:-1], inputs.keys)
     return _zero_unseen(replace(inputs, mask=mask))
@@ -314,7 +324,8 @@ def checked_flag(name: str, value: Any) -> Any:
     return value
 
 
-def _to_four_dimensions(t: Tensor) -> Tensor:
+def to_four_dimensions(t: Tensor) -> Tensor:
+    """Return the tensor with dimensions of size 1 in front."""
     return t if t.dim() == 4 else t.reshape(*([1] * (4 - t.dim())), *t.shape)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from attnorm.engines import one_pass_operators
 from attnorm.engines.execution import MIN_QUERIES, is_wide_float32, runs_kernels
-from attnorm.engines.inputs import Inputs, head_numbers, row_factors, under_transform
+from attnorm.engines.inputs import Inputs, head_numbers, needs_gradient, row_factors, under_transform
 from attnorm.kernels.launch import holds
 from attnorm.normalizers.adaptive_temperature import EntropyRule
 from attnorm.normalizers.asentmax import AdaptiveLengthScale
@@ -75,9 +75,7 @@ def _can_decode(inputs: Inputs, normalizer: Normalizer) -> bool:
     for part in (*normalizer.rules, *normalizer.selections):
         if isinstance(part, SEARCHED):
             return False
-    if inputs.keys < MIN_KEYS or not fits_decoding(inputs) or inputs.needs_grad:
-        return False
-    return not (torch.is_grad_enabled() and any(p.requires_grad for p in normalizer.parameters()))
+    return inputs.keys >= MIN_KEYS and fits_decoding(inputs) and not needs_gradient(inputs, normalizer)
 
 
 def fits_decoding(inputs: Inputs) -> bool:
@@ -169,20 +167,14 @@ def one_pass(inputs: Inputs, normalizer: Normalizer, form: LoweredNormalizer | N
     if form.map.ranged:
         low, high = _logit_range(inputs, factor, form)
         width = high - low
-        output = _launch(inputs, inputs.v_BGKE, factor, -low, sink, form, precise=True)
+        output = _launch(inputs, factor, -low, sink, form, precise=True)
         return output / torch.where(width > 0, width, 1.0)[..., None]
-    cutoff = None if form.top is None else _top_k_cutoff(inputs, factor, form, form.top)
-    return _launch(inputs, inputs.v_BGKE, factor, shift, sink, form, cutoff)
+    return _launch(inputs, factor, shift, sink, form, _top_k_cutoff(inputs, factor, form))
 
 
 def sink_logits(inputs: Inputs, sink: Sink | None) -> Tensor | None:
     """Return the logits of the sink, (H,) in float32; None without a sink."""
-    if sink is None:
-        return None
-    logit, heads = sink.logit, inputs.q_BHQD.shape[1]
-    if logit.dim() == 1 and logit.shape[0] != heads:
-        raise ValueError(f"the sink has logits for {logit.shape[0]} heads, but q has {heads} heads")
-    return logit.to(inputs.q_BHQD.device, torch.float32).expand(heads).contiguous()
+    return None if sink is None else head_numbers(sink.logit, inputs, "the sink has logits")
 
 
 def rule_parameters(inputs: Inputs, form: LoweredNormalizer) -> Tensor | None:
@@ -202,20 +194,19 @@ def _attend_with_entropy_rule(
 
     The entropy is that of softmax over all visible keys, before any selection.
     """
-    mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
     soft_factor = None if factor is None else factor.detach()
     entropy, reference = one_pass_operators.row_entropy(
-        inputs.q_BHQD.detach(), inputs.k_BGKD.detach(), mask, soft_factor, inputs.causal, inputs.scale
+        inputs.q_BHQD.detach(), inputs.k_BGKD.detach(), inputs.full_mask, soft_factor, inputs.causal, inputs.scale
     )
     beta = rule.beta(entropy)
     sharpened_factor = beta if factor is None else factor * beta
-    cutoff = None if form.top is None else _top_k_cutoff(inputs, sharpened_factor, form, form.top)
+    cutoff = _top_k_cutoff(inputs, sharpened_factor, form)
     if not (inputs.needs_grad or sharpened_factor.requires_grad):
-        return _launch(inputs, inputs.v_BGKE, sharpened_factor, None, None, form, cutoff)
+        return _launch(inputs, sharpened_factor, None, None, form, cutoff)
     slope = rule.slope(entropy) if soft_factor is None else rule.slope(entropy) * soft_factor
     output: Tensor = one_pass_operators.sharpened_attention(
-        inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, mask, sharpened_factor, cutoff, factor, entropy, reference, slope,
-        inputs.causal, form.window, inputs.scale,
+        inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, inputs.full_mask, sharpened_factor, cutoff, factor, entropy,
+        reference, slope, inputs.causal, form.window, inputs.scale,
     )[0]  # fmt: skip
     return output
 
@@ -229,9 +220,8 @@ def _attend_with_unit_variance(
     distances from the mean.
     """
     inputs = replace(inputs, k_BGKD=_subtract_common_key(inputs.k_BGKD))
-    mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
     variance, mean, count = one_pass_operators.row_variance(
-        inputs.q_BHQD, inputs.k_BGKD, mask, inputs.causal, inputs.scale
+        inputs.q_BHQD, inputs.k_BGKD, inputs.full_mask, inputs.causal, inputs.scale
     )
     if factor is None:
         sharpened_factor = rule.factor(variance)
@@ -240,16 +230,9 @@ def _attend_with_unit_variance(
     # A single key has no gradient; a factor of 1e6 would only amplify rounding errors.
     sharpened_factor = torch.where(count > 1, sharpened_factor, 0.0)
     if form.top is not None:
-        return _launch(
-            inputs,
-            inputs.v_BGKE,
-            sharpened_factor,
-            None,
-            None,
-            form,
-            _top_k_cutoff(inputs, sharpened_factor, form, form.top),
-        )
-    return _launch(inputs, inputs.v_BGKE, sharpened_factor, -sharpened_factor * mean, None, form)
+        cutoff = _top_k_cutoff(inputs, sharpened_factor, form)
+        return _launch(inputs, sharpened_factor, None, None, form, cutoff)
+    return _launch(inputs, sharpened_factor, -sharpened_factor * mean, None, form)
 
 
 def _subtract_common_key(k: Tensor) -> Tensor:
@@ -267,24 +250,25 @@ def _subtract_common_key(k: Tensor) -> Tensor:
 
 def _logit_range(inputs: Inputs, factor: Tensor | None, form: LoweredNormalizer) -> tuple[Tensor, Tensor]:
     """Return the smallest and the largest logit of each row, (B, H, Q); the range always includes 0."""
-    mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
     low, high, *_ = one_pass_operators.extreme_logits(
-        inputs.q_BHQD, inputs.k_BGKD, mask, factor, form.softcap, inputs.causal, form.window, inputs.scale
+        inputs.q_BHQD, inputs.k_BGKD, inputs.full_mask, factor, form.softcap, inputs.causal, form.window, inputs.scale
     )
     return low.clamp(max=0), high.clamp(min=0)
 
 
-def _top_k_cutoff(inputs: Inputs, factor: Tensor | None, form: LoweredNormalizer, top: TopK) -> Tensor:
-    """Return the number that a logit must exceed to be among the top k of its row, (B, H, Q)."""
+def _top_k_cutoff(inputs: Inputs, factor: Tensor | None, form: LoweredNormalizer) -> Tensor | None:
+    """Return the number that a logit must exceed to be among the top k of its row, (B, H, Q); None: all keys count."""
+    if (top := form.top) is None:
+        return None
     q, k = inputs.q_BHQD.detach(), inputs.k_BGKD.detach()
     if isinstance(top.k, int):
         count = torch.full(q.shape[:3], top.k, dtype=torch.int32, device=q.device)
     else:
         count = top.counts(inputs.n())[..., 0].to(torch.int32).expand(q.shape[:3])
-    mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
     fixed = None if factor is None else factor.detach()
     return one_pass_operators.top_k_cutoff(  # type: ignore[no-any-return]
-        q, k, mask, fixed, count, top.most(inputs.keys), form.softcap, inputs.causal, form.window, inputs.scale
+        q, k, inputs.full_mask, fixed, count, top.most(inputs.keys), form.softcap, inputs.causal, form.window,
+        inputs.scale,
     )  # fmt: skip
 
 
@@ -307,20 +291,19 @@ def per_row(numbers: Tensor | None, shape: torch.Size) -> Tensor | None:
 
 
 def _launch(
-    inputs: Inputs, values: Tensor, factor: Tensor | None, shift: Tensor | None, sink: Tensor | None,
-    form: LoweredNormalizer, cutoff: Tensor | None = None, *, precise: bool = False,
+    inputs: Inputs, factor: Tensor | None, shift: Tensor | None, sink: Tensor | None, form: LoweredNormalizer,
+    cutoff: Tensor | None = None, *, precise: bool = False,
 ) -> Tensor:  # fmt: skip
-    mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
     map_ = form.map
     output: Tensor = one_pass_operators.forward(
-        inputs.q_BHQD, inputs.k_BGKD, values, mask, factor, shift, sink, cutoff, rule_parameters(inputs, form),
-        map_.map, map_.power, map_.floor, form.rule, form.softcap, inputs.causal, form.window, inputs.scale, precise,
+        inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, inputs.full_mask, factor, shift, sink, cutoff,
+        rule_parameters(inputs, form), map_.map, map_.power, map_.floor, form.rule, form.softcap, inputs.causal,
+        form.window, inputs.scale, precise,
     )[0]  # fmt: skip
     return output
 
 
 def _decode(inputs: Inputs, normalizer: Normalizer, form: LoweredNormalizer) -> Tensor:
-    mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
     map_, n = form.map, common_length(inputs)
     known = None if n is None else common_factor(inputs, form, n)
     shift = common_shift = None
@@ -334,9 +317,9 @@ def _decode(inputs: Inputs, normalizer: Normalizer, form: LoweredNormalizer) -> 
         if map_.row_shift is not None:
             common_shift = float(map_.row_shift(float(n)))
     output: Tensor = one_pass_operators.decode(
-        inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, mask, factor.tensor, factor.exponent, shift, common_shift,
-        sink_numbers(inputs, form.sink), *rule_numbers(inputs, form), map_.map, map_.power, map_.floor, form.rule,
-        form.softcap, inputs.causal, form.window, scale, factor.log2_base, factor.delta,
+        inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, inputs.full_mask, factor.tensor, factor.exponent, shift,
+        common_shift, sink_numbers(inputs, form), *rule_numbers(inputs, form), map_.map, map_.power, map_.floor,
+        form.rule, form.softcap, inputs.causal, form.window, scale, factor.log2_base, factor.delta,
     )  # fmt: skip
     return output
 
@@ -396,11 +379,11 @@ def _has_number_of_heads(inputs: Inputs, numbers: Tensor) -> bool:
     )
 
 
-def sink_numbers(inputs: Inputs, sink: Sink | None) -> Tensor | None:
+def sink_numbers(inputs: Inputs, form: LoweredNormalizer) -> Tensor | None:
     """Return the logits of the sink as the kernels of decoding take them: as they are, if possible."""
-    if sink is not None and _has_number_of_heads(inputs, sink.logit):
-        return sink.logit
-    return sink_logits(inputs, sink)
+    if form.sink is not None and _has_number_of_heads(inputs, form.sink.logit):
+        return form.sink.logit
+    return sink_logits(inputs, form.sink)
 
 
 def rule_numbers(inputs: Inputs, form: LoweredNormalizer) -> tuple[Tensor | None, float | None]:

@@ -1,8 +1,8 @@
 """The one-pass kernels as operators of torch.library, so that torch.compile can include them in a graph.
 
 Each operator has three parts: the function that launches the kernel, a `register_fake` function that gives the compiler
-the shapes of its outputs, and its gradient. Operators take plain numbers and tensors only; `_form` collects the plain
-numbers into the record that the kernels take.
+the shapes of its outputs, and its gradient. Operators take plain numbers and tensors only; `Form` is the record of
+plain numbers that the kernels take.
 
     forward, decode               attention
     softmax_gradients             gradients of softmax by torch's SDPA, for the output of another kernel
@@ -16,27 +16,13 @@ numbers into the record that the kernels take.
 """
 
 import math
-from typing import TYPE_CHECKING, Any, Never
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnorm.engines.execution import kernel_operator
-from attnorm.kernels.launch import empty_rows, in_rows
-
-if TYPE_CHECKING:
-    from attnorm.kernels.one_pass import Form
-
-
-def _form(
-    map: str, power: int, floor: float, rule: str, softcap: float | None, causal: bool, window: int | None,
-    scale: float,
-) -> "Form":  # fmt: skip
-    from attnorm.kernels.one_pass import Form  # loads Triton
-
-    return Form(
-        map=map, power=power, floor=floor, rule=rule, softcap=softcap, causal=causal, window=window, scale=scale,
-    )  # fmt: skip
+from attnorm.kernels.launch import Form, empty_numbers, empty_rows, in_rows
 
 
 @kernel_operator("attnorm::extreme_logits")
@@ -50,7 +36,7 @@ def extreme_logits(
     """
     from attnorm.kernels import extremes
 
-    form = _form("softmax", 1, 0.0, "none", softcap, causal, window, scale)
+    form = Form("softmax", softcap=softcap, causal=causal, window=window, scale=scale)
     return extremes.extreme_logits(q, k, mask, factor, form)
 
 
@@ -136,14 +122,14 @@ def _scaled_rows_backward(
 
     options = factor, constant, keys, causal, shortest
     if not grad_of_factor:
-        return linear_algebra.scaled_rows(grad, *options), a.new_empty(0, dtype=torch.float32)
-    grad_factor = a.new_empty(a.shape[:3], dtype=torch.float32)
+        return linear_algebra.scaled_rows(grad, *options), empty_numbers(a, False)
+    grad_factor = empty_numbers(a)
     return linear_algebra.scaled_rows(grad, *options, a, grad_factor), grad_factor
 
 
 @_scaled_rows_backward.register_fake
 def _(grad: Tensor, a: Tensor, grad_of_factor: bool) -> tuple[Tensor, Tensor]:
-    return empty_rows(in_rows(grad)), a.new_empty(a.shape[:3] if grad_of_factor else (0,), dtype=torch.float32)
+    return empty_rows(in_rows(grad)), empty_numbers(a, grad_of_factor)
 
 
 def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -167,13 +153,13 @@ def top_k_cutoff(
 ) -> Tensor:  # fmt: skip
     from attnorm.kernels import extremes
 
-    form = _form("softmax", 1, 0.0, "none", softcap, causal, window, scale)
+    form = Form("softmax", softcap=softcap, causal=causal, window=window, scale=scale)
     return extremes.top_k_cutoff(q, k, mask, factor, count, most, form)
 
 
 @top_k_cutoff.register_fake
 def _(q: Tensor) -> Tensor:
-    return q.new_empty(q.shape[:3], dtype=torch.float32)
+    return empty_numbers(q)
 
 
 @kernel_operator("attnorm::decode_attention")
@@ -184,11 +170,10 @@ def decode(
     window: int | None, scale: float, log2_base: float, delta: float,
 ) -> Tensor:  # fmt: skip
     """Return the output. common_shift and common_parameter: the same for all rows, in place of a tensor."""
-    from attnorm.kernels.one_pass import Form
-    from attnorm.kernels.one_pass import decode as decode_by_kernel
+    from attnorm.kernels import one_pass
 
     form = Form(map, power, floor, rule, softcap, causal, window, scale, log2_base, delta)
-    return decode_by_kernel(
+    return one_pass.decode(
         q, k, v, mask, factor, exponent, common_shift if shift is None else shift, sink,
         common_parameter if parameters is None else parameters, form,
     )  # fmt: skip
@@ -207,7 +192,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from attnorm.kernels import one_pass
 
-    form = _form(map, power, floor, rule, softcap, causal, window, scale)
+    form = Form(map, power, floor, rule, softcap, causal, window, scale)
     output, saved = one_pass.forward(q, k, v, mask, factor, shift, sink, cutoff, parameters, form, precise=precise)
     return output, *saved
 
@@ -219,7 +204,7 @@ def _(q: Tensor, v: Tensor, map: str, precise: bool) -> tuple[Tensor, Tensor, Te
     output = empty_rows(q, v.shape[-1], torch.float32 if precise else q.dtype)
     scaled = MAPS[map].reference != Reference.NONE
     used = (scaled, MAPS[map].normalised and not scaled)
-    return output, *(q.new_empty(q.shape[:3] if needed else (0,), dtype=torch.float32) for needed in used)  # type: ignore[return-value]
+    return output, *(empty_numbers(q, needed) for needed in used)  # type: ignore[return-value]
 
 
 @kernel_operator("attnorm::one_pass_attention_backward")
@@ -232,7 +217,7 @@ def backward(
     """Return the gradients. grad_of_factor: whether to compute that of the factor; it is empty otherwise."""
     from attnorm.kernels import one_pass, one_pass_backward
 
-    form = _form(map, power, floor, rule, softcap, causal, window, scale)
+    form = Form(map, power, floor, rule, softcap, causal, window, scale)
     saved = one_pass.Saved(reference, inverse)
     *grads, _ = one_pass_backward.backward(
         grad, q, k, v, mask, factor, shift, sink, cutoff, parameters, output, saved, form,
@@ -246,7 +231,7 @@ def _(
     q: Tensor, k: Tensor, v: Tensor, shift: Tensor | None, sink: Tensor | None, grad_of_factor: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     used = (grad_of_factor, shift is not None)
-    rows = [q.new_empty(q.shape[:3] if needed else (0,), dtype=torch.float32) for needed in used]
+    rows = [empty_numbers(q, needed) for needed in used]
     sinks = q.new_empty((q.shape[1],) if sink is not None else (0,), dtype=torch.float32)
     return empty_rows(q), empty_rows(k), empty_rows(v), *rows, sinks  # type: ignore[return-value]
 
@@ -268,16 +253,9 @@ def _gradients(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     return grad_q, grad_k, grad_v, None, *rows, *([None] * (len(ctx.options) + 3))  # cutoff, parameters, precise
 
 
-def raise_second_gradient(*_: Any) -> Never:
-    raise RuntimeError(
-        "the one-pass kernels are differentiated once only; use engine='blocked', or float64 for a mechanism such as "
-        "gaussian, which takes no engine"
-    )
-
-
 forward.register_autograd(_gradients, setup_context=_save_for_backward)
-backward.register_autograd(raise_second_gradient)
-_sum_by_key.register_autograd(raise_second_gradient)
+backward.refuse_gradient()
+_sum_by_key.refuse_gradient()
 
 
 @kernel_operator("attnorm::softmax_gradients")
@@ -294,7 +272,7 @@ def softmax_gradients(
     if found is None:
         from attnorm.kernels import one_pass, one_pass_backward
 
-        form = _form("softmax", 1, 0.0, "none", None, causal, None, scale)
+        form = Form("softmax", causal=causal, scale=scale)
         saved = one_pass.Saved(reference, reference.new_empty(0))
         found = one_pass_backward.backward(
             grad, q, k, v, None, None, None, None, None, None, output, saved, form
@@ -307,7 +285,7 @@ def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(empty_rows(in_rows(t)) for t in (q, k, v))  # type: ignore[return-value]
 
 
-softmax_gradients.register_autograd(raise_second_gradient)
+softmax_gradients.refuse_gradient()
 
 
 def sdpa_gradients(
@@ -354,7 +332,7 @@ def row_entropy(
 
 @row_entropy.register_fake
 def _(q: Tensor) -> tuple[Tensor, Tensor]:
-    return tuple(q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))  # type: ignore[return-value]
+    return empty_numbers(q), empty_numbers(q)
 
 
 @kernel_operator("attnorm::sharpened_attention")
@@ -367,16 +345,16 @@ def sharpened_attention(
 
     entropy, soft_reference: `row_entropy` with the factor soft_factor; slope: the derivative of factor by the entropy.
     """
-    from attnorm.kernels.one_pass import Form, forward
+    from attnorm.kernels import one_pass
 
-    form = Form(map="softmax", causal=causal, window=window, scale=scale)
-    output, saved = forward(q, k, v, mask, factor, None, None, cutoff, None, form)
+    form = Form("softmax", causal=causal, window=window, scale=scale)
+    output, saved = one_pass.forward(q, k, v, mask, factor, None, None, cutoff, None, form)
     return output, saved.reference
 
 
 @sharpened_attention.register_fake
 def _(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return empty_rows(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return empty_rows(q, v.shape[-1]), empty_numbers(q)
 
 
 @kernel_operator("attnorm::sharpened_attention_backward")
@@ -385,10 +363,10 @@ def _sharpened_backward(
     soft_factor: Tensor | None, entropy: Tensor, soft_reference: Tensor, slope: Tensor, output: Tensor,
     reference: Tensor, causal: bool, window: int | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    from attnorm.kernels.one_pass import Form, Saved
+    from attnorm.kernels.one_pass import Saved
     from attnorm.kernels.one_pass_backward import RowEntropy, backward
 
-    form = Form(map="softmax", causal=causal, window=window, scale=scale)
+    form = Form("softmax", causal=causal, window=window, scale=scale)
     saved = Saved(reference, reference.new_empty(0))
     sharpened = RowEntropy(soft_factor, entropy, soft_reference, slope)
     grad_q, grad_k, grad_v, grad_factor, _, _, grad_soft = backward(
@@ -399,8 +377,7 @@ def _sharpened_backward(
 
 @_sharpened_backward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, soft_factor: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    rows = [q.new_empty(q.shape[:3] if used else (0,), dtype=torch.float32) for used in (True, soft_factor is not None)]
-    return empty_rows(q), empty_rows(k), empty_rows(v), *rows  # type: ignore[return-value]
+    return empty_rows(q), empty_rows(k), empty_rows(v), empty_numbers(q), empty_numbers(q, soft_factor is not None)
 
 
 def _save_sharpened(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -419,7 +396,7 @@ def _gradients_of_sharpened(ctx: Any, grad: Tensor, _reference: None) -> tuple[T
 
 
 sharpened_attention.register_autograd(_gradients_of_sharpened, setup_context=_save_sharpened)
-_sharpened_backward.register_autograd(raise_second_gradient)
+_sharpened_backward.refuse_gradient()
 
 EQUAL_LOGITS = 1e-6  # deviation over mean up to which the logits of a row differ by rounding only: no gradient
 
@@ -437,7 +414,7 @@ def row_variance(
 
 @row_variance.register_fake
 def _(q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(3))  # type: ignore[return-value]
+    return empty_numbers(q), empty_numbers(q), empty_numbers(q)
 
 
 @kernel_operator("attnorm::row_variance_backward")
@@ -472,4 +449,4 @@ def _gradients_of_variance(ctx: Any, grad: Tensor | None, _mean: None, _count: N
 
 
 row_variance.register_autograd(_gradients_of_variance, setup_context=_save_variance)
-_variance_backward.register_autograd(raise_second_gradient)
+_variance_backward.refuse_gradient()

@@ -4,14 +4,14 @@
 that torch.compile can include them in a graph.
 """
 
-from typing import Any, Never
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnorm.engines.execution import MIN_QUERIES, kernel_operator, runs_kernels
 from attnorm.engines.inputs import Inputs, head_numbers, row_factors, under_transform
-from attnorm.kernels.launch import empty_rows
+from attnorm.kernels.launch import empty_numbers, empty_rows
 from attnorm.normalizers.alibi import LinearBias
 from attnorm.normalizers.asentmax import AdaptiveLengthScale
 from attnorm.normalizers.contract import Normalizer, ScaleRule, ThresholdForm
@@ -49,9 +49,8 @@ def sparse(inputs: Inputs, normalizer: Normalizer) -> Tensor:
     if (rule := _distance_rule(inputs, normalizer)) is not None:
         penalties = head_numbers(rule.slopes, inputs) / inputs.scale
     factor, parameter, trains = row_numbers(inputs, normalizer, form)
-    mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
     output: Tensor = _forward(
-        q, k, v, mask, factor, parameter, penalties, inputs.causal, inputs.scale, form.map, trains
+        q, k, v, inputs.full_mask, factor, parameter, penalties, inputs.causal, inputs.scale, form.map, trains
     )[0]
     return output
 
@@ -163,10 +162,8 @@ def _backward(
 def _(
     q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None, learned: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    rows = [
-        q.new_empty(q.shape[:3] if needed else (0,), dtype=torch.float32) for needed in (factor is not None, learned)
-    ]
-    return empty_rows(q), empty_rows(k), empty_rows(v), *rows  # type: ignore[return-value]
+    rows = empty_numbers(q, factor is not None), empty_numbers(q, learned)
+    return empty_rows(q), empty_rows(k), empty_rows(v), *rows
 
 
 def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -188,11 +185,7 @@ def gradients(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     return grad_q, grad_k, grad_v, None, *rows, None, None, None, None, None
 
 
-def _raise_second_gradient(*_: Any) -> Never:
-    raise RuntimeError("the kernels of sparse attention are differentiated once only; use engine='blocked'")
-
-
 _length_powers.register_autograd(_gradients_of_powers, setup_context=_save_powers)
-_length_powers_backward.register_autograd(_raise_second_gradient)
+_length_powers_backward.refuse_gradient()
 _forward.register_autograd(gradients, setup_context=save_for_backward)
-_backward.register_autograd(_raise_second_gradient)
+_backward.refuse_gradient()

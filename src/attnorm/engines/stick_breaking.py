@@ -4,21 +4,21 @@ The kernels read the keys from the last to the first. They are operators of torc
 include them in a graph.
 """
 
-from typing import Any, Never
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnorm.engines.execution import MIN_QUERIES, kernel_operator, runs_kernels
 from attnorm.engines.inputs import Inputs, row_factors, under_transform
-from attnorm.kernels.launch import empty_rows
+from attnorm.kernels.launch import empty_numbers, empty_rows
 from attnorm.normalizers.contract import Normalizer, ScaleRule
 from attnorm.normalizers.stick_breaking import StickBreaking
 
 
 def applies(inputs: Inputs, normalizer: Normalizer) -> bool:
     """Whether the kernels compute this call exactly."""
-    if not isinstance(normalizer.map, StickBreaking) or not all(isinstance(r, ScaleRule) for r in normalizer.rules):
+    if type(normalizer.map) is not StickBreaking or not all(isinstance(r, ScaleRule) for r in normalizer.rules):
         return False
     if not inputs.plain_logits or inputs.dropout > 0 or inputs.queries < MIN_QUERIES:
         return False
@@ -37,11 +37,10 @@ def stick_breaking(inputs: Inputs, normalizer: Normalizer) -> Tensor:
     """Return the output (B, H, Q, E) of a normalizer for which `applies` is true."""
     assert isinstance(normalizer.map, StickBreaking)
     factor = row_factors(inputs, normalizer)
-    mask = None if inputs.mask is None else inputs.mask.expand(inputs.weights_shape)
     windows = [selection.kernel_window for selection in normalizer.selections if selection.kernel_window is not None]
     trains = inputs.needs_grad or (factor is not None and factor.requires_grad)
     output: Tensor = _forward(
-        inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, mask, None if factor is None else factor[..., 0],
+        inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, inputs.full_mask, None if factor is None else factor[..., 0],
         not normalizer.map.attend_current, inputs.causal, min(windows, default=None), inputs.scale, trains,
     )[0]  # fmt: skip
     return output
@@ -62,9 +61,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, rest: bool, trains: bool) -> tuple[Tensor
     from attnorm.kernels.stick_breaking import kept_shapes
 
     later, live = kept_shapes(q, k, v, trains)
-    rows = q.new_empty(q.shape[:3] if rest else (0,), dtype=torch.float32)
     kept = q.new_empty(later, dtype=torch.float32), q.new_empty(live, dtype=torch.int32)
-    return empty_rows(q, v.shape[-1]), rows, *kept
+    return empty_rows(q, v.shape[-1]), empty_numbers(q, rest), *kept
 
 
 @kernel_operator("attnorm::stick_breaking_attention_backward")
@@ -80,8 +78,7 @@ def _backward(
 
 @_backward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows = q.new_empty(q.shape[:3] if factor is not None else (0,), dtype=torch.float32)
-    return empty_rows(q), empty_rows(k), empty_rows(v), rows
+    return empty_rows(q), empty_rows(k), empty_rows(v), empty_numbers(q, factor is not None)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -98,9 +95,5 @@ def _gradients(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     return *grads, None, None if saved[4] is None else grad_factor, None, None, None, None, None
 
 
-def _raise_second_gradient(*_: Any) -> Never:
-    raise RuntimeError("the stick-breaking kernels are differentiated once only; use engine='blocked'")
-
-
 _forward.register_autograd(_gradients, setup_context=_save_for_backward)
-_backward.register_autograd(_raise_second_gradient)
+_backward.refuse_gradient()

@@ -57,7 +57,7 @@ def evaluate(
     trust_remote_code: bool = False,
     progress: EvaluationProgress = lambda what, done, total: None,
 ) -> Evaluation:
-    """Evaluate a model as it is, then with each normalizer in the place of softmax, on the same documents.
+    """Evaluate a model as it is, then with each normalizer instead of softmax, on the same documents.
 
     Args:
         model: Hub name, folder, "bundled", or a model in memory.

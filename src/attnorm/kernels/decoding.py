@@ -43,6 +43,7 @@ from attnorm.kernels.blocks import (
 )
 from attnorm.kernels.launch import (
     DecodePlan,
+    Form,
     GivenLayout,
     KernelConstants,
     LaunchPlan,
@@ -57,7 +58,6 @@ from attnorm.kernels.maps import LN2, LOG2E, NO_REFERENCE, RULES
 from attnorm.kernels.one_pass import (
     PLANS,
     TOGETHER,
-    Form,
     device_of_all,
     join_parts,
     mask_strides,

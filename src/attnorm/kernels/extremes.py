@@ -44,9 +44,9 @@ from attnorm.kernels.blocks import (
     tile_of_head,
 )
 from attnorm.kernels.kth_logit_by_lists import kth_of_lists
-from attnorm.kernels.launch import device_of, in_rows, padded
+from attnorm.kernels.launch import Form, device_of, empty_numbers, float32_precision, in_rows, padded
 from attnorm.kernels.maps import LN2
-from attnorm.kernels.one_pass import Form, OnePassLaunch
+from attnorm.kernels.one_pass import OnePassLaunch
 
 
 def extreme_logits(
@@ -54,7 +54,7 @@ def extreme_logits(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return smallest and largest logit of each row, (B, H, Q), 0 for rows without keys, and the first such keys."""
     low_key, high_key = (torch.empty(q.shape[:3], dtype=torch.int32, device=q.device) for _ in range(2))
-    low, high = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
+    low, high = empty_numbers(q), empty_numbers(q)
     call = OnePassLaunch.of(q, k, k, mask, factor, None, None, None, None, form)
     search(extremes_kernel, call, (low_key, high_key, low, high), search_tile(q))
     return low, high, low_key, high_key
@@ -65,11 +65,10 @@ def sum_by_key(rows: Tensor, index: Tensor, keys: int, groups: int) -> Tensor:
     rows = in_rows(rows)
     batch, heads, queries, width = rows.shape
     sums = torch.empty((batch, heads // groups, keys, width), dtype=rows.dtype, device=rows.device)
-    exact = torch.backends.cuda.matmul.fp32_precision != "tf32"
     with device_of(rows):
         sum_by_key_kernel[(ceil_div(keys, 64) * batch * (heads // groups),)](
             rows, index.contiguous(), sums, *rows.stride()[:3], *sums.stride()[:3], heads, groups, queries, keys, width,
-            PRECISION="tf32x3" if exact else "tf32", ROWS=64, COLUMNS=64, WIDTH=padded(rows),
+            PRECISION=float32_precision(), ROWS=64, COLUMNS=64, WIDTH=padded(rows),
             num_warps=4 if width <= 128 else 8,
         )  # fmt: skip
     return sums
@@ -80,16 +79,12 @@ def search(
     rows_per_program: int | None = None, **more_constants: int,
 ) -> None:  # fmt: skip
     """Launch a kernel that reads queries and keys and writes numbers of rows."""
-    rows, columns, warps, stages = tile
     q, k, _, mask, factor, *_ = call.tensors
     *sizes, _, scale, cap = call.sizes
-    names = ("CAPPED", "FACTORED", "CAUSAL", "WINDOWED", "MASKED", "PRECISION", "WIDTH", "FULL")
-    with call.device:
-        kernel[(ceil_div(q.shape[-2], rows_per_program or rows) * q.shape[0] * q.shape[1],)](
-            q, k, mask, factor, *rows_of, *call.strides[:6], *call.strides[9:], *sizes, scale, cap,
-            **{name: call.constants[name] for name in names}, **more_constants, ROWS=rows, COLUMNS=columns,
-            num_warps=warps, num_stages=stages,
-        )  # fmt: skip
+    call.launch(
+        kernel, tile, q, k, mask, factor, *rows_of, *call.strides[:6], *call.strides[9:], *sizes, scale, cap,
+        block=rows_per_program, **(call.constants_of(kernel) | more_constants),
+    )  # fmt: skip
 
 
 def search_tile(q: Tensor) -> tuple[int, int, int, int]:
@@ -202,7 +197,7 @@ def top_k_cutoff(
 
     most: the largest count of all rows. It chooses the kernel and may be too large.
     """
-    cutoff = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    cutoff = empty_numbers(q)
     call = OnePassLaunch.of(q, k, k, mask, factor, None, None, None, None, form)
     rows_of = count.contiguous(), cutoff
     tile = lists_tile(q) if most <= MOST_LISTED else None

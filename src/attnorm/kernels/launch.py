@@ -27,6 +27,21 @@ Tile = tuple[int, int, int, int]  # rows, columns, warps, stages
 SMALLEST_MEMORY = 101_376
 
 
+class Form(NamedTuple):
+    """Everything that a one-pass kernel needs besides tensors: map and rule by name, and their constants."""
+
+    map: str
+    power: int = 1  # of relu and polynomial; the variant of self_adjusted
+    floor: float = 0.0  # added to the denominator of a scaled map, in natural units
+    rule: str = "none"
+    softcap: float | None = None
+    causal: bool = False
+    window: int | None = None  # a query sees this many keys, itself the last
+    scale: float = 1.0
+    log2_base: float = 0.0  # of a factor with an exponent, as delta: blocks.load_factor
+    delta: float = 0.0
+
+
 @dataclass(frozen=True)
 class Launch:
     """Arguments of one launch: q (B, H, Q, D), k and v (B, G, K, D or E), and a boolean mask (B, H, Q, K) or None."""
@@ -37,10 +52,6 @@ class Launch:
     mask: Tensor | None
     factor: Tensor | None  # (B, H, Q) in float32, contiguous: multiplies the logits of each row
     causal: bool  # bottom-right: the last query sees every key
-
-    @property
-    def device(self) -> AbstractContextManager[object]:
-        return device_of(self.q)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -60,38 +71,46 @@ class Launch:
         return heads, heads // self.k.shape[1], queries, keys, keys - queries
 
     @property
-    def shared_constants(self) -> dict[str, object]:
+    def constants(self) -> dict[str, Any]:
+        width, v_width = padded(self.q), padded(self.v)
         return {
-            "CAUSAL": self.causal,
-            "MASKED": self.mask is not None,
-            "FACTORED": self.factor is not None,
-            "PRECISION": float32_precision(),
-            "WIDTH": padded(self.q),
-            "V_WIDTH": padded(self.v),
-        }
+            "CAUSAL": self.causal, "MASKED": self.mask is not None, "FACTORED": self.factor is not None,
+            "PRECISION": float32_precision(), "FAST": self.q.is_cuda and self.q.dtype != torch.float32,
+            "WIDTH": width, "V_WIDTH": v_width,
+            "FULL": width == self.q.shape[-1], "V_FULL": v_width == self.v.shape[-1],
+        }  # fmt: skip
 
     @classmethod
     def without_values(cls, q: Tensor, k: Tensor, mask: Tensor | None, factor: Tensor | None, causal: bool) -> "Launch":
         q, k = in_rows(q), in_rows(k)
         return cls(q, k, k, mask, None if factor is None else factor.contiguous(), causal)
 
-    def run(self, kernel: Any, scale: float, *numbers: Tensor | int, over_keys: bool = False) -> None:
-        """Launch a kernel that reads no values, with one program per block of queries, or of keys (over_keys)."""
-        q, k, _, mask, _ = self.tensors
-        rows, columns, warps, stages = tile_without_values(q, over_keys)
-        over, per_program = (k, columns) if over_keys else (q, rows)
-        constants = {name: value for name, value in self.shared_constants.items() if name in kernel.arg_names}
-        with self.device:
-            kernel[(ceil_div(over.shape[-2], per_program) * over.shape[0] * over.shape[1],)](
-                q, k, mask, *numbers, *self.strides[:6], *self.strides[9:], *self.lengths, q.shape[-1], scale,
-                **constants, ROWS=rows, COLUMNS=columns, FULL=padded(q) == q.shape[-1], num_warps=warps,
-                num_stages=stages,
-            )  # fmt: skip
+    def launch(
+        self, kernel: Any, tile: Tile, *arguments: Any, over_keys: bool = False, block: int | None = None,
+        **constants: Any,
+    ) -> None:  # fmt: skip
+        """Launch a kernel with one program per block of queries, or of keys (over_keys).
 
-    def rows(self, used: bool) -> Tensor:
-        """Return an uninitialised float32 tensor (B, H, Q), or an empty one if it is not used."""
-        shape = self.q.shape[:3] if used else (0,)
-        return torch.empty(shape, dtype=torch.float32, device=self.q.device)
+        block: queries or keys of a program (default: those of the tile).
+        """
+        rows, columns, warps, stages = tile
+        over, size = (self.k, columns) if over_keys else (self.q, rows)
+        with device_of(self.q):
+            kernel[(ceil_div(over.shape[2], block or size) * over.shape[0] * over.shape[1],)](
+                *arguments, **constants, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages
+            )
+
+    def constants_of(self, kernel: Any) -> dict[str, Any]:
+        """Return those of the constants that the kernel takes."""
+        return {name: value for name, value in self.constants.items() if name in kernel.arg_names}
+
+    def run(self, kernel: Any, scale: float, *numbers: Tensor | int, over_keys: bool = False) -> None:
+        """Launch a kernel that reads no values."""
+        q, k, _, mask, *_ = self.tensors
+        self.launch(
+            kernel, tile_without_values(q, over_keys), q, k, mask, *numbers, *self.strides[:6], *self.strides[9:],
+            *self.lengths, q.shape[-1], scale, over_keys=over_keys, **self.constants_of(kernel),
+        )  # fmt: skip
 
 
 class KernelConstants(NamedTuple):
@@ -359,6 +378,11 @@ def empty_rows(t: Tensor, width: int | None = None, dtype: torch.dtype | None = 
     if t.stride(1) < t.stride(2):
         return torch.empty((batch, length, heads, width), dtype=dtype, device=t.device).transpose(1, 2)
     return torch.empty((batch, heads, length, width), dtype=dtype, device=t.device)
+
+
+def empty_numbers(q: Tensor, used: bool = True) -> Tensor:
+    """Return an uninitialised float32 tensor (B, H, Q), or an empty one if it is not used."""
+    return torch.empty(q.shape[:3] if used else (0,), dtype=torch.float32, device=q.device)
 
 
 def float32_precision() -> str:

@@ -23,7 +23,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-INVERTIBLE = tl.constexpr(1.2e-38)  # smaller numbers count as 0 where 1 / x might be infinite
+INVERTIBLE = tl.constexpr(1.2e-38)  # smaller numbers count as 0 where 1 / x or log x might be infinite
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def log2(x, FAST: tl.constexpr):
 @triton.jit
 def times_log2(e, FAST: tl.constexpr):
     """e log2(e) of numbers that are at least 0."""
-    return e * log2(tl.maximum(e, 1.2e-38), FAST)
+    return e * log2(tl.maximum(e, INVERTIBLE), FAST)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ rows of its tile; a second kernel joins the parts of each row. one_pass_backward
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -47,6 +47,7 @@ from attnorm.kernels.blocks import (
 )
 from attnorm.kernels.launch import (
     DecodePlan,
+    Form,
     GivenLayout,
     KernelConstants,
     Launch,
@@ -56,6 +57,7 @@ from attnorm.kernels.launch import (
     PlannedRun,
     PreparedKernels,
     are_rows,
+    empty_numbers,
     empty_rows,
     fitting,
     in_rows,
@@ -71,21 +73,6 @@ from attnorm.kernels.maps import AT_LEAST_ZERO, AT_MOST_ZERO, LOG2E, MAPS, NO_RE
 TOGETHER = tl.constexpr(16)  # parts that are read at a time
 PLANS = 1024  # kept; a model needs one per kind of layer for every length of its cache
 MIN_SPLIT = 256  # keys of a program; with fewer, joining the parts would cost more than reading keys
-
-
-class Form(NamedTuple):
-    """Everything that a launch needs besides tensors: map and rule by name, and their constants."""
-
-    map: str
-    power: int = 1  # of relu and polynomial; the variant of self_adjusted
-    floor: float = 0.0  # added to the denominator of a scaled map, in natural units
-    rule: str = "none"
-    softcap: float | None = None
-    causal: bool = False
-    window: int | None = None  # a query sees this many keys, itself the last
-    scale: float = 1.0
-    log2_base: float = 0.0  # of a factor with an exponent, as delta: blocks.load_factor
-    delta: float = 0.0
 
 
 class Saved(NamedTuple):
@@ -108,13 +95,11 @@ def forward(
     out = empty_rows(q, v.shape[-1], torch.float32 if precise else q.dtype)
     map_ = MAPS[form.map]
     scaled = map_.reference != Reference.NONE
-    saved = Saved(*(call.rows(used) for used in (scaled, map_.normalised and not scaled)))
-    rows, columns, warps, stages = _forward_tile(q, v, scaled, mask is not None)
-    with call.device:
-        forward_kernel[(ceil_div(q.shape[-2], rows) * q.shape[0] * q.shape[1],)](
-            *call.tensors, call.sink, out, *saved, *call.strides, *out.stride()[:3],
-            *call.sizes, form.floor, **call.constants, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
-        )  # fmt: skip
+    saved = Saved(*(empty_numbers(q, used) for used in (scaled, map_.normalised and not scaled)))
+    call.launch(
+        forward_kernel, _forward_tile(q, v, scaled, mask is not None), *call.tensors, call.sink, out, *saved,
+        *call.strides, *out.stride()[:3], *call.sizes, form.floor, **call.constants,
+    )  # fmt: skip
     return out, saved
 
 
@@ -319,20 +304,17 @@ class OnePassLaunch(Launch):
         )  # fmt: skip
 
     @cached_property
-    def constants(self) -> dict[str, object]:
+    def constants(self) -> dict[str, Any]:
         form, map_ = self.form, MAPS[self.form.map]
         ruled, cap, shifted = form.rule != "none", form.softcap is not None, self.shift is not None
         return {
-            **self.shared_constants,
+            **super().constants,
             "MAP": map_.weights, "SLOPES": map_.slopes, "RULE": RULES[form.rule],
-            "P": form.power, "FAST": self.q.is_cuda and self.q.dtype != torch.float32,
-            "REFERENCE": int(map_.reference), "NORMALISED": map_.normalised,
+            "P": form.power, "REFERENCE": int(map_.reference), "NORMALISED": map_.normalised,
             "RULED": ruled, "CAPPED": cap, "SHIFTED": shifted, "SELECTED": self.cutoff is not None,
             "SINK": self.sink_logits is not None,
             "PLAIN": form.scale > 0 and not (ruled or cap or shifted),
-            "WINDOWED": form.window is not None,
-            "FULL": padded(self.q) == self.q.shape[-1], "V_FULL": padded(self.v) == self.v.shape[-1],
-            "LIFT": map_.lift,
+            "WINDOWED": form.window is not None, "LIFT": map_.lift,
         }  # fmt: skip
 
 

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnorm.arithmetic import ceil_div
 from attnorm.kernels.blocks import (
     Constants,
     LogitRows,
@@ -36,10 +35,10 @@ from attnorm.kernels.blocks import (
     store_tile,
     tile_of_head,
 )
-from attnorm.kernels.launch import empty_rows, in_rows, padded
+from attnorm.kernels.launch import Form, empty_numbers, empty_rows, in_rows, padded
 from attnorm.kernels.linear_algebra import row_dots
 from attnorm.kernels.maps import LN2, LOG2E, MAPS, NO_REFERENCE
-from attnorm.kernels.one_pass import Form, OnePassLaunch, Saved
+from attnorm.kernels.one_pass import OnePassLaunch, Saved
 from attnorm.kernels.row_spread import add_gradient_of_queries, entropy_slopes
 
 
@@ -67,38 +66,32 @@ def backward(
     map_ = MAPS[form.map]
     grad_q, grad_k, grad_v = (empty_rows(t) for t in (q, k, v))
     grad_of_factor = grad_of_factor and factor is not None
-    grad_factor, grad_shift = call.rows(grad_of_factor), call.rows(shift is not None)
-    delta = row_dots(grad, out) if map_.normalised else call.rows(False)
-    queries, keys, heads = q.shape[-2], k.shape[-2], q.shape[1]
+    grad_factor, grad_shift = empty_numbers(q, grad_of_factor), empty_numbers(q, shift is not None)
+    delta = row_dots(grad, out) if map_.normalised else empty_numbers(q, False)
     rows_of = (*(t.contiguous() for t in saved), delta)
-    with call.device:
-        rows, columns, warps, stages = _queries_tile(q, v)
-        backward_queries[(ceil_div(queries, rows) * q.shape[0] * heads,)](
-            *call.tensors, *rows_of, grad_in, grad_q, grad_factor, grad_shift,
-            *call.strides, *grad_in.stride()[:3], *grad_q.stride()[:3], *call.sizes, form.scale,
-            **call.constants, GRAD_OF_FACTOR=grad_of_factor, ROWS=rows, COLUMNS=columns, num_warps=warps,
-            num_stages=stages,
-        )  # fmt: skip
-        grad_soft, softmax = call.rows(False), (call.q,) * 4
-        if sharpened is not None:
-            soft = None if sharpened.factor is None else sharpened.factor.contiguous()
-            entropies, references = sharpened.entropy.contiguous(), sharpened.reference.contiguous()
-            grad_entropy = (grad_factor * sharpened.slope).contiguous()
-            grad_soft = add_gradient_of_queries(
-                grad_entropy, grad_q, q, k, mask, soft, entropies, references, form.causal, form.scale
-            )
-            softmax = (call.q if soft is None else soft, entropies, references, grad_entropy)
-        rows, columns, warps, stages = _keys_tile(q, v)
-        if sharpened is not None:
-            stages = min(stages, 2)  # with three, registers are spilled
-        backward_keys[(ceil_div(keys, columns) * k.shape[0] * k.shape[1],)](
-            *call.tensors, *rows_of, grad_in, *softmax, grad_k, grad_v,
-            *call.strides, *grad_in.stride()[:3], *grad_k.stride()[:3], *grad_v.stride()[:3], *call.sizes, form.scale,
-            **call.constants, ENTROPY=sharpened is not None,
-            SOFT_FACTORED=sharpened is not None and sharpened.factor is not None,
-            ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
-        )  # fmt: skip
-    grad_sink = call.rows(False)
+    given, strides = (*call.tensors, *rows_of, grad_in), (*call.strides, *grad_in.stride()[:3])
+    call.launch(
+        backward_queries, _queries_tile(q, v), *given, grad_q, grad_factor, grad_shift, *strides,
+        *grad_q.stride()[:3], *call.sizes, form.scale, **call.constants,
+        GRAD_OF_FACTOR=grad_of_factor,
+    )  # fmt: skip
+    grad_soft, softmax = empty_numbers(q, False), (call.q,) * 4
+    rows, columns, warps, stages = _keys_tile(q, v)
+    if sharpened is not None:
+        soft = None if sharpened.factor is None else sharpened.factor.contiguous()
+        entropies, references = sharpened.entropy.contiguous(), sharpened.reference.contiguous()
+        grad_entropy = (grad_factor * sharpened.slope).contiguous()
+        grad_soft = add_gradient_of_queries(
+            grad_entropy, grad_q, q, k, mask, soft, entropies, references, form.causal, form.scale
+        )
+        softmax = (call.q if soft is None else soft, entropies, references, grad_entropy)
+        stages = min(stages, 2)  # with three, registers are spilled
+    call.launch(
+        backward_keys, (rows, columns, warps, stages), *given, *softmax, grad_k, grad_v, *strides,
+        *grad_k.stride()[:3], *grad_v.stride()[:3], *call.sizes, form.scale, over_keys=True, **call.constants,
+        ENTROPY=sharpened is not None, SOFT_FACTORED=sharpened is not None and sharpened.factor is not None,
+    )  # fmt: skip
+    grad_sink = empty_numbers(q, False)
     if sink is not None:
         weight = torch.exp2(sink[None, :, None] * LOG2E.value - saved.reference)
         grad_sink = -(weight * delta).sum((0, 2))

@@ -32,7 +32,7 @@ from attnorm.kernels.blocks import (
     store_tile,
     tile_of_head,
 )
-from attnorm.kernels.launch import Launch
+from attnorm.kernels.launch import Launch, empty_numbers
 from attnorm.kernels.maps import LN2, LOG2E
 
 
@@ -41,7 +41,7 @@ def entropy_of_rows(
 ) -> tuple[Tensor, Tensor]:
     """The entropy of each row in nats and log2 of its denominator, (B, H, Q) in float32."""
     call = Launch.without_values(q, k, mask, factor, causal)
-    found = call.rows(True), call.rows(True)
+    found = empty_numbers(q), empty_numbers(q)
     call.run(row_entropy, scale * LOG2E.value, call.tensors[4], *found)
     return found
 
@@ -52,7 +52,7 @@ def add_gradient_of_queries(
 ) -> Tensor:  # fmt: skip
     """Add the gradient of q to grad_q, for the gradient (B, H, Q) of the entropy. Return that of the factor."""
     call = Launch.without_values(q, k, mask, factor, causal)
-    grad_factor = call.rows(factor is not None)
+    grad_factor = empty_numbers(q, factor is not None)
     given = call.tensors[4], entropy, reference, grad_entropy
     call.run(entropy_backward, scale * LOG2E.value, *given, grad_q, grad_factor, *grad_q.stride()[:3])
     return grad_factor
@@ -190,7 +190,7 @@ def variance_of_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Variance and mean of the logits of each row, and the number of visible keys, (B, H, Q) in float32."""
     call = Launch.without_values(q, k, mask, None, causal)
-    found = call.rows(True), call.rows(True), call.rows(True)
+    found = empty_numbers(q), empty_numbers(q), empty_numbers(q)
     call.run(row_variance, scale, *found)
     return found
 

@@ -14,6 +14,7 @@ stick_breaking_backward.py has the gradients.
 from collections import namedtuple
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import triton
@@ -32,7 +33,7 @@ from attnorm.kernels.blocks import (
     store_tile,
     unmasked,
 )
-from attnorm.kernels.launch import Launch, empty_rows, in_rows, padded
+from attnorm.kernels.launch import Launch, empty_numbers, empty_rows, in_rows, padded
 from attnorm.kernels.maps import LOG2E, log2
 
 SPENT = tl.constexpr(160.0)  # bits: nothing is left
@@ -65,16 +66,14 @@ def forward(
     """
     call = StickLaunch.of(q, k, v, mask, factor, stick)
     out = empty_rows(q, v.shape[-1])
-    spent = call.rows(stick.rest)
+    spent = empty_numbers(q, stick.rest)
     later_shape, live_shape = kept_shapes(q, k, v, trains)
     later = torch.empty(later_shape, dtype=torch.float32, device=q.device)
     live = torch.empty(live_shape, dtype=torch.int32, device=q.device)
-    rows, columns, warps, stages = forward_tile(q, v)
-    with call.device:
-        forward_kernel[(ceil_div(q.shape[2], rows) * q.shape[0] * q.shape[1],)](
-            *call.tensors, out, spent, later, live, *call.strides, *out.stride()[:3], *call.sizes, **call.constants,
-            KEEPS=later.numel() > 0, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
-        )  # fmt: skip
+    call.launch(
+        forward_kernel, forward_tile(q, v), *call.tensors, out, spent, later, live, *call.strides, *out.stride()[:3],
+        *call.sizes, **call.constants, KEEPS=later.numel() > 0,
+    )  # fmt: skip
     return out, spent, later, live
 
 
@@ -104,12 +103,10 @@ class StickLaunch(Launch):
         return (*self.lengths, stick.window or 0, self.q.shape[-1], self.v.shape[-1], stick.scale * LOG2E.value)
 
     @cached_property
-    def constants(self) -> dict[str, object]:
+    def constants(self) -> dict[str, Any]:
         return {
-            **self.shared_constants,
-            "FAST": self.q.is_cuda and self.q.dtype != torch.float32,
+            **super().constants,
             "REST": self.stick.rest, "WINDOWED": self.stick.window is not None,
-            "FULL": padded(self.q) == self.q.shape[-1], "V_FULL": padded(self.v) == self.v.shape[-1],
             "PART": part_of(self.q.dtype, self.q.is_cuda),
             "LIFT": 1024.0 if self.q.dtype == torch.float16 else 1.0,  # float16 loses digits below 6e-5
         }  # fmt: skip

@@ -33,7 +33,7 @@ from attnorm.kernels.blocks import (
     store_tile,
     tile_of_head,
 )
-from attnorm.kernels.launch import empty_rows, in_rows
+from attnorm.kernels.launch import device_of, empty_numbers, empty_rows, in_rows
 from attnorm.kernels.stick_breaking import (
     GROUP,
     NOTHING_LEFT,
@@ -70,11 +70,11 @@ def backward(
     live = torch.empty((heads, chunk // rows), dtype=torch.int32, device=q.device)
     live = kept_live.contiguous() if kept else live
     summed = torch.float32 if chunk < queries else k.dtype  # over chunks
-    grad_q, grad_factor = empty_rows(q), call.rows(factor is not None)
+    grad_q, grad_factor = empty_rows(q), empty_numbers(q, factor is not None)
     grad_k, grad_v = (empty_rows(t, dtype=summed) for t in (k, v))
     given, strides = (*call.tensors, grad), (*call.strides, *grad.stride()[:3])
     options = {**call.constants, "ROWS": rows, "COLUMNS": columns, "num_warps": warps, "num_stages": stages}
-    with call.device:
+    with device_of(q):
         for begin in range(0, queries, chunk):
             backward_queries[(chunk // rows * heads,)](
                 *given, spent, later, earlier, live, grad_q, grad_factor, *strides, *grad_q.stride()[:3], *call.sizes,

@@ -15,7 +15,8 @@ kernels/threshold_maps.py defines the maps.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -62,7 +63,7 @@ class Tiles(NamedTuple):
         """Return the tile for the gradients of q on its GPU."""
         return fitting(q, self.queries, 139_264, self.small_queries) if self.small_queries else self.queries
 
-    def limit(self, q: Tensor) -> dict[str, int]:
+    def limit(self, q: Tensor) -> dict[str, Any]:
         """Return the option for the compiler, where it has one."""
         nvidia = q.is_cuda and torch.version.hip is None
         return {"maxnreg": self.query_registers} if self.query_registers and nvidia else {}
@@ -126,9 +127,9 @@ def forward(
     float32 or None, subtracted from the product <q, k> per position of distance; causal: bottom-right.
     """
     call = ThresholdLaunch.of(q, k, v, mask, factor, parameter, penalties, causal, scale, map)
-    batch, heads, queries = q.shape[:3]
     output = empty_rows(q, v.shape[-1])
-    rows, columns, warps, stages = tiles(q, v).forward
+    tile = tiles(q, v).forward
+    rows, columns, *_ = tile
     threshold_shape, live_shape = saved_shapes(q, k, v, trains)
     if with_threshold:
         threshold_shape = saved_shapes(q, k, v, True)[0]
@@ -137,20 +138,19 @@ def forward(
         torch.empty(threshold_shape, dtype=torch.float32, device=q.device),
         torch.zeros(live_shape, dtype=torch.uint8, device=q.device),
     )
-    blocks, across = ceil_div(queries, rows), ceil_div(k.shape[2], columns)
-    gaps = torch.empty((batch, heads, blocks, across), dtype=torch.float32, device=q.device)
+    blocks, across = ceil_div(q.shape[2], rows), ceil_div(k.shape[2], columns)
+    gaps = torch.empty((*q.shape[:2], blocks, across), dtype=torch.float32, device=q.device)
     listed = list_of_tiles(gaps.numel(), q)
     one = MAPS[map]
     corrected = trains or q.dtype != torch.float32
     enough, tolerance, doubt = _tolerances(q.dtype, corrected, one.deformed)
-    with call.device:
-        forward_kernel[(blocks * batch * heads,)](
-            *call.tensors, output, saved.mean_u, saved.threshold, gaps, listed, saved.live, *call.strides,
-            *output.stride()[:3], *call.sizes, enough, tolerance, doubt, 2 if trains else int(with_threshold),
-            **call.constants, NEWTON=one.newton, START=one.start, DECLINE=one.decline, COUNTED=one.counted,
-            SIGNED=factor is not None or scale < 0, SKIPS=k.shape[2] >= LONG_ROWS, CORRECTED=corrected, ROWS=rows,
-            COLUMNS=columns, MAX_STEPS=MAX_STEPS, EARLY=EARLY_STEPS, num_warps=warps, num_stages=stages,
-        )  # fmt: skip
+    call.launch(
+        forward_kernel, tile, *call.tensors, output, saved.mean_u, saved.threshold, gaps, listed, saved.live,
+        *call.strides, *output.stride()[:3], *call.sizes, enough, tolerance, doubt,
+        2 if trains else int(with_threshold), **call.constants, NEWTON=one.newton, START=one.start, DECLINE=one.decline,
+        COUNTED=one.counted, SIGNED=factor is not None or scale < 0, SKIPS=k.shape[2] >= LONG_ROWS,
+        CORRECTED=corrected, MAX_STEPS=MAX_STEPS, EARLY=EARLY_STEPS,
+    )  # fmt: skip
     return output, saved
 
 
@@ -177,17 +177,16 @@ class ThresholdLaunch(Launch):
     def sizes(self) -> tuple[int | float, ...]:
         return (*self.lengths, self.q.shape[-1], self.v.shape[-1], self.scale * MAPS[self.map].unit)
 
-    @property
-    def constants(self) -> dict[str, object]:
+    @cached_property
+    def constants(self) -> dict[str, Any]:
         one = MAPS[self.map]
         return {
-            **self.shared_constants,
+            **super().constants,
             "PENALISED": self.penalties is not None,
             "WEIGHTS": one.weights, "DEFORMED": one.deformed, "PARAMETER": one.parameter,
-            "EXACT": self.q.dtype != torch.bfloat16, "FAST": self.q.is_cuda and self.q.dtype != torch.float32,
+            "EXACT": self.q.dtype != torch.bfloat16,
             # float16 loses digits below 6e-5, where the weights of long rows lie
             "LIFT": 1024.0 if self.q.dtype == torch.float16 else 1.0,
-            "FULL": padded(self.q) == self.q.shape[-1], "V_FULL": padded(self.v) == self.v.shape[-1],
         }  # fmt: skip
 
 

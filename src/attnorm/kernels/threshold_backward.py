@@ -28,7 +28,7 @@ from attnorm.kernels.blocks import (
     store_tile,
     tile_of_head,
 )
-from attnorm.kernels.launch import empty_rows, in_rows
+from attnorm.kernels.launch import empty_numbers, empty_rows, in_rows
 from attnorm.kernels.linear_algebra import row_dots
 from attnorm.kernels.threshold import Saved, ThresholdLaunch, list_of_tiles, tiles
 from attnorm.kernels.threshold_maps import MAPS, ThresholdConstants, list_tiles, minus_penalty, seen_above_threshold
@@ -43,7 +43,7 @@ def backward(
     call = ThresholdLaunch.of(q, k, v, mask, factor, parameter, penalties, causal, scale, map)
     grad, saved = in_rows(grad), Saved(saved.mean_u, saved.threshold.contiguous(), saved.live.contiguous())
     grad_q, grad_k, grad_v = (empty_rows(t) for t in (q, k, v))
-    grad_factor, grad_parameter = call.rows(factor is not None), call.rows(learned)
+    grad_factor, grad_parameter = empty_numbers(q, factor is not None), empty_numbers(q, learned)
     delta = row_dots(grad, saved.mean_u)
     one = MAPS[map]
     slope, scaled_delta = scale * one.slope, delta
@@ -54,27 +54,22 @@ def backward(
     strides = (*call.strides, *grad.stride()[:3])
     own_tiles = tiles(q, v)
     live_rows, live_columns, *_ = own_tiles.forward
-    shared = {**call.constants, "LIVE_ROWS": live_rows, "LIVE_COLUMNS": live_columns}
-    with call.device:
-        rows, columns, warps, stages = own_tiles.queries_on(q)
-        blocks, across = ceil_div(queries, rows), ceil_div(keys, columns)
-        listed = list_of_tiles(batch * heads * blocks * across, q)
-        backward_queries[(blocks * batch * heads,)](
-            *call.tensors, saved.threshold, delta, grad, saved.live, listed, grad_q, grad_factor, grad_parameter,
-            *strides, *grad_q.stride()[:3], *call.sizes, slope,
-            **shared, LEARNED=learned, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
-            **own_tiles.limit(q),
-        )  # fmt: skip
-        rows, columns, warps, stages = (
-            own_tiles.keys if factor is None else own_tiles.keys_with_factor or own_tiles.keys
-        )
-        blocks, across = ceil_div(queries, rows), ceil_div(keys, columns)
-        listed = list_of_tiles(batch * k.shape[1] * blocks * across, q)
-        backward_keys[(across * batch * k.shape[1],)](
-            *call.tensors, saved.threshold, scaled_delta, grad, saved.live, listed, grad_k, grad_v,
-            *strides, *grad_k.stride()[:3], *grad_v.stride()[:3], *call.sizes, slope,
-            **shared, ROWS=rows, COLUMNS=columns, num_warps=warps, num_stages=stages,
-        )  # fmt: skip
+    constants = {**call.constants, "LIVE_ROWS": live_rows, "LIVE_COLUMNS": live_columns}
+    tile = own_tiles.queries_on(q)
+    rows, columns, *_ = tile
+    listed = list_of_tiles(batch * heads * ceil_div(queries, rows) * ceil_div(keys, columns), q)
+    call.launch(
+        backward_queries, tile, *call.tensors, saved.threshold, delta, grad, saved.live, listed, grad_q, grad_factor,
+        grad_parameter, *strides, *grad_q.stride()[:3], *call.sizes, slope, **constants, LEARNED=learned,
+        **own_tiles.limit(q),
+    )  # fmt: skip
+    tile = own_tiles.keys if factor is None else own_tiles.keys_with_factor or own_tiles.keys
+    rows, columns, *_ = tile
+    listed = list_of_tiles(batch * k.shape[1] * ceil_div(queries, rows) * ceil_div(keys, columns), q)
+    call.launch(
+        backward_keys, tile, *call.tensors, saved.threshold, scaled_delta, grad, saved.live, listed, grad_k, grad_v,
+        *strides, *grad_k.stride()[:3], *grad_v.stride()[:3], *call.sizes, slope, over_keys=True, **constants,
+    )  # fmt: skip
     return grad_q, grad_k, grad_v, grad_factor, grad_parameter
 
 

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from attnorm.arithmetic import round_up
 from attnorm.engines.execution import runs_asynchronously, sent_to
-from attnorm.engines.inputs import Inputs
+from attnorm.engines.inputs import Inputs, to_four_dimensions
 from attnorm.normalizers.block import Positions
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.theory.selection import at_least_float32
@@ -221,7 +221,7 @@ class Visibility:
         queries, keys = call.query_BHQD.shape[-2], call.key_BGKD.shape[-2]
         mask, causal = call.mask, call.causal
         if mask is not None:
-            mask = mask.reshape(*([1] * (4 - mask.dim())), *mask.shape)
+            mask = to_four_dimensions(mask)
             # A mask with one row per query includes causality; only it shows the empty entries of a cache.
             causal = causal and (mask.shape[-2] == 1 or queries == keys)
         return cls(mask, causal, queries, keys)
@@ -354,7 +354,7 @@ def _multiplies_halves(query: Tensor, key: Tensor) -> bool:
 
 
 def _add_bias(logits: Tensor, bias: Tensor, item: int, heads: slice, queries: Tensor, start: int) -> None:
-    bias = bias.reshape(*([1] * (4 - bias.dim())), *bias.shape)
+    bias = to_four_dimensions(bias)
     bias = bias[item if bias.shape[0] > 1 else 0]
     bias = bias[heads] if bias.shape[0] > 1 else bias
     bias = bias[:, queries] if bias.shape[1] > 1 else bias

@@ -42,7 +42,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         name="max_weight", label="Largest weight", unit="", group="weights", bounded=(0, 1),
-        meaning="The largest weight of the row, not rescaled: beside a learned sink the weights sum to less than 1.",
+        meaning="The largest weight of the row, not rescaled: with a learned sink the weights sum to less than 1.",
         reading="Near 1 the output is one value; near 1/n nothing is selected.",
     ),
     Metric(
@@ -80,7 +80,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         name="horizon", label="Horizon", unit="keys", group="limits", logarithmic=True,
         meaning="1 + e^spread, the spread times the factor of a rescaled softmax: beyond this many keys no key can "
-        "have more than half of the weight. The sink counts as a key; the median row, as one wide row lifts any mean.",
+        "have more than half of the weight. The sink counts as a key. Of the median row: a wide row dominates means.",
         reading="A horizon shorter than your context means that the ceiling binds: dispersion is forced.",
     ),
     Metric(
@@ -92,13 +92,13 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         name="entropy_ratio_without_sink", label="Entropy / log n, no sink", unit="", group="sink", bounded=(0, 1),
         meaning="The same ratio for the other keys alone, their weights rescaled to sum to one.",
-        reading="Shows whether what is left beside the sink is a selection or a smear.",
+        reading="Shows whether the weight outside the sink is on few keys or spread out.",
     ),
     Metric(
         name="effective_keys_without_sink", label="Effective keys, no sink", unit="keys", group="sink",
         logarithmic=True,
         meaning="Effective number of keys among those other than the first.",
-        reading="As effective keys; a sink hides dispersion among the rest, this uncovers it.",
+        reading="As effective keys, for the keys that carry content: a sink can hide their dispersion.",
     ),
     Metric(
         name="max_weight_without_sink", label="Largest weight, no sink", unit="", group="sink", bounded=(0, 1),
@@ -113,7 +113,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         name="logit_spread_without_sink", label="Logit spread, no sink", unit="nats", group="sink",
         meaning="Logit spread among the keys other than the first.",
-        reading="The sink often holds an extreme logit; this is the spread that content has to work with.",
+        reading="The sink often holds an extreme logit; this is the spread of the keys that carry content.",
     ),
     Metric(
         name="horizon_without_sink", label="Horizon, no sink", unit="keys", group="sink", logarithmic=True,
@@ -133,7 +133,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         name="gated_sink_mass", label="Sink mass behind the gate", unit="", group="sink", per_row=False, bounded=(0, 1),
         meaning="Sink mass of a row times its output gate, mean over rows; NaN without gates.",
-        reading="Near 0 nothing of the sink reaches the model: a gated head parks by closing its gate.",
+        reading="Near 0 nothing of the sink reaches the model: the head closes its gate where it attends to the sink.",
     ),
     Metric(
         name="gap_slope", label="Slope of the gap", unit="", group="rate", per_row=False,

@@ -19,12 +19,12 @@ from attnorm.engines import sparse
 from attnorm.engines.execution import kernel_operator, sent_to
 from attnorm.engines.one_pass import POWERS
 from attnorm.engines.one_pass_operators import backward, softmax_gradients
-from attnorm.kernels.launch import Tile, device_of, empty_rows, in_rows
+from attnorm.kernels.launch import Tile, device_of, empty_numbers, empty_rows, in_rows
 from attnorm.metrics import fused_rows
 from attnorm.metrics.call import AttentionCall, logit_blocks
 from attnorm.metrics.fused_rows import EXTRA_PASSES, RowsLaunch, levels_of
 from attnorm.metrics.normalized import MeasuredNormalizer
-from attnorm.metrics.row_statistics import largest_numbers, requested_numbers
+from attnorm.metrics.row_statistics import largest_numbers, requested_numbers, sums_of_first
 from attnorm.normalizers.contract import KernelForm, Normalizer, ScaleRule, ThresholdForm
 from attnorm.theory.rank_two_singular_values import PICK_STEPS
 
@@ -64,11 +64,6 @@ def kernel_form(normalizer: Normalizer | None) -> KernelForm | ThresholdForm | N
         return threshold
     form = normalizer.map.kernel_form()
     return form if form is not None and form.map in ONE_PASS and form.power in POWERS else None
-
-
-def applies(call: AttentionCall, normalizer: Normalizer | None) -> bool:
-    """Whether the kernels measure this normalizer on this call."""
-    return kernel_form(normalizer) is not None and fused_rows.applies(call)
 
 
 def row_map(form: KernelForm | ThresholdForm, n: Tensor, factor: Tensor | None) -> RowMap:
@@ -158,17 +153,15 @@ def _map_sums(
     q, v = launch.q, in_rows(call.value_BGKE)
     sums = launch.empty(len(COLUMNS))
     output = empty_rows(q) if with_output else q.new_empty((0, 0, 0, 0))
-    reference = sums.new_empty(q.shape[:3] if with_output and tile_map.normalised else (0,))
+    reference = empty_numbers(q, with_output and tile_map.normalised)
     tile = fused_rows.output_tile(q) if with_output else _one_pass_tile(q)
-    if sums.numel():
-        with device_of(q):
-            map_sums[(launch.programs(tile),)](
-                *launch.tensors, q if map_.shift is None else map_.shift, launch.rows, v, output, reference, sums,
-                *launch.sizes, map_.floor, *v.stride()[:3], *output.stride()[:3], **launch.constants(tile),
-                WEIGHTS=_one_pass_weights(map_), SLOPES=tile_map.slopes, P=map_.power, FAST=_fast(q),
-                REFERENCE=int(tile_map.reference), NORMALISED=tile_map.normalised, LIFT=tile_map.lift,
-                SHIFTED=map_.shift is not None, OUTPUT=with_output, LEVELS=levels_of(tile),
-            )  # fmt: skip
+    launch.launch(
+        map_sums, tile, *launch.tensors, q if map_.shift is None else map_.shift, launch.rows, v, output, reference,
+        sums, *launch.sizes, map_.floor, *v.stride()[:3], *output.stride()[:3],
+        WEIGHTS=_one_pass_weights(map_), SLOPES=tile_map.slopes, P=map_.power, FAST=_fast(q),
+        REFERENCE=int(tile_map.reference), NORMALISED=tile_map.normalised, LIFT=tile_map.lift,
+        SHIFTED=map_.shift is not None, OUTPUT=with_output, LEVELS=levels_of(tile),
+    )  # fmt: skip
     return sums, output, reference
 
 
@@ -178,12 +171,10 @@ def _add_softpick_norms(call: AttentionCall, rows: Tensor, map_: RowMap, sums: T
 
     launch = _launch(call, rows, map_)
     tile = _norm_tile(launch.q)
-    if sums.numel():
-        with device_of(launch.q):
-            softpick_norms[(launch.programs(tile),)](
-                *launch.tensors, launch.rows, sums, *launch.sizes, map_.floor, **launch.constants(tile),
-                LEVELS=levels_of(tile), PASSES=PICK_PASSES[launch.q.dtype], STEPS=PICK_STEPS,
-            )  # fmt: skip
+    launch.launch(
+        softpick_norms, tile, *launch.tensors, launch.rows, sums, *launch.sizes, map_.floor, LEVELS=levels_of(tile),
+        PASSES=PICK_PASSES[launch.q.dtype], STEPS=PICK_STEPS,
+    )  # fmt: skip
 
 
 def _threshold_sums(call: AttentionCall, rows: Tensor, map_: RowMap, known: Tensor | None = None) -> Tensor:
@@ -276,10 +267,8 @@ def heaviest_masses(
         largest = largest_numbers(z, max(top_n))
         weights = _key_weights(map_, largest, shift, parameter, threshold)
         assert share is not None
-        sums = (weights / weights[..., :1] * share.unsqueeze(-1)).cumsum(-1).clamp(max=1)
-        masses[block.item, block.heads, row_indices] = torch.stack(
-            [sums[..., min(N, sums.shape[-1]) - 1] for N in top_n], -1
-        )
+        shares = weights / weights[..., :1] * share.unsqueeze(-1)
+        masses[block.item, block.heads, row_indices] = sums_of_first(shares, top_n).clamp(max=1)
     return masses
 
 
@@ -348,8 +337,7 @@ def _stacked(values: dict[str, Tensor]) -> Tensor:
 def _(q: Tensor, map: str, names: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from attnorm.kernels.maps import MAPS
 
-    reference = q.new_empty(q.shape[:3] if MAPS[map].normalised else (0,), dtype=torch.float32)
-    return *_empty_output_and_numbers(q, names), reference
+    return *_empty_output_and_numbers(q, names), empty_numbers(q, MAPS[map].normalised)
 
 
 def _empty_output_and_numbers(q: Tensor, names: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -241,16 +241,16 @@ class RowsLaunch:
         return self._run(pole_sums, 2, sums[COLUMNS.index("level")], roots)
 
     def _run(self, kernel: Any, columns: int, *numbers: Tensor, in_levels: bool = False) -> Tensor:
-        out = self.empty(columns)
-        if out.numel() == 0:
-            return out
-        tile = _tile(self.q.dtype, padded(self.q))
+        out, tile = self.empty(columns), _tile(self.q.dtype, padded(self.q))
         levels = {"LEVELS": levels_of(tile)} if in_levels else {}
-        with device_of(self.q):
-            kernel[(self.programs(tile),)](
-                *self.tensors, self.rows, *numbers, out, *self.sizes, **self.constants(tile), **levels
-            )
+        self.launch(kernel, tile, *self.tensors, self.rows, *numbers, out, *self.sizes, **levels)
         return out
+
+    def launch(self, kernel: Any, tile: Tile, *arguments: Any, **constants: Any) -> None:
+        """Launch a kernel, unless there is no row. constants: beyond those of `constants`."""
+        if programs := self.programs(tile):
+            with device_of(self.q):
+                kernel[(programs,)](*arguments, **self.constants(tile), **constants)
 
     def empty(self, columns: int) -> Tensor:
         return torch.empty((columns, *self.q.shape[:3]), dtype=torch.float32, device=self.q.device)
@@ -323,11 +323,10 @@ def output_and_sums(launch: RowsLaunch, value: Tensor, learned_sink: Tensor | No
     sink = q if learned_sink is None else learned_sink.to(sums).contiguous()
     narrow = q.element_size() == 2 and padded(q) <= 64 and launch.mask is None
     tile = WIDE_TILE if narrow else output_tile(q)
-    with device_of(q):
-        softmax_output[(launch.programs(tile),)](
-            *launch.tensors, launch.rows, v, sink, output, reference, sums, *launch.sizes, *v.stride()[:3],
-            *output.stride()[:3], **launch.constants(tile), SINK=learned_sink is not None, LEVELS=levels_of(tile),
-        )  # fmt: skip
+    launch.launch(
+        softmax_output, tile, *launch.tensors, launch.rows, v, sink, output, reference, sums, *launch.sizes,
+        *v.stride()[:3], *output.stride()[:3], SINK=learned_sink is not None, LEVELS=levels_of(tile),
+    )  # fmt: skip
     return output, sums, reference
 
 

@@ -10,6 +10,7 @@ Shape letters: g sets of vectors, r rows that share one, w keys, E width, N size
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,28 +49,18 @@ class NestedSets:
 
     def select_rows(self, rows: Tensor | slice) -> "NestedSets":
         """Return the sets of some of the rows."""
-        logs, ranking = self.log_weights, self.ranking
-        return replace(
-            self,
-            weights=self.weights[:, rows],
-            visible=self.visible[:, rows],
-            order=self.order[:, rows],
-            log_weights=None if logs is None else logs[:, rows],
-            ranking=None if ranking is None else ranking[:, rows],
-        )
+        return self._select((slice(None), rows))
 
     def select_vectors(self, sets: slice) -> "NestedSets":
         """Return the rows of some of the g sets of vectors."""
-        logs, ranking = self.log_weights, self.ranking
-        return replace(
-            self,
-            weights=self.weights[sets],
-            vectors=self.vectors[sets],
-            visible=self.visible[sets],
-            order=self.order[sets],
-            log_weights=None if logs is None else logs[sets],
-            ranking=None if ranking is None else ranking[sets],
-        )
+        return replace(self._select(sets), vectors=self.vectors[sets])
+
+    def _select(self, index: slice | tuple[slice, Tensor | slice]) -> "NestedSets":
+        parts: dict[str, Any] = {}
+        for name in ("weights", "visible", "order", "log_weights", "ranking"):
+            numbers = getattr(self, name)
+            parts[name] = None if numbers is None else numbers[index]
+        return replace(self, **parts)
 
     def ranked_keys(self) -> Tensor:
         """Return all keys of each row, heaviest first, (g, r, w)."""

@@ -57,11 +57,15 @@ def heaviest(rows: Tensor, count: int, *, scratch: Tensor | None = None) -> Tens
     return torch.from_numpy(np.sort(numbers[:, -count:], axis=-1)[:, ::-1].copy())
 
 
+def sums_of_first(numbers: Tensor, top_n: Sequence[int]) -> Tensor:
+    """Return the sum of the first N numbers of each row (..., L), or of all, for each N: (..., len(top_n))."""
+    sums = numbers.cumsum(-1)
+    return torch.stack([sums[..., min(N, sums.shape[-1]) - 1] for N in top_n], -1)
+
+
 def masses(weights: Tensor, top_n: Sequence[int]) -> Tensor:
     """Return the sum of the N largest weights of each row for each N, (rows, len(top_n))."""
-    ordered = heaviest(weights, weights.shape[-1])
-    sums = ordered.cumsum(-1)
-    return torch.stack([sums[:, min(N, sums.shape[-1]) - 1] for N in top_n], -1)
+    return sums_of_first(heaviest(weights, weights.shape[-1]), top_n)
 
 
 @dataclass(frozen=True)

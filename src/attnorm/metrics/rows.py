@@ -24,6 +24,7 @@ from attnorm.metrics.row_statistics import (
     row_sums,
     softmax_statistics,
     split_rows,
+    sums_of_first,
     weight_rows,
 )
 from attnorm.metrics.sampling import evenly_spaced
@@ -179,10 +180,7 @@ def _top_masses(
                 z = block.hide(z * factor[block.item, block.heads][:, row_indices])
             largest = largest_numbers(z, max(top_n))
             weights = torch.exp(largest - log_keys[block.item, block.heads][:, row_indices].unsqueeze(-1))
-            sums = weights.cumsum(-1).clamp(max=1)
-            masses[block.item][block.heads][:, row_indices] = torch.stack(
-                [sums[..., min(N, sums.shape[-1]) - 1] for N in top_n], -1
-            )
+            masses[block.item, block.heads, row_indices] = sums_of_first(weights, top_n).clamp(max=1)
     return masses_per_softmax
 
 

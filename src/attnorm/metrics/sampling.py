@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attnorm.engines.execution import each_in_a_thread, runs_triton, sent_to, sent_to_cpu
+from attnorm.engines.inputs import to_four_dimensions
 from attnorm.kernels.launch import device_of
 from attnorm.metrics.call import AttentionCall
 
@@ -146,7 +147,7 @@ def one_sequence(call: AttentionCall, item: int) -> AttentionCall:
     def item_of(tensor: Tensor | None) -> Tensor | None:
         if tensor is None:
             return None
-        tensor = tensor.reshape(*([1] * (4 - tensor.dim())), *tensor.shape)
+        tensor = to_four_dimensions(tensor)
         return tensor if tensor.shape[0] == 1 else tensor[item : item + 1]  # 1: shared by all items
 
     item_slice = slice(item, item + 1)
@@ -165,8 +166,7 @@ def visible_keys(call: AttentionCall) -> Tensor | None:
     """Return which keys any query sees, (B or 1, 1, K); None if all are seen."""
     if call.mask is None:
         return None
-    mask = call.mask.reshape(*([1] * (4 - call.mask.dim())), *call.mask.shape)
-    return mask.any(-2).any(1, keepdim=True)
+    return to_four_dimensions(call.mask).any(-2).any(1, keepdim=True)
 
 
 @dataclass(frozen=True)

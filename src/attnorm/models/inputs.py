@@ -112,7 +112,7 @@ def needs_tokenizer(loaded: LoadedModel) -> Any:
         raise ValueError(
             f"{loaded.name} has no tokenizer ({loaded.tokenizer_problem or 'none was given'}); "
             "save its tokenizer in the same folder, or name one (tokenizer=..., --tokenizer on the command line); "
-            "in Python token ids or a dict of model inputs do without"
+            "in Python, token ids or a dict of model inputs need none"
         )
     return loaded.tokenizer
 
@@ -174,12 +174,11 @@ def _reject_file_name(text: str) -> None:
         return
     if is_file:
         raise ValueError(
-            f"{text!r} is a file, and a str is measured as it stands; give pathlib.Path({text!r}) to measure what the "
-            "file holds"
+            f"{text!r} is a file, but a str is measured as text. Pass pathlib.Path({text!r}) to measure its content."
         )
     if FILE_NAME.fullmatch(text):
         raise ValueError(
-            f"there is no file {text!r}, and a str is measured as it stands; give the text, or a pathlib.Path of a file"
+            f"there is no file {text!r}, and a str is measured as text. Pass the text, or a pathlib.Path of a file."
         )
 
 

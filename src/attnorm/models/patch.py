@@ -304,7 +304,7 @@ def _reject_patched(modules: Mapping[nn.Module, tuple[Site, object]]) -> None:
     for module, (site, _) in modules.items():
         if is_patched(module):
             raise ValueError(
-                f"{_module_name(site, module)} already has {normalizer_of(module).name!r} in the place of softmax; "
+                f"{_module_name(site, module)} already has {normalizer_of(module).name!r} instead of softmax; "
                 "remove that patch first (handle.remove()), or leave the layer out with layers="
             )
 

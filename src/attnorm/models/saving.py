@@ -76,7 +76,9 @@ class NotSavableError(ValueError):
 
 
 def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], **options: Any) -> None:
-    """Save a patched model with its normalizers to a folder. options: as for transformers' model.save_pretrained.
+    """Save a patched model with its normalizers to a folder.
+
+    options: as for transformers' model.save_pretrained.
 
     >>> save_pretrained(model, "my-model")
     """

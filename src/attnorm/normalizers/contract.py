@@ -75,8 +75,10 @@ class Map(nn.Module):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "forward" in vars(cls) and "jacobian" not in vars(cls):
-            cls.jacobian = None  # other weights than those of its base class
+        if "forward" in vars(cls):  # other weights than those of its base class
+            for name in ("jacobian", "kernel_form", "threshold_form"):
+                if name not in vars(cls):
+                    setattr(cls, name, vars(Map)[name])
 
     def forward(self, block: Block) -> Tensor:
         raise NotImplementedError

@@ -63,8 +63,8 @@ def _broken(model_heads: Rows) -> Advice | None:
         return None
     return Advice(
         title="Repair the checkpoint first",
-        text="Logits or weights that are not finite spoil every later layer; what is said about those layers comes "
-        "only from rows that stayed finite. Look for NaN in the weights, or take float32 instead of half precision.",
+        text="Logits or weights that are not finite make every later layer wrong; the numbers of those layers come "
+        "only from rows that stayed finite. Look for NaN in the weights, or use float32 instead of half precision.",
         heads=len(broken),
     )
 
@@ -217,7 +217,7 @@ def _frozen(model_heads: Rows) -> Advice | None:
     if not frozen:
         return None
     return Advice(
-        title="Loosen frozen heads before fine-tuning",
+        title="Raise the temperature of frozen heads before fine-tuning",
         text="A head that gives one key everything may work well, but hardly any gradient reaches its logits: a higher "
         "temperature there, or smaller norms of queries and keys, lets it learn again.",
         heads=len(frozen),
@@ -229,10 +229,10 @@ def _silent(model_heads: Rows, runs: str | None) -> Advice | None:
     if not silent:
         return None
     return Advice(
-        title="Prune silent heads, or let them read",
+        title="Prune silent heads, or retrain them",
         text="They cost time and add almost nothing to the output here. If they are silent on other inputs too, prune "
-        f"them. Rows without weight give almost no gradient: before training, change the start or the bias of "
-        f"{runs or 'what they run'}.",
+        "them. Rows without weight give almost no gradient: before training, change the initial values of "
+        f"{runs or 'what they run'}, or its bias if it has one.",
         heads=len(silent),
     )
 

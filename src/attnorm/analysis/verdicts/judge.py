@@ -267,6 +267,7 @@ def _as_arrays(heads: pa.Table, cases: Sequence[HeadCase]) -> HeadArrays:
         "what_if": [case.what_if for case in cases],
         "signed": [case.signed for case in cases],
         "sums_to_one": [case.sums_to_one for case in cases],
+        "reads_on_average": [case.reads_on_average for case in cases],
         "slope_over_lengths": [_none_to_nan(case.slope_over_lengths) for case in cases],
     }
     return HeadArrays(numbers, {name: np.array(values) for name, values in fixed.items()})

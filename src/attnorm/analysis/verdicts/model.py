@@ -257,7 +257,7 @@ def silent_sentences(heads: Sequence[Row], thresholds: Thresholds) -> list[str]:
     if not silent:
         return []
     read = "reads" if silent == 1 else "read"
-    less = f"sum to less than {thresholds.silent_sum:g} in the median row"
+    less = f"sum to less than {thresholds.silent_sum:g} in the median row and on average"
     return [f"Silent heads: {silent} of {len(heads)} {read} no key; the weights {less}."]
 
 
@@ -298,7 +298,7 @@ def too_short(heads: Sequence[Row]) -> list[str]:
     longest = max((row["n_high"] or 0 for row in heads), default=0)
     if not 0 < longest < FEW_KEYS:
         return []
-    few = f"The longest rows have {longest} key{'s' * (longest > 1)}: too few to say well whether a head selects"
+    few = f"The longest rows have {longest} key{'s' * (longest > 1)}: too few to decide reliably whether a head selects"
     return [f"{few}; some hundred are needed, and verdicts and advice here are no more than a first look."]
 
 

@@ -13,8 +13,8 @@ from attnorm.analysis.verdicts.thresholds import DIFFERS, UNDECIDED
 Row = Mapping[str, Any]
 
 NUMBERS = (
-    "entropy_ratio", "entropy_nats", "entropy_floor", "effective_keys", "max_weight", "row_sum", "row_sum_q05",
-    "sink_mass", "logit_spread", "horizon", "jacobian_norm",
+    "entropy_ratio", "entropy_nats", "entropy_floor", "effective_keys", "max_weight", "row_sum", "row_sum_mean",
+    "row_sum_q05", "sink_mass", "logit_spread", "horizon", "jacobian_norm",
     "entropy_ratio_without_sink", "effective_keys_without_sink",
     "max_weight_without_sink", "logit_spread_without_sink", "horizon_without_sink", "gap_slope",
     "gap_slope_without_sink", "gap_slope_error", "induction", "previous_token", "retrieval", "circuit_reach",

@@ -82,20 +82,28 @@ class HeadCase:
         The numbers show it unless few weights lie mostly on the first key; then the declaration decides.
         """
         normalizer = _registered(self.runs)
-        if normalizer is not None and normalizer.sink is None and normalizer.map.properties.row_sum != "one":
-            return False
+        if normalizer is not None and normalizer.map.properties.row_sum != "one":
+            return False  # a learned sink beside such a map is not in the sink mass
         row_sum, sink = self.number("row_sum"), self.number("sink_mass")
         return row_sum is not None and sink is not None and sink >= 1 - row_sum - ROUNDING
+
+    @cached_property
+    def reads_on_average(self) -> bool:
+        """Whether the mean row has weight: softpick may skip most rows and read one key in each of the others."""
+        return abs(self.number("row_sum_mean") or 0.0) >= self.thresholds.silent_sum
 
     @cached_property
     def total_weight(self) -> float | None:
         """Sum of the absolute weights of the median row, with that of a learned sink; None without two keys.
 
-        Of signed weights only a bound is known: with p = |w| / sum |w|, sum |w| is at most max |w| / sum p^2.
+        1 if the mean row has weight, whatever the median row has. Of signed weights only a bound is known: with
+        p = |w| / sum |w|, sum |w| is at most max |w| / sum p^2.
         """
         row_sum = self.number("row_sum")
         if row_sum is None or self.n < 2:
             return None
+        if self.reads_on_average:
+            return 1.0
         if self.signed:
             largest, keys = self.number("max_weight"), self.number("effective_keys")
             return abs(row_sum) if largest is None or keys is None else largest * keys  # neither is known: all are 0
@@ -280,7 +288,7 @@ def _describe_sink(case: HeadCase) -> str:
     first = f"the first of the {case.n:,} keys that it sees" if case.windowed else f"the first of {case.n:,} keys"
     normalizer = _registered(case.runs)
     learned = case.runs == "softmax" or (normalizer is not None and normalizer.sink is not None)
-    if not learned or row_sum is None or row_sum > 0.995:
+    if not (learned and case.sums_to_one) or row_sum is None or row_sum > 0.995:
         return first
     return f"its sinks, {1 - row_sum:.0%} on the learned one that is no key and the rest on {first}"
 
@@ -357,8 +365,8 @@ def verdict_codes(heads: Arrays, thresholds: Thresholds) -> np.ndarray:
     """Return codes of VERDICTS, or NOT_JUDGED; never "undecided".
 
     heads: the numbers of the median row by column name; n_high, n_low, broken_rows, worst_norm (NaN: unknown);
-    near_worst, what_if, signed and sums_to_one (boolean); slope_over_lengths and gated_sink_mass (NaN or missing:
-    none).
+    near_worst, what_if, signed, sums_to_one and reads_on_average (boolean); slope_over_lengths and gated_sink_mass (NaN
+    or missing: none).
     """
     return _codes_by(_Comparison(), heads, thresholds)
 
@@ -460,6 +468,7 @@ def _total_weights(heads: Arrays, n: np.ndarray) -> np.ndarray:
     bounds = _finite(heads["max_weight"]) * _finite(heads["effective_keys"])
     absolute = np.where(np.isnan(bounds), np.abs(sums), bounds)
     totals = np.where(heads["signed"].astype(bool), absolute, np.where(heads["sums_to_one"].astype(bool), 1.0, sums))
+    totals = np.where(heads["reads_on_average"].astype(bool), 1.0, totals)
     return np.where((n < 2) | np.isnan(sums), np.nan, totals)
 
 

@@ -13,12 +13,12 @@ from attnorm.text import did_you_mean
 MEANING: dict[str, str] = {
     "broken": "logits or weights that are not finite",
     "silent": "its weights sum to almost nothing: the head reads no key",
-    "sink-dominated": "most of the weight on the first key (behind a window: its first): the head is parked",
+    "sink-dominated": "most of the weight is on the first key (in a sliding window: its first key)",
     "frozen": "one key takes everything and no gradient reaches the logits",
-    "dispersed-forced": "smeared over the context, beyond its horizon: its logits let no key have half of the weight "
+    "dispersed-forced": "spread over the context, beyond its horizon: its logits let no key have half of the weight "
     "at this length",
-    "dispersed-by-choice": "smeared over the context, although its logits would allow it to select",
-    "dispersed": "smeared over the context; how sharp its logits would allow this normalizer to be is not known",
+    "dispersed-by-choice": "spread over the context, although its logits would allow it to select",
+    "dispersed": "spread over the context; how sharp its logits would allow this normalizer to be is not known",
     "sensitive": "near the worst case of the Jacobian norm on many rows: small changes of logits move it most",
     "healthy": "none of the other verdicts applies: it selects, or is broad and keeps up with the length",
     "undecided": "too close to a threshold: other windows of the text, or other images, may give another verdict",
@@ -39,23 +39,23 @@ SATURATION: dict[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Thresholds:
-    """A head is judged by its median row among its longest rows, unless said otherwise.
+    """Thresholds of the verdicts. A head is judged by its median row among its longest rows, unless stated otherwise.
 
-    dispersed_entropy   entropy / log n from which attention counts as smeared. 0.7 is more than n^0.7 keys sharing the
-                        weight, 128 of 1,024: no reader of so many values at once can be said to select.
+    dispersed_entropy   entropy / log n from which attention counts as spread out. 0.7 is more than n^0.7 keys sharing
+                        the weight, 128 of 1,024: a head that reads so many values at once does not select.
     dispersed_slope     slope of the effective gap on log n up to which growth is not compensated. 1 keeps the largest
                         weight at every length, 0 is what theory predicts; at 0.75 its odds halve when n grows 16-fold.
                         The slope must lie below 1 by two standard errors as well.
-    silent_sum          sum of the absolute weights of a row below which the head is silent. At 0.01 the output is at
-                        most 1 % as large as the largest value, so that the head adds almost nothing. The share that a
-                        learned sink takes counts as weight: such a head is sink-dominated.
+    silent_sum          sum of the absolute weights of a row below which the head is silent, if that of the mean row is
+                        below as well: a head may read in few rows. At 0.01 the output is at most 1 % as large as the
+                        largest value, so that the head adds almost nothing. The share that a learned sink takes counts
+                        as weight: such a head is sink-dominated.
     near_floor          part of the way from the entropy floor to log n within which a head counts as sharp: as sharp
                         as its spread allows, hence never dispersed.
-    sink_dominated      mass on the first key, behind a sliding window its first, from which the head is parked: most of
-                        it.
+    sink_dominated      mass on the first key (in a sliding window: its first key) from which a head is sink-dominated.
     sink_matters        mass on the first key from which dispersion is judged among the other keys (entropy, slope and
-                        horizon alike): above it a sink can make a smear look sharp, below it one key of many changes
-                        nothing.
+                        horizon alike): above it a sink can make a spread-out row look sharp, below it one key of many
+                        changes nothing.
     frozen_weight       largest weight from which one key takes everything ...
     frozen_norm         ... and Jacobian norm, as a share of the worst case, below which gradients have vanished. A
                         softmax row with largest weight 0.99 has at most 0.04 of its worst case 1/2.

@@ -245,7 +245,7 @@ def _explain_dispersed(dispersed: Rows, runs: str | None) -> str:
         )
     if by_choice := count["dispersed-by-choice"]:
         whose = heads if by_choice == len(dispersed) else f"{by_choice} of {heads}"
-        return f"The logits of {whose} would allow sharper weights; a sharper normalizer takes what is there."
+        return f"The logits of {whose} would allow sharper weights; a sharper normalizer can use this."
     return (
         f"How sharp {normalizer} could be on the logits of {heads} is not known; another normalizer on them shows more."
     )
