@@ -42,6 +42,7 @@ UPGRADED = (
     "saturation is not judged"
 )
 UNREADABLE = 0.75  # a loss above this share of the unigram entropy: the model hardly reads the text (docs/guide.md)
+READABLE_TOKENS = 500  # of fewer tokens the entropy is too low to judge: 4.4 nats of 128 tokens of a book, 6.1 of 8,192
 
 _PART_FACTS = ("text", "length", "window", "start", "tokens", "seconds", "first_token", "loss", "loss_tokens")
 _SHOWN_AS = {"name": "model", "fingerprint": "weights"}  # entries of `model` in error messages
@@ -167,7 +168,7 @@ def readings(parts: Sequence[Mapping[str, Any]], unigrams: Mapping[str, float]) 
             "loss": loss if tokens else None,
             "perplexity": math.exp(min(loss, 700.0)) if tokens else None,
             "unigram_entropy": entropy,
-            "readable": loss <= UNREADABLE * entropy if tokens and entropy else None,
+            "readable": loss <= UNREADABLE * entropy if entropy and tokens >= READABLE_TOKENS else None,
         }
     return readings_by_text
 
