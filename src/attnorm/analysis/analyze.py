@@ -19,7 +19,7 @@ from attnorm.analysis import circuits, store
 from attnorm.analysis.collect import Collector
 from attnorm.analysis.manifest import finished_manifest, new_manifest
 from attnorm.analysis.output_bottleneck import load_larger, measure_output
-from attnorm.analysis.plan import AnalysisPlan, PartPlan, check_windows, plan, unigram_entropies
+from attnorm.analysis.plan import AnalysisPlan, PartPlan, check_read_rows, check_windows, plan, unigram_entropies
 from attnorm.analysis.reads import token_texts
 from attnorm.analysis.result import Analysis, reject_another_run
 from attnorm.analysis.settings import (
@@ -176,6 +176,7 @@ def analyze(
     source_texts = texts_from(default_text(bundled=source == BUNDLED) if inputs is None else inputs)
     texts = [with_model_inputs(text, loaded) for text in source_texts]
     parts_plan = plan(loaded, texts, lengths, windows=windows, budget=budget, bos=bos)
+    check_read_rows(settings.read_rows, parts_plan.parts)
     pictures = _pictures(texts, loaded) if read_keys else {}
     settings = replace(
         whole_pictures(settings, [(picture.rows, picture.columns) for picture in pictures.values()]),
