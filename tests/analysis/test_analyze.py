@@ -489,6 +489,19 @@ def test_the_names_are_public() -> None:
     assert attnorm.Thresholds().as_dict() == analyze(gpt2(layers=1), ids(20), **CORE).manifest["thresholds"]
 
 
+def test_thresholds_of_another_type_are_rejected_before_the_model_runs() -> None:
+    model: Any = gpt2(layers=1)
+    wrong: Any = {"dispersed_entropy": 0.5}
+    measured = analyze(model, ids(20), **CORE)
+    model.forward = None  # it must not run
+    with pytest.raises(TypeError, match=r"attnorm\.Thresholds, got dict"):
+        analyze(model, ids(20), thresholds=wrong, **CORE)
+    with pytest.raises(TypeError, match="got dict"), attnorm.observe(thresholds=wrong):
+        pass
+    with pytest.raises(TypeError, match="got dict"):
+        measured.judged(wrong)
+
+
 def test_without_arguments_the_bundled_model_reads_its_own_passage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnorm.analysis.plan.MAX_WINDOWS", 2)
     analysis = analyze(rows="last", metrics="core")

@@ -43,6 +43,7 @@ from attnorm.analysis.settings import (
 from attnorm.analysis.store import FinishedLayers
 from attnorm.analysis.tables import Part, merge_parts
 from attnorm.analysis.verdicts import Thresholds
+from attnorm.analysis.verdicts.thresholds import checked
 from attnorm.metrics.normalized import MODEL
 from attnorm.metrics.sampling import query_masks
 from attnorm.models.describe import describe
@@ -147,6 +148,7 @@ def analyze(
     """
     named = named_normalizers(normalizers)
     check_windows(windows, budget)
+    thresholds = checked(thresholds)
     settings = settings_of(
         normalizers=named,
         top_n=top_n,
@@ -191,7 +193,6 @@ def analyze(
     if larger is not None:
         manifest["settings"]["larger"] = f"{larger.name} ({describe(larger)['fingerprint'][:12]})"
     folder = None if out is None else Path(out)
-    thresholds = thresholds or Thresholds()
     if folder is not None:
         reject_another_run(folder, manifest)
         if resume and _is_finished(folder):
