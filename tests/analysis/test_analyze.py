@@ -419,7 +419,9 @@ def test_broken_weights_are_flagged_and_never_averaged() -> None:
     assert np.isnan(broken[1, 0]["entropy_nats"])
     assert broken[1, 1]["entropy_nats"] == sound.head(1, 1).numbers["entropy_nats"]
     [note] = [note for note in analysis.manifest["notes"] if "not finite" in note]
-    assert note.startswith("3 of 6 measured heads")
+    assert note.startswith("3 of 6 heads")
+    several = analyze(model, tokens, lengths=(10, 20), windows=2, normalizers=("model", "sparsemax"), **CORE)
+    assert [note[:12] for note in several.manifest["notes"] if "not finite" in note] == ["3 of 6 heads"]
     assert note in analysis.summary()
     assert analysis.verdict.counts["broken"] == 3
 

@@ -120,11 +120,16 @@ def finished_manifest(
     """Return the manifest of a finished run. unigrams: entropy of the tokens of each text (plan.py)."""
     facts = [{"key": part.key, **{name: part.about.get(name) for name in _PART_FACTS}} for part in parts]
     notes = list(manifest["notes"])
-    broken = [rows > 0 for part in parts for rows in part.tables["heads"]["broken_rows"].to_pylist()]
-    if any(broken):
+    broken_by_head: dict[tuple[Any, ...], bool] = {}  # over all windows
+    for part in parts:
+        columns = (part.tables["heads"][name].to_pylist() for name in ("broken_rows", "kind", "layer", "head"))
+        for rows, *head in zip(*columns, strict=True):
+            broken_by_head[tuple(head)] = rows > 0 or broken_by_head.get(tuple(head), False)
+    broken = sum(broken_by_head.values())
+    if broken:
         notes.insert(
             0,
-            f"{sum(broken)} of {len(broken)} measured heads have logits or weights that are not finite (see "
+            f"{broken} of {len(broken_by_head)} heads have logits or weights that are not finite (see "
             "broken_rows); no number includes those rows. The checkpoint, or its precision, is broken there",
         )
     if any(part.about.get("repeats") for part in parts):
