@@ -31,6 +31,13 @@ def test_a_file_keeps_its_content_if_writing_fails(tmp_path: Path) -> None:
     assert path.read_text() == "new"
 
 
+def test_a_folder_in_the_place_of_the_file_is_named_and_kept(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(IsADirectoryError, match=r"expected a file to write, got the folder .*out\."):
+        write_text(tmp_path / "out", "page")
+    assert names(tmp_path) == ["out"]
+
+
 def test_the_content_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[tuple[int, bool]] = []
     path = tmp_path / "result.txt"

@@ -39,6 +39,8 @@ def atomic_replace(path: Path) -> Iterator[Path]:
 
 def write_text(path: Path, text: str) -> None:
     """Write UTF-8 text atomically."""
+    if path.is_dir():
+        raise IsADirectoryError(f"expected a file to write, got the folder {path}. Add a file name.")
     with atomic_replace(path) as draft:
         draft.write_text(text, encoding="utf-8")
 

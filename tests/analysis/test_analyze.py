@@ -419,7 +419,9 @@ def test_broken_weights_are_flagged_and_never_averaged() -> None:
     assert np.isnan(broken[1, 0]["entropy_nats"])
     assert broken[1, 1]["entropy_nats"] == sound.head(1, 1).numbers["entropy_nats"]
     [note] = [note for note in analysis.manifest["notes"] if "not finite" in note]
-    assert note.startswith("3 of 6 measured heads")
+    assert note.startswith("3 of 6 heads")
+    several = analyze(model, tokens, lengths=(10, 20), windows=2, normalizers=("model", "sparsemax"), **CORE)
+    assert [note[:12] for note in several.manifest["notes"] if "not finite" in note] == ["3 of 6 heads"]
     assert note in analysis.summary()
     assert analysis.verdict.counts["broken"] == 3
 
@@ -487,6 +489,19 @@ def test_the_names_are_public() -> None:
     assert attnorm.analyze is analyze
     assert attnorm.Analysis is Analysis
     assert attnorm.Thresholds().as_dict() == analyze(gpt2(layers=1), ids(20), **CORE).manifest["thresholds"]
+
+
+def test_thresholds_of_another_type_are_rejected_before_the_model_runs() -> None:
+    model: Any = gpt2(layers=1)
+    wrong: Any = {"dispersed_entropy": 0.5}
+    measured = analyze(model, ids(20), **CORE)
+    model.forward = None  # it must not run
+    with pytest.raises(TypeError, match=r"attnorm\.Thresholds, got dict"):
+        analyze(model, ids(20), thresholds=wrong, **CORE)
+    with pytest.raises(TypeError, match="got dict"), attnorm.observe(thresholds=wrong):
+        pass
+    with pytest.raises(TypeError, match="got dict"):
+        measured.judged(wrong)
 
 
 def test_without_arguments_the_bundled_model_reads_its_own_passage(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,12 +29,18 @@ def test_the_loss_is_that_of_the_model_itself() -> None:
 
 
 def test_a_loss_near_that_of_token_frequencies_is_a_warning() -> None:
-    parts = [{"text": text, "loss": loss, "loss_tokens": 10} for text, loss in (("read", 3.0), ("unread", 5.5))]
+    parts = [{"text": text, "loss": loss, "loss_tokens": 600} for text, loss in (("read", 3.0), ("unread", 5.5))]
     found = readings(parts, {"read": 6.0, "unread": 6.0})
     assert [one["readable"] for one in found.values()] == [True, False]
     (warning,) = unreadable_notes(found)
     assert "'unread'" in warning
     assert "5.50" in warning
+
+
+def test_a_short_text_is_not_judged_by_its_own_token_frequencies() -> None:
+    (few,) = readings([{"text": "book", "loss": 3.6, "loss_tokens": 127}], {"book": 4.4}).values()
+    assert few["readable"] is None
+    assert few["loss"] == pytest.approx(3.6)
 
 
 def test_bos_is_added_and_removed_on_request() -> None:

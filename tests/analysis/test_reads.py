@@ -122,6 +122,12 @@ def test_options_that_make_no_sense_are_rejected(options: dict[str, Any]) -> Non
         attnorm.analyze(llama(), tokens(1, 32), **options, **CORE)
 
 
+@pytest.mark.parametrize(("rows", "wrong"), [((-1, 48), 48), ((-49,), -49)])
+def test_a_row_beyond_every_window_is_rejected(rows: tuple[int, ...], wrong: int) -> None:
+    with pytest.raises(ValueError, match=rf"--token-rows\).*-48 to 47.*got {wrong}"):
+        attnorm.analyze(llama(), list(range(1, 49)), lengths=(32, 48), read_keys=4, read_rows=rows, **CORE)
+
+
 def test_several_normalizers_read_from_the_same_rows() -> None:
     found = attnorm.analyze(llama(), tokens(1, 32), normalizers=("model", "sparsemax"), read_keys=4, **CORE)
     for name in ("model", "sparsemax"):

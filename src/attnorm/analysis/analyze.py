@@ -19,7 +19,7 @@ from attnorm.analysis import circuits, store
 from attnorm.analysis.collect import Collector
 from attnorm.analysis.manifest import finished_manifest, new_manifest
 from attnorm.analysis.output_bottleneck import load_larger, measure_output
-from attnorm.analysis.plan import AnalysisPlan, PartPlan, check_windows, plan, unigram_entropies
+from attnorm.analysis.plan import AnalysisPlan, PartPlan, check_read_rows, check_windows, plan, unigram_entropies
 from attnorm.analysis.reads import token_texts
 from attnorm.analysis.result import Analysis, reject_another_run
 from attnorm.analysis.settings import (
@@ -43,6 +43,7 @@ from attnorm.analysis.settings import (
 from attnorm.analysis.store import FinishedLayers
 from attnorm.analysis.tables import Part, merge_parts
 from attnorm.analysis.verdicts import Thresholds
+from attnorm.analysis.verdicts.thresholds import checked
 from attnorm.metrics.normalized import MODEL
 from attnorm.metrics.sampling import query_masks
 from attnorm.models.describe import describe
@@ -147,6 +148,7 @@ def analyze(
     """
     named = named_normalizers(normalizers)
     check_windows(windows, budget)
+    thresholds = checked(thresholds)
     settings = settings_of(
         normalizers=named,
         top_n=top_n,
@@ -176,6 +178,7 @@ def analyze(
     source_texts = texts_from(default_text(bundled=source == BUNDLED) if inputs is None else inputs)
     texts = [with_model_inputs(text, loaded) for text in source_texts]
     parts_plan = plan(loaded, texts, lengths, windows=windows, budget=budget, bos=bos)
+    check_read_rows(settings.read_rows, parts_plan.parts)
     pictures = _pictures(texts, loaded) if read_keys else {}
     settings = replace(
         whole_pictures(settings, [(picture.rows, picture.columns) for picture in pictures.values()]),
@@ -190,7 +193,6 @@ def analyze(
     if larger is not None:
         manifest["settings"]["larger"] = f"{larger.name} ({describe(larger)['fingerprint'][:12]})"
     folder = None if out is None else Path(out)
-    thresholds = thresholds or Thresholds()
     if folder is not None:
         reject_another_run(folder, manifest)
         if resume and _is_finished(folder):

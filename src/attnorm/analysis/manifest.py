@@ -42,6 +42,7 @@ UPGRADED = (
     "saturation is not judged"
 )
 UNREADABLE = 0.75  # a loss above this share of the unigram entropy: the model hardly reads the text (docs/guide.md)
+READABLE_TOKENS = 500  # of fewer tokens the entropy is too low to judge: 4.4 nats of 128 tokens of a book, 6.1 of 8,192
 
 _PART_FACTS = ("text", "length", "window", "start", "tokens", "seconds", "first_token", "loss", "loss_tokens")
 _SHOWN_AS = {"name": "model", "fingerprint": "weights"}  # entries of `model` in error messages
@@ -119,11 +120,16 @@ def finished_manifest(
     """Return the manifest of a finished run. unigrams: entropy of the tokens of each text (plan.py)."""
     facts = [{"key": part.key, **{name: part.about.get(name) for name in _PART_FACTS}} for part in parts]
     notes = list(manifest["notes"])
-    broken = [rows > 0 for part in parts for rows in part.tables["heads"]["broken_rows"].to_pylist()]
-    if any(broken):
+    broken_by_head: dict[tuple[Any, ...], bool] = {}  # over all windows
+    for part in parts:
+        columns = (part.tables["heads"][name].to_pylist() for name in ("broken_rows", "kind", "layer", "head"))
+        for rows, *head in zip(*columns, strict=True):
+            broken_by_head[tuple(head)] = rows > 0 or broken_by_head.get(tuple(head), False)
+    broken = sum(broken_by_head.values())
+    if broken:
         notes.insert(
             0,
-            f"{sum(broken)} of {len(broken)} measured heads have logits or weights that are not finite (see "
+            f"{broken} of {len(broken_by_head)} heads have logits or weights that are not finite (see "
             "broken_rows); no number includes those rows. The checkpoint, or its precision, is broken there",
         )
     if any(part.about.get("repeats") for part in parts):
@@ -167,7 +173,7 @@ def readings(parts: Sequence[Mapping[str, Any]], unigrams: Mapping[str, float]) 
             "loss": loss if tokens else None,
             "perplexity": math.exp(min(loss, 700.0)) if tokens else None,
             "unigram_entropy": entropy,
-            "readable": loss <= UNREADABLE * entropy if tokens and entropy else None,
+            "readable": loss <= UNREADABLE * entropy if entropy and tokens >= READABLE_TOKENS else None,
         }
     return readings_by_text
 

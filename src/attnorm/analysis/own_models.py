@@ -29,6 +29,7 @@ from attnorm.analysis.settings import (
 )
 from attnorm.analysis.tables import Part, merge_parts
 from attnorm.analysis.verdicts import Thresholds
+from attnorm.analysis.verdicts.thresholds import checked
 from attnorm.engines.inputs import to_four_dimensions, validate_inputs
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.describe import add_weights
@@ -335,7 +336,7 @@ def _observation(
     settings = settings_of(normalizers=named, vectors="values", **options)
     if probed := [group for group in settings.metrics if group in PROBED_GROUPS]:
         raise ValueError(f"metrics: {probed[0]!r} runs a language model itself. Use attnorm.analyze(model) for it.")
-    return Observation(settings, named, thresholds or Thresholds(), name)
+    return Observation(settings, named, checked(thresholds), name)
 
 
 def _tensor_call(

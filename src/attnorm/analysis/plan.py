@@ -117,6 +117,20 @@ def check_windows(windows: Windows, budget: int) -> None:
         raise ValueError(f"budget: expected at least {SHORTEST} tokens, got {budget!r}")
 
 
+def check_read_rows(rows: int | Sequence[int], parts: Sequence[PartPlan]) -> None:
+    """Raise ValueError for a listed row that is in no window."""
+    lengths = [part.length for part in parts if part.length is not None]
+    if isinstance(rows, int) or len(lengths) < len(parts):
+        return
+    longest = max(lengths)
+    beyond = [row for row in rows if not -longest <= row < longest]
+    if beyond:
+        raise ValueError(
+            f"read_rows (--token-rows): expected rows from {-longest} to {longest - 1} in windows of {longest} tokens, "
+            f"got {beyond[0]}"
+        )
+
+
 def unigram_entropies(parts: Iterable[PartPlan]) -> dict[str, float]:
     """Return the entropy in nats of the token counts of each text, over all its windows; texts without ids are skipped.
 

@@ -27,7 +27,7 @@ from attnorm.analysis.tables import (
 from attnorm.analysis.verdicts import VERDICTS, ModelVerdict, Thresholds, model_verdict, representative_rows
 from attnorm.analysis.verdicts.judge import judge_all
 from attnorm.analysis.verdicts.rows import Row, head_rows
-from attnorm.analysis.verdicts.thresholds import thresholds_of
+from attnorm.analysis.verdicts.thresholds import checked, thresholds_of
 from attnorm.text import did_you_mean, visible, visible_lines
 
 _WORST = 8
@@ -122,6 +122,7 @@ class Analysis:
 
     def judged(self, thresholds: Thresholds) -> "Analysis":
         """Judge the same numbers by other thresholds. The manifest keeps the first ones as first_thresholds."""
+        thresholds = checked(thresholds)
         first = thresholds_of(self.manifest.get("first_thresholds", self.manifest["thresholds"]))
         manifest = {name: value for name, value in self.manifest.items() if name != "first_thresholds"}
         if thresholds != first:

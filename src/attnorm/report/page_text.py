@@ -45,7 +45,7 @@ def page_words(analysis: Analysis) -> dict[str, Any]:
         "cautions": [advice_words(advice) for advice in verdict.advice if advice.caution],
         "choice": choice,
         "choice_words": [choice["text"], length_text(choice["length"]), KINDS.get(choice["kind"], choice["kind"])],
-        "notes": [f"{str(note).rstrip('.')}." for note in manifest.get("notes") or []],
+        "notes": [f"{note[:1].upper()}{note[1:].rstrip('.')}." for note in map(str, manifest.get("notes") or [])],
         "facts": model_facts(manifest["model"]),
         "table_metrics": [BY_NAME[name] for name in TABLE_METRICS],
         "rows": table_rows(analysis.heads, choice),

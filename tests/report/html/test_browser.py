@@ -336,6 +336,17 @@ def test_the_head_that_opens_first_is_not_silent_as_its_curves_may_be_empty(open
     expect(page.locator("#panel-title")).to_contain_text("silent")
 
 
+def test_rows_that_see_the_same_keys_show_no_range(open_report: Open) -> None:
+    low, high = (head_rows(sample())[1][name] for name in ("n_low", "n_high"))
+    assert low < high
+    curves = sample().by_length
+    for mean, shown in ((high, f"with {high} visible keys"), (high - 1, f"with {low} to {high} visible keys")):
+        n = pc.min_element_wise(pc.cast(curves["n_high"], pa.float64()), pa.scalar(float(mean)))
+        changed = curves.set_column(curves.schema.get_field_index("n"), "n", n)
+        page = open_report(replace(sample(), by_length=changed), address="#head=0.1")
+        expect(page.locator("#panel")).to_contain_text(shown)
+
+
 def test_an_analysis_without_heads_still_says_so(open_report: Open) -> None:
     page = open_report(empty())
     expect(page.locator("h1")).to_contain_text("No head was measured")

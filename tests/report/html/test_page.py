@@ -19,7 +19,7 @@ from attnorm.analysis.verdicts.what_if import Advice, WhatIf
 from attnorm.metrics.catalogue import METRICS
 from attnorm.report import page as report
 from attnorm.report.page import payload
-from attnorm.report.page_text import plain, table_rows, what_if_table
+from attnorm.report.page_text import page_words, plain, table_rows, what_if_table
 from attnorm.report.views import default_choice
 from tests.report.html.sample import HOSTILE, core_only, empty, gpt2_size, hostile, sample
 
@@ -49,6 +49,14 @@ def test_a_report_of_gpt2_size_stays_small() -> None:
     analysis = gpt2_size((512,), ("model",))
     assert analysis.heads.num_rows == 12 * 12
     assert len(report.render(analysis).encode()) < 410_000
+
+
+def test_a_note_starts_with_a_capital_but_a_file_name_keeps_its_letters() -> None:
+    notes = ["distances come from 16 rows", "'/work/book.txt' has 99 tokens"]
+    analysis = replace(sample(), manifest={**sample().manifest, "notes": notes})
+    assert page_words(analysis)["notes"] == ["Distances come from 16 rows.", "'/work/book.txt' has 99 tokens."]
+    styles = [text for tag, text in Parsed(report.render(analysis)).raw if tag == "style"]
+    assert "text-transform: uppercase" not in "".join(re.findall(r"\.notes[^}]*}", "".join(styles)))
 
 
 @pytest.mark.nightly  # 4 s to make the tables

@@ -125,6 +125,16 @@ class Thresholds:
         }
 
 
+def checked(thresholds: Thresholds | None) -> Thresholds:
+    """Return the thresholds, the defaults for None; raise TypeError for anything else, before a long measurement."""
+    if thresholds is not None and not isinstance(thresholds, Thresholds):
+        raise TypeError(
+            f"thresholds: expected attnorm.Thresholds, got {type(thresholds).__name__}. "
+            "Write attnorm.Thresholds(dispersed_entropy=0.8), for example."
+        )
+    return thresholds or Thresholds()
+
+
 def thresholds_of(saved: Mapping[str, Any]) -> Thresholds:
     """Return the thresholds of a manifest; names that this version does not know are ignored."""
     names = {field.name for field in fields(Thresholds)}

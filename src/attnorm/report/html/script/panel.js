@@ -43,7 +43,8 @@ function alsoTrue(row, word) {
 function rowsText(row) {
   const broken = heads.broken[row] ? ` ${count(heads.broken[row], "row")} with values that are not finite are left out.` : "";
   if (!heads.rows[row]) return `No row could be used.${broken}`;
-  const [low, high] = [heads.nLow[row], heads.nHigh[row]];
+  const high = heads.nHigh[row];
+  const low = curve(row, "byLength", "n").at(-1) === high ? high : heads.nLow[row]; // a mean of the largest n: all have it
   const range = low === high ? number(high) : `${number(low)} to ${number(high)}`;
   return `Medians over ${count(heads.rows[row], "row")} with ${range} visible keys.${broken}`;
 }
