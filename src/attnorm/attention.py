@@ -291,6 +291,8 @@ def choose_engine(inputs: Inputs, normalizer: Normalizer) -> Engine:
 
 def _choose(inputs: Inputs, normalizer: Normalizer) -> tuple[Engine, Computation]:
     """Return that engine and its function."""
+    if not normalizer.has_known_parts():
+        return "blocked", blocked
     on_sdpa = fused.applies(inputs, normalizer)
     keeps_q = on_sdpa and not fused.rounds_q(inputs, normalizer)
     if not inputs.q_BHQD.is_cuda or is_exporting():  # an exported graph cannot contain our kernels
@@ -308,6 +310,8 @@ def _choose(inputs: Inputs, normalizer: Normalizer) -> tuple[Engine, Computation
 
 def _computation(engine: Engine, inputs: Inputs, normalizer: Normalizer) -> Computation | None:
     """Return the function by which an engine computes this call; None if it does not apply."""
+    if not normalizer.has_known_parts():
+        return blocked if engine == "blocked" else None
     if engine == "fused":
         return fused.fused if fused.applies(inputs, normalizer) else None
     if engine == "triton":

@@ -55,7 +55,7 @@ class RowMap:
 
 def kernel_form(normalizer: Normalizer | None) -> KernelForm | ThresholdForm | None:
     """The form of the map if the kernels measure this normalizer."""
-    if normalizer is None or normalizer.sink is not None or normalizer.selections:
+    if normalizer is None or normalizer.sink is not None or normalizer.selections or not normalizer.has_known_parts():
         return None
     if not all(isinstance(rule, ScaleRule) for rule in normalizer.rules):
         return None

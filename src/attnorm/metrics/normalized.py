@@ -65,6 +65,7 @@ class MeasuredNormalizer:
         normalizer = self.normalizer
         return normalizer is None or (
             type(normalizer.map) is Softmax
+            and normalizer.has_known_parts()
             and not normalizer.selections
             and all(isinstance(rule, ScaleRule) for rule in normalizer.rules)
         )

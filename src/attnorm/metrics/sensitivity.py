@@ -45,7 +45,8 @@ def has_closed_form(normalizer: Normalizer) -> bool:
     map_ = _differentiable(normalizer.map)
     quotient_with_sink = map_.jacobian == "quotient" and normalizer.sink is not None
     structured = type(map_) is Softpick or (map_.jacobian is not None and not quotient_with_sink)
-    return structured and all(isinstance(rule, ScaleRule) for rule in normalizer.rules)
+    scales = all(isinstance(rule, ScaleRule) for rule in normalizer.rules)
+    return structured and scales and normalizer.has_known_parts()
 
 
 def jacobian_norm(normalizer: Normalizer, block: RowsBlock, weights: Tensor) -> Tensor | None:

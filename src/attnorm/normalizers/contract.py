@@ -14,6 +14,7 @@ tensor is an input of the graph, so that all layers share one.
 """
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -108,7 +109,30 @@ class Map(nn.Module):
         return None
 
 
-class LogitRule(nn.Module):
+class Part(nn.Module):
+    """Base class of rules, selections and sinks, and of the normalizer that they form.
+
+    Engines and metrics compute the classes of this package in their own ways. They do not know a class that overrides
+    a method by which such a class computes: it runs in blocks, by its own methods.
+    """
+
+    known: bool = True
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        overridden = [getattr(super(cls, cls), name, None) for name in COMPUTING if name in vars(cls)]
+        if any(method not in (None, nn.Module.forward) and not is_abstract(method) for method in overridden):
+            cls.known = vars(cls).get("known", False)
+
+
+COMPUTING = ("forward", "factor", "scaled", "factor_of_rows", "prepare", "weights")
+
+
+def is_abstract(method: Any) -> bool:
+    return getattr(method, "__isabstractmethod__", False)
+
+
+class LogitRule(Part):
     """Base class of rules that change the logits before the map."""
 
     length: str = ""
@@ -116,6 +140,7 @@ class LogitRule(nn.Module):
     permutation_equivariant: bool = True
     swap_untrained: bool = True
 
+    @abstractmethod
     def forward(self, block: Block) -> Tensor:
         """Return the new logits; values at hidden keys are ignored."""
         raise NotImplementedError
@@ -140,6 +165,7 @@ class ScaleRule(LogitRule):
 
     may_round_queries: bool = False  # factors of ordinary size, for which half precision may round q times the factor
 
+    @abstractmethod
     def factor(self, n: Tensor, positions: Tensor | None, hidden_states: Tensor | None) -> Tensor:
         """Return the factor, broadcastable to (..., heads, Q, 1).
 
@@ -204,7 +230,7 @@ class ScaleRule(LogitRule):
         return factor.abs().max().item()
 
 
-class Selection(nn.Module):
+class Selection(Part):
     """Base class of selections: they hide keys from the map, which then have weight 0."""
 
     length: str = ""
@@ -213,12 +239,13 @@ class Selection(nn.Module):
     swap_untrained: bool = True
     kernel_window: int | None = None  # for the kernels: keep exactly the keys less than this many positions away
 
+    @abstractmethod
     def forward(self, block: Block) -> Tensor:
         """Return which keys to keep: boolean, broadcastable to the logits."""
         raise NotImplementedError
 
 
-class Sink(nn.Module):
+class Sink(Part):
     """One more key with its own logit and no value. The weight that it takes is dropped from the row."""
 
     logit: Tensor
@@ -242,7 +269,7 @@ class Sink(nn.Module):
         return weights[..., 1:]
 
 
-class Normalizer(nn.Module):
+class Normalizer(Part):
     """Weights from logits, row by row: `normalizer(logits, mask)`."""
 
     def __init__(
@@ -326,6 +353,19 @@ class Normalizer(nn.Module):
     @property
     def selections(self) -> list[Selection]:
         return list(self._modules["select"]._modules.values())  # type: ignore[union-attr, arg-type]
+
+    def has_known_parts(self) -> bool:
+        """Whether engines and metrics know all rules and selections, the sink, and the class itself.
+
+        Raises:
+            TypeError: The class overrides `forward`, which they do not call.
+        """
+        if type(self).forward is not Normalizer.forward:
+            raise TypeError(
+                f"expected {type(self).__name__} to override Normalizer.weights, got an override of forward, which "
+                "attention does not call. Write weights(self, block) instead; it returns the weights of block.logits."
+            )
+        return self.known and all(part.known for part in self.parts[1:])
 
     @property
     def properties(self) -> Properties:

@@ -299,12 +299,14 @@ def _extreme(values: Tensor, reduction: str) -> float:
 
 def not_covered(normalizer: Normalizer) -> str | None:
     """Why Lemma 1 does not apply to this normalizer; None if it does."""
-    if not isinstance(normalizer.map, Softmax | Kernel):
+    if type(normalizer.map) not in (Softmax, Kernel):
         return f"the map {type(normalizer.map).__name__} is not F(l) / sum F(l) with a positive F"
     if normalizer.selections:
         return "it hides keys, so that F is 0 for some"
     if normalizer.sink is not None:
         return "its sink takes part of the row"
+    if not normalizer.has_known_parts():
+        return "it computes by methods of its own"
     for rule in normalizer.rules:
         if not isinstance(rule, Temperature):
             return f"its scale depends on more than the logit ({rule.length or type(rule).__name__})"

@@ -149,7 +149,8 @@ def without_compiled_blocks(model: Any, settings: LMSettings) -> Iterator[None]:
 def _is_rescaled_softmax(normalizer: Any) -> bool:
     return (
         isinstance(normalizer, Normalizer)
-        and isinstance(normalizer.map, Softmax)
+        and type(normalizer.map) is Softmax
+        and normalizer.has_known_parts()
         and not normalizer.selections
         and all(isinstance(rule, ScaleRule) for rule in normalizer.rules)
     )
