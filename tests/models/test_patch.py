@@ -345,6 +345,21 @@ def test_what_cannot_be_is_refused_before_anything_changes(
     assert fingerprint(model) == state
 
 
+@pytest.mark.parametrize(("family", "feature"), [("gemma2", "softcap"), ("t5", "position bias")])
+def test_a_mechanism_is_refused_before_anything_changes_where_logits_are_capped_or_biased(
+    family: str, feature: str
+) -> None:
+    model = tiny(family)
+    state = fingerprint(model)
+    with pytest.raises(ValueError, match=f"'linear'.*{feature}"):
+        patch(model, "linear")
+    assert fingerprint(model) == state
+    if family == "t5":  # cross-attention has no position bias
+        crossing = attention_sites(model.decoder.block[0].layer[1])
+        with swap(model.decoder.block[0].layer[1], "linear") as handle:
+            assert len(handle.normalizers) == len(crossing) == 1
+
+
 def test_an_encoder_takes_mechanisms_without_a_causal_form_and_none_that_is_causal_only() -> None:
     model = tiny("bert")
     with pytest.raises(ValueError, match=r"'forget'.*causal form only.*attention"):

@@ -43,7 +43,7 @@ from attnorm.models.patch_state import (
     patched_modules,
     temporarily_unpatched,
 )
-from attnorm.models.patched_attention import check_readable
+from attnorm.models.patched_attention import check_plain_logits, check_readable
 from attnorm.models.recipe import Recipe
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.declaration import LayerFacts
@@ -174,9 +174,14 @@ def patch(
             part, recipe = _build_normalizer(
                 replacement, replacement_options, module, _module_name(site, module), heads, warm_start, train_length
             )
-            if not part.properties.permutation_equivariant and _is_cross_attention(site, module):
+            is_cross_attention = _is_cross_attention(site, module)
+            if not part.properties.permutation_equivariant and is_cross_attention:
                 skipped = True  # keys of another sequence have no position relative to the queries
                 continue
+            if isinstance(part, Mechanism):
+                capped = getattr(module, "attn_logit_softcapping", None) is not None  # Gemma 2
+                biased = not is_cross_attention and hasattr(module, "relative_attention_num_buckets")  # T5
+                check_plain_logits(part, softcap=capped, bias=biased)
             parts[module], paths[site.path] = (part, recipe), module
     if skipped and not parts:
         raise ValueError(

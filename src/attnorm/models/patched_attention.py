@@ -174,12 +174,7 @@ def _is_permutation_equivariant(normalizer: Normalizer) -> bool:
 
 def _run_mechanism(mechanism: Any, inputs: Inputs, softcap: float | None, bias: Tensor | None, read: Any) -> Tensor:
     """Run a mechanism in a patched module. read: gates or second queries that `read_input` added, or None."""
-    if softcap is not None or (bias is not None and bool(bias.any())):
-        feature = "a softcap" if softcap is not None else "a position bias"
-        raise ValueError(
-            f"{mechanism.name!r} has no logits to which the model's attention could apply {feature}; "
-            "take a normalizer (attnorm.available() lists them), or a model without it"
-        )
+    check_plain_logits(mechanism, softcap=softcap is not None, bias=bias is not None and bool(bias.any()))
     if is_exporting():
         raise NotImplementedError(
             f"expected a row normalizer in a model to export, got the mechanism {mechanism.name!r}, which looks at the "
@@ -215,6 +210,16 @@ def _compute_weights(inputs: Inputs, normalizer: Normalizer) -> Tensor:
     identity = torch.eye(inputs.keys, dtype=inputs.v_BGKE.dtype, device=inputs.v_BGKE.device)
     values = identity.expand(*inputs.v_BGKE.shape[:2], -1, -1)
     return attend(replace(inputs, v_BGKE=values, dropout=0.0), normalizer)
+
+
+def check_plain_logits(mechanism: Mechanism, *, softcap: bool, bias: bool) -> None:
+    """Raise ValueError if the model caps logits or adds a bias to them, which a mechanism does not have."""
+    if softcap or bias:
+        feature = "a softcap" if softcap else "a position bias"
+        raise ValueError(
+            f"{mechanism.name!r} has no logits to which the model's attention could apply {feature}; "
+            "take a normalizer (attnorm.available() lists them), or a model without it"
+        )
 
 
 def check_readable(module: nn.Module, mechanism: Forget | DifferentialV2, place: str) -> None:
