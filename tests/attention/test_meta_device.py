@@ -95,6 +95,16 @@ def test_every_normalizer_has_an_output_and_a_gradient_without_numbers(name: str
         assert (gradient.shape, gradient.device.type) == (tensor.shape, "meta")
 
 
+@pytest.mark.parametrize("name", ["entmax15", "kneemax"])
+@pytest.mark.parametrize("length", [7, 300])
+def test_threshold_maps_take_fake_tensors_as_meta_tensors(name: str, length: int) -> None:
+    with FakeTensorMode():
+        q = torch.empty(2, 3, length, 4, requires_grad=True)
+        output = attention(q, q, q, name, causal=True)
+        (gradient,) = torch.autograd.grad(output.sum(), q)
+    assert output.shape == gradient.shape == q.shape
+
+
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 

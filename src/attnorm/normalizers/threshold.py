@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from attnorm.normalizers.block import is_exporting
 
@@ -40,8 +41,9 @@ GROUP, LARGE_GROUP = 8, 16  # keys per group
 MANY_KEYS = 4096  # longer rows have large groups, which saves one level of leaders
 MIN_GROUPS = 32
 MIN_GROUPS_PER_ACTIVE = 3  # groups are gathered only if at most one in this many holds weight
-# Compiled code and meta tensors take a fixed number of steps. The worst rows (layers of keys, each about half as large
-# again as the last, that drop out one per step) need 24 for 1e-6 at 10^5 keys; ordinary rows need 10.
+# Compiled code and tensors without numbers (meta, fake) take a fixed number of steps. The worst rows (layers of keys,
+# each about half as large again as the last, that drop out one per step) need 24 for 1e-6 at 10^5 keys; ordinary rows
+# need 10.
 FIXED_STEPS = 24
 STEPS_AFTER_LEADERS = 12
 MAX_STEPS = 100
@@ -49,7 +51,7 @@ MAX_STEPS = 100
 
 def solve_threshold(y: Tensor, evaluate: Evaluate, weights: Weights, parameter: Tensor | None = None) -> Tensor:
     """Return the weights of the rows y (..., n), which are overwritten. At t = 0 each row must sum to at least 1."""
-    if torch.compiler.is_compiling() or y.is_meta:
+    if torch.compiler.is_compiling() or y.is_meta or is_fake(y):
         p = weights(_solve_in_fixed_steps(y, evaluate, parameter), parameter, None)
         return p / p.sum(-1, keepdim=True)
     rows = y.reshape(-1, y.shape[-1])
