@@ -44,6 +44,16 @@ def test_normalizers_lists_all_of_them_for_machines() -> None:
     assert all(one["url"].startswith("https://") or (ROOT / one["url"]).is_file() for one in listed)
 
 
+def test_normalizers_shows_one_by_name() -> None:
+    (one,) = json.loads(runner.invoke(app, ["normalizers", "entmax", "--json"]).stdout)
+    shown = runner.invoke(app, ["normalizers", "entmax"])
+    assert shown.exit_code == 0
+    assert one["name"] == "entmax"
+    for word in (one["summary"], *one["options"], one["paper"], one["url"]):
+        assert word in " ".join(shown.stdout.split())
+    assert "sparsemax" not in shown.stdout
+
+
 def test_doctor_finds_this_machine_well() -> None:
     result = runner.invoke(app, ["doctor", "--json"])
     assert result.exit_code == 0, result.stdout
@@ -109,6 +119,7 @@ def test_dispersion_prints_a_table(few: None) -> None:
         (["bench", "normalizers", "--threads", "0"], "threads"),
         (["bench", "--json", "--markdown"], "--markdown"),
         (["normaliser"], "normaliser"),
+        (["normalizers", "entmx"], "'entmax'"),
         *((["train", task], "--out DIR") for task in ("clrs", "retrieval")),
     ],
 )

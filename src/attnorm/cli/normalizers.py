@@ -15,20 +15,31 @@ from rich.text import Text
 
 from attnorm.cli.output import ByWidth, Json, ProgressBar, failures, say, show, show_json, usage_errors
 from attnorm.normalizers.contract import Mechanism, RowSum
-from attnorm.normalizers.registry import NormalizerEntry, as_normalizer, entries
+from attnorm.normalizers.registry import NormalizerEntry, as_normalizer, entries, entry_of
 
 if TYPE_CHECKING:
     from attnorm.theory import Claim
 
 
-def normalizers(as_json: Json = False) -> None:
-    """List all normalizers with their properties and papers.
+def normalizers(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Show this one with its options (default: list all).")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List all normalizers with their properties and papers, or show one.
 
-    Example: attnorm normalizers --json
+    Example: attnorm normalizers entmax
     """
-    descriptions = describe_all()
+    if name is not None:
+        with usage_errors():
+            descriptions = [describe(name, entry_of(name))]
+    else:
+        descriptions = describe_all()
     if as_json:
         show_json([asdict(description) for description in descriptions])
+    elif name is not None:
+        show(_card(descriptions[0]))
     else:
         show(ByWidth(normalizer_table(descriptions), normalizer_table(descriptions, narrow=True)))
 
@@ -258,6 +269,16 @@ def promises(description: Description) -> str:
         "swap" if description.swap_untrained else "",
     ]
     return f"Promises: {'; '.join(part for part in parts if part)}."
+
+
+def _card(description: Description) -> Text:
+    """Return one normalizer for people: formula, properties, options and paper."""
+    options = ", ".join(description.options) or "none"
+    lines = [description.summary, promises(description)]
+    if description.lipschitz_1024 is not None:
+        lines.append(f"Largest norm of the Jacobian over rows of {KEYS} keys: {description.lipschitz_1024:.3g}")
+    lines += [f"Options: {options}", f"Paper: {description.paper}, {description.url}"]
+    return Text("\n").join([Text(description.name, style="bold"), *map(Text, lines)])
 
 
 NARROW = ("name", "sum", "zeros", "length enters by", "Lipschitz", "swap")  # these fit into 80 columns
