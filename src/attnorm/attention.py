@@ -28,6 +28,7 @@ from attnorm.engines.inputs import (
     Inputs,
     checked_flag,
     in_dtype,
+    is_number,
     needs_gradient,
     under_transform,
     validate_inputs,
@@ -162,7 +163,7 @@ def attention(
     chosen = resolve_for_call(normalizer, q)
     if engine not in ENGINES:
         raise ValueError(f"unknown engine {engine!r}; {did_you_mean(engine, ENGINES)}")
-    if not 0 <= dropout_p < 1:
+    if not (is_number(dropout_p) and 0 <= dropout_p < 1):
         raise ValueError(f"expected dropout_p of at least 0 and below 1, got {dropout_p!r}. Pass 0 for no dropout.")
     if isinstance(chosen, Mechanism):
         if engine != "auto":

@@ -26,6 +26,15 @@ CALLS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "torch's causal": ({"is_causal": True}, TypeError, ["causal=True", "bottom-right", "torch aligns top-left"]),
     "dropout of all": ({"dropout_p": 1.0}, ValueError, ["dropout_p", "below 1", "1.0"]),
     "negative dropout": ({"dropout_p": -0.1}, ValueError, ["dropout_p", "at least 0", "-0.1"]),
+    "no dropout as None": ({"dropout_p": None}, ValueError, ["dropout_p", "None", "Pass 0"]),
+    "dropout in words": ({"dropout_p": "0.1"}, ValueError, ["dropout_p", "'0.1'"]),
+    "dropout per head": ({"dropout_p": torch.ones(4)}, ValueError, ["dropout_p", "tensor([1., 1., 1., 1.])"]),
+    "positions in words": ({"positions": "0,1"}, TypeError, ["positions", "'0,1'", "torch.Tensor"]),
+    "positions as a list": ({"positions": [0, 1]}, TypeError, ["positions", "[0, 1]", "torch.Tensor"]),
+    "hidden states in words": ({"hidden_states": "x"}, TypeError, ["hidden_states", "'x'", "torch.Tensor"]),
+    "soft with a negative scale": (
+        {"normalizer": "soft", "scale": -0.5}, ValueError, ["scale", "at least 0", "-0.5", "'gaussian'"],
+    ),
     "weights of a fused engine": ({"return_weights": True, "engine": "fused"}, ValueError, ["return_weights", "fused"]),
     "statistics without a bool": ({"return_statistics": "yes"}, TypeError, ["return_statistics=True", "'yes'"]),
     "weights without a bool": ({"return_weights": 1}, TypeError, ["return_weights=True", "got 1"]),
@@ -184,3 +193,11 @@ def test_a_parameter_is_a_scale_where_nothing_learns() -> None:
     assert torch.equal(attention(q, k, v, "sigmoid", scale=scale.detach()), expected)
     with torch.no_grad():
         assert torch.equal(attention(q, k, v, "sigmoid", scale=scale), expected)
+
+
+def test_a_tensor_that_requires_a_gradient_is_no_start_value() -> None:
+    start = torch.nn.Parameter(torch.tensor(0.5))
+    with pytest.raises(ValueError, match=r"s=0\.5"):
+        attnorm.get("ssmax", s=start)
+    with torch.no_grad():
+        assert attnorm.get("ssmax", s=start).rules[0].s.item() == 0.5

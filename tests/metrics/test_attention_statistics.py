@@ -120,7 +120,7 @@ def test_bad_input_is_named() -> None:
     assert attnorm.attention_statistics(q, k, softcap=0.5).max_logit.max() <= 0.5
     with pytest.raises(ValueError, match="softcap"):
         attnorm.attention_statistics(q, k, softcap=math.inf)
-    for top_n in ((0, 3), 5, (2.5,), ("a",), "15", (True,)):
+    for top_n in ((0, 3), 5, (2.5,), ("a",), "15", (True,), (None,)):
         with pytest.raises(ValueError, match="top_n"):
             attnorm.attention_statistics(q, k, top_n=top_n)  # type: ignore[arg-type]
     for heads in (1, 2, 3, 5):

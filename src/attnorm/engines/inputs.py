@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from attnorm.normalizers.block import Positions, check_mask, is_exporting
+from attnorm.normalizers.block import Positions, check_mask, check_positions_and_states, is_exporting
 from attnorm.normalizers.contract import Normalizer, ScaleRule
 
 HALF = (torch.float16, torch.bfloat16)
@@ -286,6 +286,7 @@ def validate_inputs(
     Keys and values that no query sees, and queries that see no key, become zeros.
     """
     check_tensors(q, k, v)
+    check_positions_and_states(positions, hidden_states)
     if scale is not None:
         _check_scale(scale)
     if q.dim() != 4:
@@ -310,9 +311,13 @@ def _check_scale(scale: Any) -> None:
             "expected a number for scale, got a tensor that requires a gradient, which it would not get. Multiply q by "
             "it and pass scale=1.0, or learn it with attnorm.get('softmax', learned=True)."
         )
-    is_number = hasattr(scale, "__float__") and math.prod(getattr(scale, "shape", ())) == 1
-    if not (is_number and math.isfinite(scale)):
+    if not (is_number(scale) and math.isfinite(scale)):
         raise ValueError(f"scale must be a finite number, got {scale!r}; leave it out for 1/sqrt(width)")
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a number, or a tensor or an array of one element."""
+    return hasattr(value, "__float__") and math.prod(getattr(value, "shape", ())) == 1
 
 
 def checked_flag(name: str, value: Any) -> Any:

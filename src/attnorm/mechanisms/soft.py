@@ -263,6 +263,8 @@ class Soft(Mechanism):
         if mask is not None and self.stride is not None:
             raise ValueError(f"expected whole images with stride={self.stride}, got a mask. Use landmarks= with masks.")
         inputs = validate_inputs(q, k, v, mask=mask, causal=causal, scale=scale, positions=positions)
+        if inputs.scale < 0:  # the kernel would grow with the distance, and its matrix has no inverse by Newton's steps
+            raise ValueError(f"expected a scale of at least 0 for 'soft', got {inputs.scale}; 'gaussian' takes any")
         if per_query:  # in blocks: a sum over tokens has one value for all queries
             output = blocked(inputs, self._unchanged, scores=_Weights(self, inputs.scale))
         else:

@@ -127,7 +127,9 @@ def attention_statistics(
         isinstance(softcap, bool) or not (isinstance(softcap, int | float) and 0 < softcap < math.inf)
     ):
         raise ValueError(f"expected a finite softcap above 0, got {softcap!r}. Leave it out for no cap.")
-    if not isinstance(top_n, Sequence) or any(isinstance(N, bool | float | str) or N < 1 for N in top_n):
+    if not isinstance(top_n, Sequence) or any(
+        isinstance(N, bool) or not hasattr(N, "__index__") or N < 1 for N in top_n
+    ):
         raise ValueError(f"expected top_n as a sequence of whole numbers from 1 up, got {top_n!r}.")
     check_tensors(q, k)
     inputs = validate_inputs(

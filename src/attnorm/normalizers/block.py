@@ -73,6 +73,7 @@ class Block:
         hidden_states: Tensor | None = None,
     ) -> "Block":
         check_logits(logits)
+        check_positions_and_states(positions, hidden_states)
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
         if mask is not None:
@@ -125,6 +126,19 @@ def check_logits(logits: Tensor) -> None:
         )
     if logits.shape[-1] == 0:
         raise ValueError(f"logits of shape {tuple(logits.shape)} have no keys; at least one is needed")
+
+
+def check_positions_and_states(positions: object, hidden_states: object) -> None:
+    if positions is not None and not isinstance(positions, Tensor | Positions):
+        raise TypeError(
+            f"expected positions of shape (length,) or (batch, length), got {positions!r}. Pass a torch.Tensor, or "
+            "leave them out: the last query is then at the last key."
+        )
+    if hidden_states is not None and not isinstance(hidden_states, Tensor):
+        raise TypeError(
+            f"expected hidden_states of shape (batch, queries, width), got {hidden_states!r}. Pass a torch.Tensor, or "
+            "leave them out."
+        )
 
 
 def check_mask(mask: Tensor, logits_shape: torch.Size) -> None:

@@ -394,6 +394,11 @@ def plain_options(factory: Factory, options: Mapping[str, Any]) -> dict[str, Any
             is_number = value.numel() == 1 and all(kind in _TYPE_WORDS for kind in types)
         else:
             is_number = getattr(value, "shape", None) == ()  # of NumPy
+        if is_number and getattr(value, "requires_grad", False) and torch.is_grad_enabled():
+            raise ValueError(
+                f"expected a number for {option}, got a tensor that requires a gradient, which it would not get. Pass "
+                f"{option}={value.item():g} to start there: what a normalizer learns is a parameter of its own."
+            )
         if is_number:
             plain[option] = value.item()
     return plain
