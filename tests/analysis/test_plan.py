@@ -128,6 +128,8 @@ def test_a_dict_of_model_inputs_is_measured_as_it_is() -> None:
     assert lengths_of({"pixel_values": torch.zeros(1, 3, 16, 16)}, model=vit()) == [None]
     assert lengths_of({"input_ids": ids(20, batch=2)}) == [None]
     assert lengths_of({"input_ids": ids(20, batch=2)}, (16,)) == [16]
+    with pytest.raises(ValueError, match=r"'inputs'.*8.*got 7"):
+        lengths_of({"input_ids": ids(7)})
     with pytest.raises(ValueError, match="input_ids"):
         lengths_of({"pixel_values": torch.zeros(1, 3, 16, 16)}, (16,), vit())
 

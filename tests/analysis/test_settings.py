@@ -40,6 +40,13 @@ def settings(**changes: Any) -> AnalysisSettings:
     return settings_of(**asked | changes)
 
 
+def test_the_normalizer_of_the_model_is_among_the_known_names() -> None:
+    with pytest.raises(ValueError, match=r"'modl'.*'model'"):
+        named_normalizers("modl")
+    with pytest.raises(ValueError, match=r"'x'.* model, "):
+        named_normalizers("x")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -92,7 +92,11 @@ def plan(
     coverage: dict[str, TextCoverage] = {}
     for text in texts:
         if not isinstance(text.content, str | Tensor):
-            parts += [PartPlan(text, length, prepared(text, loaded, length)) for length in valid_lengths or (None,)]
+            given = [PartPlan(text, length, prepared(text, loaded, length)) for length in valid_lengths or (None,)]
+            for part in given:
+                if "input_ids" in part.model_inputs:
+                    _check_count(text, part.model_inputs["input_ids"].shape[-1])
+            parts += given
             continue
         tokens = tokens_of(text, loaded, bos)
         text_lengths = valid_lengths or (_default_length(text, tokens, longest, windows, budget),)
@@ -155,12 +159,16 @@ def _validate_lengths(lengths: Sequence[int] | int | None) -> tuple[int, ...] | 
     return tuple(sorted(set(length_list)))
 
 
+def _check_count(text: Text, tokens: int) -> None:
+    if tokens < SHORTEST:
+        raise ValueError(
+            f"{text.name!r}: expected at least {SHORTEST} tokens, got {tokens}. Use a text of a few hundred."
+        )
+
+
 def _default_length(text: Text, tokens: Tokens, longest: int | None, windows: Windows, budget: int) -> int:
     """Return the whole length if the text fits, else an eighth of the budget, or the model's limit if shorter."""
-    if tokens.count < SHORTEST:
-        raise ValueError(
-            f"{text.name!r}: expected at least {SHORTEST} tokens, got {tokens.count}. Use a text of a few hundred."
-        )
+    _check_count(text, tokens.count)
     limit = min(longest or budget, budget)
     if windows != "auto":
         return min(limit, budget // windows, (tokens.count - tokens.special) // windows + tokens.special)

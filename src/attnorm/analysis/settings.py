@@ -12,7 +12,7 @@ import torch
 from attnorm.arithmetic import ceil_div
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.declaration import LayerFacts, warm_start_of
-from attnorm.normalizers.registry import entries, get, resolve
+from attnorm.normalizers.registry import entries, entry_of, get, resolve
 from attnorm.normalizers.spec import parse_spec
 from attnorm.text import did_you_mean
 
@@ -164,6 +164,8 @@ def named_normalizers(normalizers: Any) -> dict[str, Normalizer | None]:
         raise ValueError("normalizers: expected at least one, got none. Use ('model',) to measure the model as it runs")
     named: dict[str, Normalizer | None] = {}
     for request in requested:
+        if isinstance(request, str) and request != "model":
+            entry_of(parse_spec(request)[0], others=["model"])
         normalizer = None if isinstance(request, str) and request == "model" else resolve(request)
         if isinstance(normalizer, Mechanism):
             raise TypeError(

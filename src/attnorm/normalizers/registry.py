@@ -14,7 +14,7 @@ import inspect
 import math
 import reprlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -215,8 +215,8 @@ def available() -> list[str]:
     return list(entries())
 
 
-def entry_of(name: str) -> NormalizerEntry:
-    """Return the entry of a normalizer.
+def entry_of(name: str, others: Iterable[str] = ()) -> NormalizerEntry:
+    """Return the entry of a normalizer. others: further names that the caller knows, for the message.
 
     Raises:
         ValueError: No normalizer has this name. The message has close names, or how to pass an engine.
@@ -224,7 +224,8 @@ def entry_of(name: str) -> NormalizerEntry:
     registered = entries()
     if isinstance(name, str) and name in registered:
         return registered[name]
-    close = difflib.get_close_matches(str(name), registered, n=3, cutoff=0.7)
+    known = [*others, *registered]
+    close = difflib.get_close_matches(str(name), known, n=3, cutoff=0.7)
     if str(name) in ENGINE_WORDS:
         hint = (
             f"{name!r} is an engine. Leave it out, and the fastest engine is chosen, or pass it to attnorm.attention: "
@@ -233,7 +234,7 @@ def entry_of(name: str) -> NormalizerEntry:
     elif close:
         hint = f"did you mean {' or '.join(map(repr, close))}?"
     else:
-        hint = f"known are {', '.join(sorted(registered))}"
+        hint = f"known are {', '.join(sorted(known))}"
     raise ValueError(f"unknown normalizer {name!r}; {hint}")
 
 
