@@ -225,11 +225,27 @@ def test_a_damaged_record_is_named_and_replaced_by_fresh(toy: Toy, tmp_path: Pat
     assert toy.runs == 2
 
 
+@pytest.mark.parametrize("name", ["notes.txt", "mine.png", "more"])
+@pytest.mark.parametrize("change", [{}, {"seed": 1}], ids=str)
+def test_files_of_someone_else_among_the_results_are_kept(
+    name: str, change: dict[str, int], toy: Toy, tmp_path: Path
+) -> None:
+    reproduce(["toy"], SUBJECT, tmp_path)
+    foreign = tmp_path / "toy" / name
+    foreign.mkdir() if name == "more" else foreign.write_text("mine")
+    with pytest.raises(ValueError, match=rf"{foreign.name}.*--out"):
+        reproduce(["toy"], replace(SUBJECT, **change), tmp_path, fresh=True)
+    assert foreign.exists()
+    assert toy.runs == 1
+
+
 def test_a_folder_of_someone_else_is_not_taken(toy: Toy, tmp_path: Path) -> None:
     (tmp_path / "toy").mkdir()
     (tmp_path / "toy" / "thesis.txt").write_text("mine")
     with pytest.raises(ValueError, match=str(tmp_path / "toy")):
         reproduce(["toy"], SUBJECT, tmp_path)
+    with pytest.raises(ValueError, match=r"thesis\.txt"):
+        reproduce(["toy"], SUBJECT, tmp_path, fresh=True)
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=str(tmp_path / "file")):
         reproduce(["toy"], SUBJECT, tmp_path / "file")

@@ -31,6 +31,8 @@ from attnorm.run_folder import make_writable, read_record, require_folder, requi
 from attnorm.text import render_page
 
 OUTCOME = "outcome.json"
+VERDICT = "verdict.md"
+FIGURE_FILES, TABLE_FILES = (".svg", ".png", ".pdf"), (".csv", ".parquet")
 PARTS = "parts"
 INDEX = "index.html"
 # verdict -> its CSS class
@@ -74,9 +76,11 @@ def reproduce(
     require_folder(out)
     check_text_lengths(experiments, subject)
     identities = [_settings_of_run(experiment, subject) for experiment in experiments]
-    if not fresh:
-        for experiment, identity in zip(experiments, identities, strict=True):
+    for experiment, identity in zip(experiments, identities, strict=True):
+        if not fresh:
             _require_same_settings(out / experiment.name, identity)
+        if fresh or _find_finished(out / experiment.name, identity) is None:
+            _require_own_files(out / experiment.name)
     make_writable(out)  # before an experiment takes its time
     remove_abandoned(out)
     written = []
@@ -183,7 +187,7 @@ def _write(folder: Path, outcome: Outcome, record: dict[str, Any]) -> None:
         for name, table in outcome.tables.items():
             pa.csv.write_csv(table, draft / f"{name}.csv")
             pa.parquet.write_table(table, draft / f"{name}.parquet", compression="zstd")
-        (draft / "verdict.md").write_text(_verdict_page(record), encoding="utf-8")
+        (draft / VERDICT).write_text(_verdict_page(record), encoding="utf-8")
         text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False, default=_to_json)
         (draft / OUTCOME).write_text(text + "\n", encoding="utf-8")
 
@@ -238,6 +242,24 @@ def _require_same_settings(folder: Path, identity: Mapping[str, Any]) -> None:
         holds = f"{folder} holds {record.get('name', 'an experiment')} of other settings"
         remedy = "Choose another --out, or replace it with --fresh"
         require_same_run(identity, record["settings"], holds, remedy, _shorten)
+
+
+def _require_own_files(folder: Path) -> None:
+    """Raise ValueError if the folder, which new results replace, holds files that no experiment wrote."""
+    if not folder.exists():
+        return
+    try:
+        record = read_outcome(folder) or {}
+        names = [f"{name}{suffix}" for name in record.get("figures", ()) for suffix in FIGURE_FILES]
+        names += [f"{name}{suffix}" for name in record.get("tables", ()) for suffix in TABLE_FILES]
+    except ValueError:  # damaged: it does not name its files
+        names = [path.name for path in folder.iterdir() if path.suffix in (*FIGURE_FILES, *TABLE_FILES)]
+    foreign = sorted({path.name for path in folder.iterdir()} - {OUTCOME, VERDICT, *names})
+    if foreign:
+        raise ValueError(
+            f"{folder} holds {', '.join(foreign[:3])}{' and others' if len(foreign) > 3 else ''}, which new results "
+            "would delete. Choose another --out, or move them"
+        )
 
 
 def _shorten(value: Any) -> str:
