@@ -109,6 +109,19 @@ def test_a_merged_analysis_can_be_saved_and_read(analysis: Analysis, tmp_path: P
         analysis.save(tmp_path)
 
 
+def test_a_folder_that_cannot_be_created_is_named(analysis: Analysis, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match=r"file/run: .*another folder"):
+        analysis.save(tmp_path / "file" / "run")
+
+
+def test_a_manifest_of_another_program_is_named_in_few_words(analysis: Analysis, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"name": "app", "icons": []}')
+    with pytest.raises(FileExistsError, match=r"manifest\.json.*another folder") as refused:
+        analysis.save(tmp_path)
+    assert len(str(refused.value)) < len(str(tmp_path)) + 100
+
+
 def test_a_run_that_measured_less_is_named_by_what_it_lacks() -> None:
     core, full = (analyze(gpt2(layers=1), ids(16), metrics=groups) for groups in ("core", ("core", "vectors")))
     with pytest.raises(ValueError, match="vectors"):

@@ -123,7 +123,7 @@ def test_a_folder_with_another_run_is_refused_and_not_touched(
 
 def test_a_folder_of_something_else_is_refused_and_not_touched(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"name": "my web app", "icons": []}')
-    with pytest.raises(FileExistsError, match="another run"):
+    with pytest.raises(FileExistsError, match=r"manifest\.json of another program"):
         analyze(gpt2(layers=1), ids(64), out=tmp_path, **OPTIONS)
     (tmp_path / "manifest.json").unlink()
     (tmp_path / "heads.parquet").write_bytes(b"mine")

@@ -204,6 +204,7 @@ class Analysis:
         folder = Path(folder)
         reject_another_run(folder, self.manifest)
         with store.explained_when_full(folder):
+            store.make_folder(folder)
             store.write_run(folder, self.tables, self.manifest)
         return folder
 
@@ -272,7 +273,10 @@ def reject_another_run(folder: Path, manifest: Mapping[str, Any]) -> None:
                 f"{folder} holds {', '.join(foreign_files)} of another program. Choose another folder."
             )
         return
-    different = manifests.differences(store.read_json(folder / store.MANIFEST), manifest)
+    there = store.read_json(folder / store.MANIFEST)
+    if "schema" not in there:
+        raise FileExistsError(f"{folder} holds a {store.MANIFEST} of another program. Choose another folder.")
+    different = manifests.differences(there, manifest)
     if different:
         raise FileExistsError(
             f"{folder} holds another run ({'; '.join(different)}). Choose another folder. "

@@ -60,7 +60,8 @@ def make_folder(folder: Path) -> None:
     except OSError as error:
         if error.errno in _NO_SPACE:
             raise
-        raise OSError(error.errno, f"cannot create the output folder {folder}: {error.strerror}") from error
+        why = f"cannot create the output folder {folder}: {error.strerror}. Choose another folder."
+        raise type(error)(why) from error
 
 
 def write_run(folder: Path, tables: Mapping[str, pa.Table], manifest: Mapping[str, Any]) -> None:
