@@ -1,5 +1,6 @@
 """Figure 4: the largest sensitivity of the heads against temperature, in the paper's units."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +63,11 @@ def test_heads_above_a_quarter_refute_the_printed_bound_and_heads_below_do_not()
 
     assert judge_claims(with_norm(0.9))[1].verdict == "does not"
     assert judge_claims(with_norm(0.4))[1].verdict == "reproduces"
+
+
+def test_a_flat_curve_has_a_slope_without_a_sign_of_minus(found: Sensitivity) -> None:
+    flat = np.broadcast_to(0.1 - 1e-7 * found.temperatures, found.gain.shape)
+    assert "-0.00" not in " ".join(finding.ours for finding in judge_claims(replace(found, gain=flat)))
 
 
 def test_the_outcome_is_complete(tmp_path: Path, found: Sensitivity, monkeypatch: pytest.MonkeyPatch) -> None:

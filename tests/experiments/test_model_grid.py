@@ -181,6 +181,19 @@ def test_seeds_that_overlap_cost_no_loss_and_small_differences_beyond_the_seeds_
     assert [temperature.is_costly(records, "softmax", T) for T in losses] == [True, False, False]
 
 
+def test_one_seed_shows_no_cost_except_by_a_run_that_diverges() -> None:
+    losses = {0.05: None, 0.1: 4.3, 0.5: 4.0}
+    records = [tempered("softmax", T, loss) for T, loss in losses.items()]
+    assert [temperature.is_costly(records, "softmax", T) for T in losses] == [True, False, False]
+    assert temperature.findings(records[1:])[1].verdict == "not decided"
+
+
+def test_heads_without_a_null_do_not_count_as_not_above_it() -> None:
+    found = {"top_n": [5] * 4, "separability": [0.5, 0.5, math.nan, 0.5]}
+    record = {"top_n": {**found, "separability_null_high": [0.4, 0.6, 0.4, math.nan]}}
+    assert heads.share_above_null(record, 5) == 0.5
+
+
 def test_the_largest_gradient_is_that_of_the_whole_training_and_after_the_warmup() -> None:
     records = [tempered("softmax", 0.05, 4.0, seed) for seed in (0, 1)]
     records[1]["course"] = [[1, 5.0, None, 40.0], [20, 4.0, None, 3.0]]

@@ -37,6 +37,13 @@ def test_equal_rows_do_not_differ_and_a_single_seed_says_nothing() -> None:
     assert compare_with(base, {("a", "own"): base[:1]}, [16]) == {}
 
 
+@pytest.mark.parametrize("seeds", [2, 3, 6])
+def test_a_difference_that_is_equal_in_few_seeds_is_no_proof(seeds: int) -> None:
+    of = training()
+    base, other = ([record(of, 16, seed, "own", value) for seed in range(seeds)] for value in (0.5, 0.75))
+    assert compare_with(base, {("a", "own"): other}, [16])[("a", "own"), 16].p == 2 ** (1 - seeds)
+
+
 def test_the_correction_covers_the_rows_of_a_table_and_no_others() -> None:
     members = [
         found(training(label="softmax"), {"own": (90, 80), "hard": (90, 85)}),

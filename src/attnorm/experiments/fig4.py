@@ -133,8 +133,8 @@ def judge_claims(sensitivity: Sensitivity) -> tuple[ExperimentFinding, ...]:
         ExperimentFinding(
             claim="For T < 0.1 the curves follow the 1/T trend (section 3.3, Fig. 4)",
             ours="slopes of log g on log T for T <= 0.1: "
-            + ", ".join(f"{slope:+.2f} (eps = {eps:g})" for slope, eps in zip(slopes, EPSILONS, strict=False))
-            + f"; of the exact norm {slopes[-1]:+.2f}, at least {AT_THE_BOUND:.0%} of 1/(2T) at {int(at_bound.sum())} "
+            + ", ".join(f"{slope:+z.2f} (eps = {eps:g})" for slope, eps in zip(slopes, EPSILONS, strict=False))
+            + f"; of the exact norm {slopes[-1]:+z.2f}, at least {AT_THE_BOUND:.0%} of 1/(2T) at {int(at_bound.sum())} "
             f"of {len(at_bound)} such temperatures",
             verdict="reproduces" if all(follows) else "partly" if any(follows) or at_bound.mean() > 0.5 else "does not",
             why="1/T is a ceiling, reached only by rows with two nearly tied winners, and g cannot exceed sqrt(2)/eps; "

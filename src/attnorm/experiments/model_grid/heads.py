@@ -91,7 +91,8 @@ def share_above_null(record: Record, top_n: int = TOP_N) -> float:
     if not rows:
         return math.nan
     found, high = (_at_top_n(rows, column, top_n) for column in ("separability", "separability_null_high"))
-    return float(np.mean(found > high)) if len(found) else math.nan
+    known = ~np.isnan(found + high)
+    return float(np.mean(found[known] > high[known])) if known.any() else math.nan
 
 
 def union(record: Record, top_n: int = TOP_N) -> float:

@@ -123,14 +123,17 @@ def fixed_temperatures(records: Sequence[Record], map_: str) -> list[float]:
 
 
 def is_costly(records: Sequence[Record], map_: str, temperature: float) -> bool:
-    """Whether some run diverges, or every seed ends above every seed of the best fixed temperature of the map."""
+    """Whether some run diverges, or every seed ends above every seed of the best fixed temperature of the map.
+
+    One seed cannot show that: one of two runs always ends above the other.
+    """
     groups = {T: select_records(records, map=map_, temperature=str(T)) for T in fixed_temperatures(records, map_)}
     group = groups[temperature]
     finished = {T: values(runs, loss) for T, runs in groups.items() if values(runs, loss)}
     if any(record["diverged"] for record in group):
         return True
     best = min(finished.values(), key=fmean)
-    return min(finished[temperature]) > max(best)
+    return len(group) > 1 and min(finished[temperature]) > max(best)
 
 
 def findings(records: Sequence[Record]) -> tuple[ExperimentFinding, ...]:
@@ -169,7 +172,7 @@ def _judge_loss(records: Sequence[Record], map_: str) -> ExperimentFinding:
     low = [T for T in temperatures if T <= GUIDELINE]
     verdict: Verdict = "partly"
     if not any(T in bad for T in low):
-        verdict = "does not"
+        verdict = "does not" if len({record["seed"] for record in records}) > 1 else "not decided"
     elif all(T in bad for T in low) and not any(T > GUIDELINE for T in bad):
         verdict = "reproduces"
     return ExperimentFinding(

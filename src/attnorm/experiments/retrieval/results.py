@@ -199,8 +199,8 @@ def _p_value(differences: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float
         return 1.0
     from scipy.stats import ttest_rel
 
-    if np.ptp(differences) < 1e-12:  # equal in every seed: the test would divide by 0
-        return 0.0
+    if np.ptp(differences) < 1e-12:  # equal in every seed: the t-test would divide by 0, a sign test does not
+        return 2.0 ** (1 - len(differences))
     return float(ttest_rel(differences, np.zeros_like(differences)).pvalue)
 
 
