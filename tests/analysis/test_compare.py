@@ -1,12 +1,13 @@
 """Comparisons: head by head where shapes agree, by distribution where they do not, and honest about what differs."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
-from attnorm.analysis.compare import compare
+from attnorm.analysis.compare import compare, sides_of
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.verdicts.thresholds import VERDICTS, Thresholds
 from attnorm.files import finite
@@ -48,6 +49,18 @@ def test_counts_and_quartiles_are_over_heads() -> None:
     assert set(side.counts) == set(VERDICTS)
     low, middle, high = side.quartiles["entropy_ratio"] or (0, 0, 0)
     assert 0 <= low <= middle <= high <= 1
+
+
+def test_silent_heads_have_no_quartiles() -> None:
+    """Their numbers are those of rescaled weights, which the head does not use."""
+    run = made()
+    verdicts = pa.array(["silent"] * 3 + run.heads["verdict"].to_pylist()[3:])
+    heads = run.heads.set_column(run.heads.column_names.index("verdict"), "verdict", verdicts)
+    largest = pa.array([9.0] * 3 + run.heads["entropy_ratio"].to_pylist()[3:])
+    heads = heads.set_column(heads.column_names.index("entropy_ratio"), "entropy_ratio", largest)
+    (side,) = sides_of(replace(run, heads=heads))
+    assert side.counts["silent"] == 3
+    assert (side.quartiles["entropy_ratio"] or (9, 9, 9))[2] <= 1
 
 
 def test_models_of_other_shape_are_compared_by_distribution_and_that_is_said() -> None:

@@ -119,6 +119,7 @@ def _label_analyses(analyses: Mapping[str, Analysis]) -> dict[str, tuple[Analysi
 
 def _make_side(label: str, run: Analysis, normalizer: str | None, heads: Sequence[Row]) -> Side:
     counts = Counter(row["verdict"] for row in heads)
+    reading = [row for row in heads if row["verdict"] != "silent"]  # a silent head has numbers of rescaled weights
     return Side(
         label=label,
         normalizer=heads[0]["normalizer"] if heads else (normalizer or "model"),
@@ -126,7 +127,7 @@ def _make_side(label: str, run: Analysis, normalizer: str | None, heads: Sequenc
         longest=max((row["n_high"] or 0 for row in heads), default=0),
         heads=len(heads),
         counts={name: counts.get(name, 0) for name in VERDICTS},
-        quartiles={name: _quartiles([number(row, name) for row in heads]) for name in METRICS},
+        quartiles={name: _quartiles([number(row, name) for row in reading]) for name in METRICS},
     )
 
 
