@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jinja2 import Environment
 
+_RAISED = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 _NAMED = {"\n": "⏎", "\t": "⇥", "\r": "␍", "\x7f": "␡"}
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}  # controls, formats, surrogates, not assigned, separators
 
@@ -117,6 +118,12 @@ def _shown(character: str) -> str:
     if _is_hidden(character):
         return f"⟨U+{ord(character):04X}⟩"
     return character
+
+
+def power_of_ten(value: float) -> str:
+    """Format with two digits: 2.3 × 10¹⁸."""
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa.removesuffix('.0')} × 10{str(int(exponent)).translate(_RAISED)}"
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:

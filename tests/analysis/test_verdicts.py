@@ -10,8 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from attnorm.analysis.settings import groups
 from attnorm.analysis.verdicts import VERDICTS, ModelVerdict, Thresholds, judge_all, model_verdict, representative_rows
-from attnorm.analysis.verdicts.advice import advise
+from attnorm.analysis.verdicts.advice import _no_advice, advise
 from attnorm.analysis.verdicts.judge import Judgement, judge_head
 from attnorm.analysis.verdicts.reach import binding_length
 from attnorm.analysis.verdicts.rows import format_keys
@@ -263,7 +264,7 @@ def test_the_model_is_said_to_have_silent_heads_and_what_to_do() -> None:
     assert "less than 0.01" in sentence
     (advice,) = [one for one in model.advice if "ilent" in one.title]
     assert advice.heads == 2
-    assert "the start of sigmoid" in advice.text
+    assert "initial values of sigmoid" in advice.text
     assert model.rate is not None
     assert model.rate.heads == 6
 
@@ -544,6 +545,23 @@ def test_a_model_without_fault_is_told_so() -> None:
     assert [advice.title for advice in model.advice] == ["Nothing needs changing"]
 
 
+@pytest.mark.parametrize(
+    ("horizons", "reach"),
+    [
+        ([100.0, 300.0, 500.0], "a horizon of 300 keys or more"),
+        ([100.0, 300.0, math.inf, math.inf, math.inf], "an infinite horizon"),
+        ([100.0, 300.0, 2.3e18, math.inf], "a horizon of 2.3 × 10¹⁸ keys or more"),
+        ([math.inf, math.inf], None),
+        ([], None),
+    ],
+    ids=str,
+)
+def test_heads_with_an_infinite_horizon_count_among_the_half(horizons: list[float], reach: str | None) -> None:
+    text = _no_advice([{"horizon": horizon, "normalizer": "model"} for horizon in horizons], synthetic_manifest()).text
+    assert ("Half of the heads" in text) == (reach is not None)
+    assert reach is None or reach in text
+
+
 def test_the_binding_length_follows_the_growth_of_the_spread() -> None:
     """Spread 2 + 1.5 sqrt(log n) meets log n where sqrt(log n) = (1.5 + sqrt(1.5^2 + 8)) / 2."""
     curve = [{"n": float(n), "logit_spread": 2 + 1.5 * math.sqrt(math.log(n))} for n in (8, 16, 32, 64)]
@@ -665,7 +683,7 @@ def test_advice_without_numbers_gives_the_command_that_measures_them() -> None:
     assert advice.command is not None
     assert advice.command.startswith("attnorm analyze pretended/gpt --text 'war and peace.txt' --lengths 256,1024 ")
     assert " --normalizers model,ssmax,entmax15" in advice.command
-    assert " --rows all --metrics core,gradient,vectors,sensitivity,coverage" in advice.command
+    assert " --rows all --metrics all" in advice.command
 
 
 @pytest.mark.parametrize(
@@ -679,6 +697,8 @@ def test_advice_without_numbers_gives_the_command_that_measures_them() -> None:
             "--rows 16 --top-n 2,7 --vectors inputs --seed 3",
         ),
         ({}, {"metrics": ["core", "gradient", "vectors"]}, "--metrics core,gradient,vectors"),
+        ({}, {"metrics": [*groups("all")]}, "--metrics all"),
+        ({}, {"metrics": [*groups(("all", "circuits"))]}, "--metrics all,circuits"),
         ({}, {"windows": 3, "budget": 512, "bos": True}, "--windows 3 --budget 512 --bos"),
         ({}, {"windows": "auto", "bos": False}, "--no-bos"),
         ({}, {"rows": None, "top_n": None, "metrics": None}, ""),  # merged runs that disagree
@@ -795,7 +815,7 @@ def test_an_empty_analysis_has_a_verdict_too() -> None:
         (473352.3, "473,000"),
         (999_700.5, "1 million"),
         (27_232_100, "27.2 million"),
-        (2.1e15, "2e+15"),
+        (2.1e15, "2.1 × 10¹⁵"),
     ],
 )
 def test_lengths_are_told_as_people_say_them(count: float, words: str) -> None:

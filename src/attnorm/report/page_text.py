@@ -28,9 +28,9 @@ from attnorm.report.views import (
     default_choice,
     verdict_word,
 )
+from attnorm.text import power_of_ten
 
 MISSING = "–"
-_RAISED = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 
 
 def page_words(analysis: Analysis) -> dict[str, Any]:
@@ -234,8 +234,7 @@ def number(value: float | None) -> str:
         return "0"
     size = float(f"{abs(value):.2e}")
     if size >= 1e12 or size < 1e-4:
-        mantissa, exponent = f"{value:.1e}".split("e")
-        return _minus(f"{mantissa.removesuffix('.0')} × 10{str(int(exponent)).translate(_RAISED)}")
+        return _minus(power_of_ten(value))
     for large, word in ((1e9, "billion"), (1e6, "million")):
         if size >= large:
             return _minus(f"{_digits(value / large)} {word}")

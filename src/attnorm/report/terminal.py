@@ -289,7 +289,7 @@ def _quartiles(name: str, side: Side) -> str:
 
 
 def number_words(name: str, value: float) -> str:
-    return format_keys(value) if BY_NAME[name].unit == "keys" else f"{round(value, 2) + 0.0:.2f}"  # no -0.00
+    return format_keys(value) if BY_NAME[name].unit == "keys" else f"{value:z.2f}"
 
 
 def _changes(first: Side, label: str, changes: Sequence[Change], changed: int) -> RenderableType:

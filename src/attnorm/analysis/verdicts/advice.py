@@ -6,7 +6,7 @@ that measures them. A what-if uses the model's present logits; training with ano
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from statistics import median
+from statistics import median, median_high
 from typing import Any
 
 from attnorm.analysis.manifest import input_word
@@ -245,8 +245,9 @@ def _unselective_heads(rows: Rows, verdicts: Sequence[str]) -> list[Row]:
 def _no_advice(model_heads: Rows, manifest: Mapping[str, Any]) -> Advice:
     thresholds = thresholds_of(manifest.get("thresholds", {}))
     judged = [value for row in model_heads if (value := judged_horizon(row, thresholds)) is not None]
-    horizons = [value for value in judged if value < BEYOND_NUMBERS]
-    room = f" Half of the heads have a horizon of {format_keys(median(horizons))} keys or more." if horizons else ""
+    half = median_high(judged) if judged else BEYOND_NUMBERS
+    reach = f"a horizon of {format_keys(half)} keys or more" if half < BEYOND_NUMBERS else "an infinite horizon"
+    room = f" Half of the heads have {reach}." if min(judged, default=half) < BEYOND_NUMBERS else ""
     if (instead := stand_in(model_heads, manifest)) is not None:
         own, measured = own_normalizer(manifest), manifest.get("settings", {}).get("normalizers") or [instead]
         return Advice(

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from attnorm.analysis.settings import BUDGET, DEFAULT_TEXTS, USUAL_GROUPS, groups
+from attnorm.analysis.settings import BUDGET, DEFAULT_TEXTS, GROUPS, USUAL_GROUPS, groups
 from attnorm.analysis.verdicts.rows import Row, number
 from attnorm.analysis.verdicts.rules import judged_suffix
 from attnorm.analysis.verdicts.thresholds import DIFFERS, DISPERSED, VERDICTS, Thresholds, thresholds_of
@@ -80,6 +80,7 @@ def repeat_command(manifest: Mapping[str, Any], **changes: Any) -> str:
     options = {
         "lengths": [length for length in settings.get("lengths") or [] if length],
         **{name: settings.get(name) for name in USUAL},
+        "metrics": _as_typed(settings.get("metrics")),
         "tokenizer": model.get("tokenizer"),
         "dtype": None if on_cpu and model.get("dtype") == "float32" else model.get("dtype"),
     }
@@ -92,6 +93,13 @@ def repeat_command(manifest: Mapping[str, Any], **changes: Any) -> str:
     for name, (threshold, _) in judged_by.differences(Thresholds()).items():
         words += ["--threshold", f"{name}={threshold:g}"]
     return shlex.join(words)
+
+
+def _as_typed(metrics: Sequence[str] | None) -> Sequence[str] | None:
+    """Return "all" in place of the groups that it stands for."""
+    if not metrics or not set(GROUPS) <= set(metrics):
+        return metrics
+    return ["all", *(name for name in metrics if name not in GROUPS)]
 
 
 def compare_medians(change: str, quantity: str, metric: str, pairs: Iterable[tuple[Row, Row]]) -> list[WhatIf]:
