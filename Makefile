@@ -5,6 +5,7 @@
 #   make format    let ruff rewrite what it can
 #   make nightly   the checks too long for every commit: every normalizer compiled, random examples,
 #                  kills, annotations checked in every call, and a sample of mutants of the code
+#   make test-gpu  the tests that run on a GPU where there is one
 #   make docs      the documentation as a site: open site/index.html, no server or network needed
 #   make bench     speed and memory against what one would use instead
 # Variables: PYTHON (3.11 or newer), WORKERS (parallel test processes), ARGS (more arguments for pytest or bench).
@@ -15,6 +16,7 @@ ARGS ?=
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+GPU_TESTS = $(shell grep -rlE --include='test_*.py' '\bDEVICE\b|cuda\.is_available' tests)
 LINT = $(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy && $(BIN)/lint-imports --no-logo
 NOT_COMPILED := tests?|testing|transformers/models|pip|debugpy|onnxruntime|onnxscript|IPython|jedi|prompt_toolkit|mypyc?|pygments/lexers|ray|aiohttp|grpc|ipykernel|jupyter_client|parso|pymdownx|sympy/physics|torchgen|tornado|traitlets|watchdog|wcwidth|werkzeug|ziamath|zmq
 
@@ -23,7 +25,7 @@ export PIP_NO_INPUT := 1
 # Some containers set it. Without cached bytecode every test process compiles the package and rewrites the tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test lint format demo docs nightly bench clean
+.PHONY: test test-gpu lint format demo docs nightly bench clean
 
 # mypy takes one core for half a minute: beside the tests, not before them. Their output waits in the pipe until lint has
 # ended, so the last line is pytest's.
@@ -32,6 +34,10 @@ test: $(INSTALLED)
 	@set -o pipefail; [ -t 1 ] && color=yes || color=no; \
 	$(BIN)/pytest -n $(WORKERS) --color $$color $(ARGS) 2>&1 | { ($(LINT)) </dev/null; lint=$$?; cat; \
 	[ $$lint = 0 ] || echo "lint failed: see the lines before the tests" >&2; exit $$lint; }
+
+# -v names each test at once, also if a time limit ends the run.
+test-gpu: $(INSTALLED)
+	$(BIN)/pytest -v $(GPU_TESTS) $(ARGS)
 
 lint: $(INSTALLED)
 	$(LINT)
