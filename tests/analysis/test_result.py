@@ -186,7 +186,7 @@ def test_thresholds_can_be_changed_without_measuring(analysis: Analysis) -> None
     assert judged.thresholds.sink_dominated == 0.0
     assert judged.manifest["thresholds"]["sink_dominated"] == 0.0
     assert judged.manifest["first_thresholds"] == Thresholds().as_dict()
-    assert any("made again from the saved numbers" in one for one in judged.verdict.sentences)
+    assert any("recomputed from the saved numbers" in one for one in judged.verdict.sentences)
     twice = judged.judged(Thresholds(sink_dominated=1.0))
     assert twice.manifest["first_thresholds"] == Thresholds().as_dict(), (
         "those of the measurement, not of the last time"

@@ -98,7 +98,7 @@ def test_saved_numbers_are_judged_again_and_the_page_says_so(folder: Path, tmp_p
     text = page.read_text(encoding="utf-8")
     assert "Judged by thresholds other than the default: sink_dominated 1 (default 0.5)." in text
     assert (
-        "The verdicts were made again from the saved numbers; when these were measured, sink_dominated was 0.5." in text
+        "The verdicts were recomputed from the saved numbers; when these were measured, sink_dominated was 0.5." in text
     )
     assert "1 (default 0.5)" in text.partition("<h3>Manifest</h3>")[2]
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before, "the run itself stays"

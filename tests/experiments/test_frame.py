@@ -284,13 +284,13 @@ def test_several_models_are_refused_by_what_takes_one(
 @pytest.mark.parametrize(
     ("names", "options", "message"),
     [
-        (["all"], {"only": ("softmax",)}, "gradients, guidelines .*--only.*softmax"),
-        (["fig2"], {"valid": (Path("v.txt"),)}, r"fig2 .*--valid.*v\.txt"),
-        (["fig2"], {"longest": 16_384}, "fig2 .*--longest.*16,384.*dispersion"),
-        (["fig2", "dispersion"], {"longest": 16_384}, "fig2 .*--longest"),
+        (["all"], {"only": ("softmax",)}, "--only .*gradients, guidelines.*softmax"),
+        (["fig2"], {"valid": (Path("v.txt"),)}, r"--valid .*fig2.*v\.txt"),
+        (["fig2"], {"longest": 16_384}, "--longest .*fig2.*16,384.*dispersion"),
+        (["fig2", "dispersion"], {"longest": 16_384}, "--longest .*fig2"),
         (["dispersion"], {"longest": 4096}, "--quick.*--longest 4096"),
-        (["retrieval"], {"texts": (Path("a.txt"),)}, r"retrieval .*--text.*a\.txt"),
-        (["spread"], {"texts": (Path("a.txt"), Path("b.txt"))}, r"spread .*one text.*a\.txt, b\.txt"),
+        (["retrieval"], {"texts": (Path("a.txt"),)}, r"--text .*retrieval.*a\.txt"),
+        (["spread"], {"texts": (Path("a.txt"), Path("b.txt"))}, r"one text .*spread.*a\.txt, b\.txt"),
     ],
 )
 def test_an_option_that_would_be_ignored_is_refused_before_anything_is_written(

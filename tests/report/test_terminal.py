@@ -95,7 +95,7 @@ def test_what_ifs_are_shown_where_they_were_measured() -> None:
 def test_cautions_stand_apart_and_nothing_that_stays_zero_is_told() -> None:
     text = " ".join(shown(analysis_summary(made(normalizers=("model", "ssmax", "entmax15")))).split())
     tried, expected = text.index("What to try"), text.index("What not to expect")
-    assert tried < text.index("sparse normalizer") < expected < text.index("A lower temperature is no way out")
+    assert tried < text.index("sparse normalizer") < expected < text.index("A lower temperature does not help")
     assert " 0 -> 0" not in text
 
 

@@ -156,8 +156,8 @@ def check_options(names: Sequence[str], options: Mapping[str, Sequence[str]]) ->
         none = [name for name in names if option not in EXPERIMENTS[name].takes]
         if none:
             raise ValueError(
-                f"{_takes(none)} no {option}, and {', '.join(values)} was given: leave it out; it is for "
-                f"{', '.join(_experiments_with(option))}, run without the others"
+                f"expected no {option} with {', '.join(none)}, got {', '.join(values)}. Leave it out, or run only "
+                f"{' or '.join(_experiments_with(option))}, which accept it"
             )
         if len(values) == 1:
             continue
@@ -166,13 +166,9 @@ def check_options(names: Sequence[str], options: Mapping[str, Sequence[str]]) ->
             noun = NOUNS.get(option, option)
             several = [name for name in _experiments_with(option) if EXPERIMENTS[name].takes[option] is None]
             raise ValueError(
-                f"{_takes(single)} one {noun} at a time, and {', '.join(values)} were given; run once for each, with "
-                f"an --out of its own. Several are taken by {', '.join(several)}"
+                f"expected one {noun} with {', '.join(single)}, got {', '.join(values)}. Run once for each, with an "
+                f"--out of its own. Several are accepted by {', '.join(several)}"
             )
-
-
-def _takes(names: Sequence[str]) -> str:
-    return f"{', '.join(names)} {'takes' if len(names) == 1 else 'take'}"
 
 
 def _experiments_with(option: str) -> list[str]:

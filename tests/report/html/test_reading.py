@@ -78,7 +78,7 @@ def test_the_theme_follows_the_system_until_the_reader_chooses(open_report: Open
     ground = "getComputedStyle(document.body).backgroundColor"
     dark = page.evaluate(ground)
     button = page.locator("#theme")
-    expect(button).to_have_attribute("aria-label", "Switch to light colours")
+    expect(button).to_have_attribute("aria-label", "Switch to light colors")
     button.click()
     light = page.evaluate(ground)
     assert light != dark

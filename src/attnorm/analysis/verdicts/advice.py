@@ -106,7 +106,7 @@ def _more_heads(model_heads: Rows, coverage: Rows, manifest: Mapping[str, Any]) 
     unselective_heads = _unselective_heads(model_heads, ("dispersed-forced",))
     if not unselective_heads:
         return None
-    title = "Broader heads are no way out: more heads reach further"
+    title = "Broader heads do not help: more heads cover more keys"
     layers = {_layer_key(row) for row in unselective_heads}
     names = ("per_head", "union", "independent")
     layer_rows = [
@@ -154,7 +154,7 @@ def _temperature(model_heads: Rows, sensitivity: Rows, manifest: Mapping[str, An
     unselective_heads = _unselective_heads(model_heads, (*DISPERSED, "sensitive"))
     if not unselective_heads:
         return None
-    title = "A lower temperature is no way out"
+    title = "A lower temperature does not help"
     bounded = any(number(row, "horizon") is not None for row in unselective_heads)
     measured = [row for row in _same_heads(sensitivity, unselective_heads) if number(row, "jacobian_norm") is not None]
     lower = max((row["temperature"] for row in measured if row["temperature"] < 1), default=None)

@@ -290,7 +290,7 @@ def threshold_sentences(thresholds: Thresholds, manifest: Mapping[str, Any]) -> 
     first = manifest.get("first_thresholds")
     if again := thresholds.differences(thresholds_of(first)) if first is not None else {}:
         changes = ", ".join(f"{name} was {value:g}" for name, (_, value) in again.items())
-        sentences.append(f"The verdicts were made again from the saved numbers; when these were measured, {changes}.")
+        sentences.append(f"The verdicts were recomputed from the saved numbers; when these were measured, {changes}.")
     return sentences
 
 
@@ -316,7 +316,8 @@ def caveats(heads: Sequence[Row], changing: int, manifest: Mapping[str, Any]) ->
             f"{min(rows)} row{'s' * (max(rows) > 1)}" if min(rows) == max(rows) else f"{min(rows)} to {max(rows)} rows"
         )
         larger = "a larger image" if word == "image" else "a longer text"
-        sentences.append(f"Verdicts rest on {few} per head; {larger if all_rows else '--rows all'} is surer.")
+        remedy = larger if all_rows else "--rows all"
+        sentences.append(f"Verdicts rest on {few} per head; {remedy} makes them more reliable.")
     missing = Counter(
         reason
         for row in heads

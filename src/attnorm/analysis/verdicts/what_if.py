@@ -191,7 +191,7 @@ def _caution(
             [
                 (
                     f"On the logits of {count_words(len(dispersed), 'dispersed head')} {names} gives no sharper "
-                    f"weights{than} at this length: without training it is no cure."
+                    f"weights{than} at this length: without training it does not help."
                 ),
                 *factors,
             ]

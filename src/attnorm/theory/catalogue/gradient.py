@@ -270,7 +270,7 @@ CLAIMS = [
     claim(
         id="entmax-constant",
         proof=WORST,
-        source="a tempting generalisation of 1/(2T)",
+        source="a plausible generalization of 1/(2T)",
         form="added",
         statement="||J|| <= 2^(alpha-2)/T for alpha-entmax",
         domain="1 < alpha < 2",

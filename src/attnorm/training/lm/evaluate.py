@@ -5,7 +5,7 @@ At any length every token of the text except the first is predicted exactly once
 means over the same tokens; only the visible context differs.
 
 Baselines: unigram p(b) = (c(b) + 1) / (sum c + V), and a bigram interpolated with it, p(b | a) = (c(a, b) + k p(b)) /
-(c(a) + k). k is the best of a few values *on the validation text itself*: the comparison favours the baseline.
+(c(a) + k). k is the best of a few values *on the validation text itself*: the comparison favors the baseline.
 """
 
 from collections.abc import Callable, Iterator, Sequence

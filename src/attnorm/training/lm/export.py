@@ -284,7 +284,7 @@ Every token except the first of a held-out text ({validation["tokens"]:,} tokens
 {validation["bytes"]:,} bytes), in adjacent windows: on average half a window is visible. Weights as saved, \
 computed in float32. The counts come from the training text; the bigram is interpolated with the unigram, with the \
 strength ({validation["bigram"]["strength"]:g}) that does best on the validation text itself, so the comparison \
-favours it.{_length_table(validation)}{rise}"""
+favors it.{_length_table(validation)}{rise}"""
 
 
 def _length_table(validation: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ function drawControls() {
   const options = [...metrics.values()].map((metric) => h("option", { value: metric.name }, metric.label));
   const colourBy = h("select", { id: "choose-metric" }, options);
   colourBy.addEventListener("change", () => change({ metric: colourBy.value }, "metric"));
-  form.replaceChildren(h("label", { for: "choose-metric" }, "Colour by", colourBy));
+  form.replaceChildren(h("label", { for: "choose-metric" }, "Color by", colourBy));
   for (const field of KEY) {
     const values = choicesOf(field);
     if (values.length < 2) {
@@ -71,7 +71,7 @@ function startTheme() {
   const dark = () => (root.dataset.theme ? root.dataset.theme === "dark" : system.matches);
   const label = () => {
     button.textContent = dark() ? "Light" : "Dark";
-    button.setAttribute("aria-label", `Switch to ${dark() ? "light" : "dark"} colours`);
+    button.setAttribute("aria-label", `Switch to ${dark() ? "light" : "dark"} colors`);
   };
   button.addEventListener("click", () => {
     root.dataset.theme = dark() ? "light" : "dark";
