@@ -52,9 +52,9 @@ def test_a_report_of_gpt2_size_stays_small() -> None:
 
 
 def test_a_note_starts_with_a_capital_but_a_file_name_keeps_its_letters() -> None:
-    notes = ["distances come from 16 rows", "'/work/book.txt' has 99 tokens"]
+    notes = ["distances come from 16 rows", "'/books/book.txt' has 99 tokens"]
     analysis = replace(sample(), manifest={**sample().manifest, "notes": notes})
-    assert page_words(analysis)["notes"] == ["Distances come from 16 rows.", "'/work/book.txt' has 99 tokens."]
+    assert page_words(analysis)["notes"] == ["Distances come from 16 rows.", "'/books/book.txt' has 99 tokens."]
     styles = [text for tag, text in Parsed(report.render(analysis)).raw if tag == "style"]
     assert "text-transform: uppercase" not in "".join(re.findall(r"\.notes[^}]*}", "".join(styles)))
 
