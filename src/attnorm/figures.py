@@ -43,6 +43,9 @@ MODELS: tuple[dict[str, Any], ...] = (
     {"color": "#b0305c", "linestyle": (0, (3, 1, 1, 1, 1, 1)), "marker": "X", "markersize": 4.5, "linewidth": 1.6},
 )
 BARE = {"marker": None}  # a line without markers
+# Lines that mark a value.
+DASHED: dict[str, Any] = {"color": PALE, "linewidth": 0.8, "linestyle": (0, (4, 3))}
+DOTTED: dict[str, Any] = {"color": INK, "linewidth": 0.9, "linestyle": (0, (1, 2))}
 
 
 @contextmanager
@@ -77,6 +80,12 @@ def tidy(axes: Axes, *, grid: bool = True) -> None:
 def letter(axes: Axes, which: str, title: str) -> None:
     """Write the panel's letter and title above it on the left."""
     axes.set_title(f"({which})  {title}", loc="left")
+
+
+def panel(axes: Axes, which: str, title: str, *, grid: bool = True) -> None:
+    """Make the axes a panel of the figure: letter and title, no box, a pale grid."""
+    letter(axes, which, title)
+    tidy(axes, grid=grid)
 
 
 def note(figure: Figure, text: str) -> None:

@@ -36,7 +36,7 @@ from attnorm.experiments.experiment import (
     Outcome,
     ProgressCallback,
 )
-from attnorm.figures import INK, letter, note, tidy
+from attnorm.figures import INK, letter, note, panel
 from attnorm.files import atomic_replace
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import BY_NAME
@@ -308,7 +308,7 @@ EXPERIMENT = Experiment(
 
 
 def figure(shares: Floats, table: pa.Table, about: str) -> Figure:
-    drawing = Figure(figsize=(8.8, 4.2), facecolor="white")
+    drawing = Figure(figsize=(8.8, 4.2))
     left, right = drawing.subplots(
         1, 2, gridspec_kw={"left": 0.07, "right": 0.98, "top": 0.9, "bottom": 0.17, "wspace": 0.3}
     )
@@ -317,8 +317,7 @@ def figure(shares: Floats, table: pa.Table, about: str) -> Figure:
     left.plot(
         head, layer, marker="s", markersize=13, markerfacecolor="none", markeredgecolor="#d9731a", markeredgewidth=2
     )
-    left.set_xlabel("head")
-    left.set_ylabel("layer")
+    left.set(xlabel="head", ylabel="layer")
     drawing.colorbar(image, ax=left, label="share of right atoms")
     letter(left, "a", "Square: the authors' head")
     rows = table.to_pylist()
@@ -329,10 +328,7 @@ def figure(shares: Floats, table: pa.Table, about: str) -> Figure:
             markersize=8 if is_authors_head else 4, linestyle="none",
             color="#d9731a" if is_authors_head else INK, alpha=1 if is_authors_head else 0.6,
         )  # fmt: skip
-    right.set_xlabel("largest weight of the median row, from analyze")
-    right.set_ylabel("share of right atoms")
-    right.set_ylim(0, 1.03)
-    letter(right, "b", "Sharp heads and right heads")
-    tidy(right)
+    right.set(xlabel="largest weight of the median row, from analyze", ylabel="share of right atoms", ylim=(0, 1.03))
+    panel(right, "b", "Sharp heads and right heads")
     note(drawing, about)
     return drawing

@@ -30,7 +30,7 @@ from attnorm.experiments.experiment import (
     ProgressCallback,
     Verdict,
 )
-from attnorm.figures import CORRECTED, INK, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
+from attnorm.figures import CORRECTED, DASHED, INK, MEASURED, NULL, PALE, PRINTED, note, panel
 from attnorm.files import atomic_replace
 from attnorm.models.describe import longest_context
 
@@ -325,7 +325,7 @@ def _count_sharp(heads: Sequence[NamedHead], index: int) -> str:
 
 
 def figure(heads: Sequence[NamedHead], about: str, limit: ModelLimit) -> Figure:
-    drawing = Figure(figsize=(8.8, 6.6), facecolor="white")
+    drawing = Figure(figsize=(8.8, 6.6))
     panels = drawing.subplots(2, 2, gridspec_kw=ROOM)
     _draw_weights(panels[0, 0], heads)
     _draw_gaps(panels[0, 1], heads)
@@ -354,10 +354,10 @@ def _draw_weights(axes: Axes, heads: Sequence[NamedHead]) -> None:
             axes.plot(head.n, head.weights["model"], color=LOOKS[name]["color"], linewidth=0.7, alpha=0.35)
         middle = np.median([head.weights["model"] for head in members], axis=0)
         axes.plot(members[0].n, middle, **LOOKS[name], label=f"{WORDS[name]}, median of {len(members)}")
-    axes.axhline(0.5, color=PALE, linewidth=0.8, linestyle=(0, (4, 3)))
+    axes.axhline(0.5, **DASHED)
     _format_share_axis(axes, "weight on the right key")
     _format_key_axis(axes)
-    letter(axes, "a", "As the model runs; dashed: sharp")
+    panel(axes, "a", "As the model runs; dashed: sharp")
     axes.legend(loc="upper left", fontsize=7, ncols=2) if heads else None
 
 
@@ -374,7 +374,7 @@ def _draw_gaps(axes: Axes, heads: Sequence[NamedHead]) -> None:
         axes.set_ylim(top=axes.get_ylim()[1] + 2)
     axes.set_ylabel("gap of the right key, nats")
     _format_key_axis(axes)
-    letter(axes, "b", "A constant gap falls below the dashed line")
+    panel(axes, "b", "A constant gap falls below the dashed line")
 
 
 def _draw_sharp_shares(axes: Axes, heads: Sequence[NamedHead]) -> None:
@@ -384,7 +384,7 @@ def _draw_sharp_shares(axes: Axes, heads: Sequence[NamedHead]) -> None:
         axes.plot(heads[0].n, sharp, **WHAT_IF_LOOKS.get(name, NULL), label=_label(name))
     _format_share_axis(axes, "share of these heads that are sharp")
     _format_key_axis(axes)
-    letter(axes, "c", "Other normalizers on the same logits")
+    panel(axes, "c", "Other normalizers on the same logits")
     axes.legend(loc="upper left", fontsize=7, ncols=3) if names else None
 
 
@@ -394,14 +394,14 @@ def _draw_kept_weights(axes: Axes, heads: Sequence[NamedHead]) -> None:
         first, last = ([head.weights["model"][index] for head in members] for index in (0, -1))
         axes.plot(first, last, **{**look, "markersize": 5}, linestyle="none", label=WORDS[name])
     axes.plot([0, 1], [0, 1], color=PALE, linewidth=0.8)
-    axes.axhline(0.5, color=PALE, linewidth=0.8, linestyle=(0, (4, 3)))
-    axes.set_xlim(0, 1.02)
-    axes.set_ylim(0, 1.02)
-    axes.set_xlabel(f"weight on the right key, {heads[0].n[0]:.0f} keys" if heads else "weight, shortest length")
-    axes.set_ylabel(f"... and at {heads[0].n[-1]:,.0f} keys" if heads else "weight, longest length")
-    letter(axes, "d", "Below the diagonal: lost with length")
+    axes.axhline(0.5, **DASHED)
+    axes.set(xlim=(0, 1.02), ylim=(0, 1.02))
+    axes.set(
+        xlabel=f"weight on the right key, {heads[0].n[0]:.0f} keys" if heads else "weight, shortest length",
+        ylabel=f"... and at {heads[0].n[-1]:,.0f} keys" if heads else "weight, longest length",
+    )
+    panel(axes, "d", "Below the diagonal: lost with length")
     axes.legend(loc="upper left", fontsize=7) if heads else None
-    tidy(axes)
 
 
 def _label(name: str) -> str:
@@ -410,15 +410,13 @@ def _label(name: str) -> str:
 
 def _format_share_axis(axes: Axes, label: str) -> None:
     axes.set_ylim(0, 1.25)  # the legend stands above 1
-    axes.set_yticks(np.linspace(0, 1, 6))
-    axes.set_ylabel(label)
+    axes.set(yticks=np.linspace(0, 1, 6), ylabel=label)
 
 
 def _format_key_axis(axes: Axes) -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel("visible keys n")
-    tidy(axes)
 
 
 EXPERIMENT = Experiment(

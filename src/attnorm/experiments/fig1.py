@@ -211,7 +211,7 @@ EXPERIMENT = Experiment(
 
 
 def figure(scenes: tuple[Scene, ...], top_n: int, setting: str) -> Figure:
-    drawn = Figure(figsize=(10.2, 3.35 * len(scenes) + 0.65), facecolor="white")
+    drawn = Figure(figsize=(10.2, 3.35 * len(scenes) + 0.65))
     rows = drawn.subplots(
         len(scenes), 3, squeeze=False,
         gridspec_kw={"left": 0.09, "right": 0.99, "top": 0.9, "bottom": 0.1, "wspace": 0.24, "hspace": 0.36},
@@ -269,7 +269,6 @@ def _draw_points(axes: Axes, scene: Scene, radii: Floats, angles: Floats, centre
 
 def _set_frame(axes: Axes, half: float, centre: tuple[float, float]) -> None:
     axes.set_aspect("equal")
-    axes.set_xlim(centre[0] - half, centre[0] + half)
-    axes.set_ylim(centre[1] - half, centre[1] + half)
+    axes.set(xlim=(centre[0] - half, centre[0] + half), ylim=(centre[1] - half, centre[1] + half))
     axes.locator_params(nbins=4)
     axes.tick_params(labelsize=7)

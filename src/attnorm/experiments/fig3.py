@@ -30,7 +30,7 @@ from attnorm.experiments.experiment import (
     Verdict,
 )
 from attnorm.experiments.model_runs import LastRows, last_rows
-from attnorm.figures import CORRECTED, INK, NULL, PALE, PRINTED, letter, note, tidy
+from attnorm.figures import CORRECTED, INK, NULL, PALE, PRINTED, note, panel
 from attnorm.theory.geometry import (
     minimum_separation,
     nearest_outsider,
@@ -360,14 +360,14 @@ def _describe_curve(separabilities: Separabilities) -> str:
 
 
 def figure(sphere: Separabilities, raw: Separabilities, setting: str) -> Figure:
-    drawn = Figure(figsize=(11.4, 4.6), facecolor="white")
+    drawn = Figure(figsize=(11.4, 4.6))
     left, right = drawn.subplots(
         1, 2, sharey=True, gridspec_kw={"wspace": 0.06, "left": 0.055, "right": 0.99, "top": 0.79, "bottom": 0.14}
     )
     _draw_panel(left, sphere)
-    letter(left, "a", "vectors on the sphere, as in the paper")
+    panel(left, "a", "vectors on the sphere, as in the paper")
     _draw_panel(right, raw)
-    letter(right, "b", "vectors as they are")
+    panel(right, "b", "vectors as they are")
     left.set_ylabel("distinguishable share $N_s / N$")
     handles, labels = left.get_legend_handles_labels()
     drawn.legend(handles, labels, loc="upper left", bbox_to_anchor=(0.05, 0.995), ncols=3)
@@ -413,9 +413,6 @@ def _draw_panel(axes: Axes, separabilities: Separabilities) -> None:
         text = f"printed lower bound, off the scale: {outside}"
         axes.text(0.99, 0.015, text, transform=axes.transAxes, fontsize=7.5, color=PRINTED["color"], ha="right")
     axes.axhline(0, color=PALE, linewidth=0.6)
-    axes.set_ylim(LOWEST, 1.06)
-    axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    axes.set(ylim=(LOWEST, 1.06), yticks=[0, 0.2, 0.4, 0.6, 0.8, 1.0])
     axes.set_xticks(positions.tolist(), [str(N) for N in separabilities.top_n])
-    axes.set_xlim(-0.5, len(positions) - 0.5)
-    axes.set_xlabel("selected keys $N$")
-    tidy(axes)
+    axes.set(xlim=(-0.5, len(positions) - 0.5), xlabel="selected keys $N$")

@@ -26,7 +26,7 @@ from attnorm.experiments.experiment import (
     ProgressCallback,
 )
 from attnorm.experiments.model_runs import longest_rows, run_forward_pass
-from attnorm.figures import CORRECTED, INK, MEASURED, PALE, PRINTED, note, tidy
+from attnorm.figures import CORRECTED, DASHED, INK, MEASURED, PRINTED, note, tidy
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import MODEL
 from attnorm.metrics.sensitivity import measure_sensitivity
@@ -234,7 +234,7 @@ EXPERIMENT = Experiment(
 
 
 def figure(sensitivity: Sensitivity, about: str) -> Figure:
-    drawing = Figure(figsize=(6.6, 5.4), facecolor="white")
+    drawing = Figure(figsize=(6.6, 5.4))
     axes = drawing.add_axes((0.105, 0.14, 0.865, 0.725))
     T = sensitivity.temperatures
     bare = {"marker": None}
@@ -251,18 +251,15 @@ def figure(sensitivity: Sensitivity, about: str) -> Figure:
         if cap < corollary3_corrected(T[0]):
             axes.axhline(cap, color=colour, linewidth=0.8, linestyle=(0, (1, 2)))
             axes.text(T[-1], cap * 1.12, f"√2/ε, ε = {eps:g}", fontsize=7, ha="right", color=INK)
-    axes.axvline(sensitivity.trained_temperature, color=PALE, linewidth=0.8, linestyle=(0, (4, 3)))
+    axes.axvline(sensitivity.trained_temperature, **DASHED)
     axes.text(
         sensitivity.trained_temperature * 1.06, 0.985, "T = √d:\nas trained", fontsize=7, color=INK, va="top",
         transform=axes.get_xaxis_transform(),
     )  # fmt: skip
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlim(T[0] * 0.9, T[-1] * 1.12)
+    axes.set(xscale="log", yscale="log", xlim=(T[0] * 0.9, T[-1] * 1.12))
     drawn = np.concatenate([sensitivity.gain.max(1).ravel(), sensitivity.norm.max(0)])
-    axes.set_ylim(max(float(drawn[drawn > 0].min()) / 2, 1e-6), 1e3)
-    axes.set_xlabel("temperature T on the raw logits q·k")
-    axes.set_ylabel("change of the weights per change of the logits")
+    axes.set(ylim=(max(float(drawn[drawn > 0].min()) / 2, 1e-6), 1e3))
+    axes.set(xlabel="temperature T on the raw logits q·k", ylabel="change of the weights per change of the logits")
     drawing.legend(loc="upper left", bbox_to_anchor=(0.095, 0.995), fontsize=7.5, ncols=2)
     tidy(axes)
     note(drawing, about)

@@ -33,7 +33,7 @@ from attnorm.experiments.experiment import (
     combine_verdicts,
 )
 from attnorm.experiments.model_runs import longest_rows, run_forward_pass
-from attnorm.figures import CORRECTED, INK, MODELS, NULL, PALE, letter, note, tidy
+from attnorm.figures import BARE, CORRECTED, INK, MODELS, NULL, PALE, letter, note, panel, tidy
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import MODEL
 from attnorm.metrics.rows import measure_rows
@@ -369,7 +369,7 @@ class SpreadRow:
 def figure(all_spreads: Sequence[Spreads]) -> Figure:
     rows = len(PRINTED) + (len(READINGS) if len(all_spreads) == 1 else len(all_spreads))
     height = max(3.7, 1.3 + 0.48 * rows)
-    drawing = Figure(figsize=(11.4, height), facecolor="white")
+    drawing = Figure(figsize=(11.4, height))
     left, middle, right = drawing.subplots(
         1, 3, gridspec_kw={"left": 0.175, "right": 0.965, "top": 1 - 0.37 / height, "bottom": 0.7 / height,
                            "wspace": 0.3, "width_ratios": (1.15, 1, 1)},
@@ -423,12 +423,10 @@ def _draw_table(axes: Axes, all_spreads: Sequence[Spreads], styles: Sequence[dic
         axes.plot([row.mean], [index], color=colour, marker=row.style["marker"], markersize=5, markerfacecolor="white")
         axes.text(row.mean, index + 0.2, f"{row.mean:.2f} ± {row.std:.2f}", ha="center", fontsize=7.5)
     axes.set_yticks(range(len(rows)), [row.label for row in reversed(rows)], fontsize=7.5, parse_math=False)
-    axes.set_ylim(-0.5, len(rows) - 0.3)
-    axes.set_xscale("log")
+    axes.set(ylim=(-0.5, len(rows) - 0.3), xscale="log")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("logit spread over heads (nats), mean ± std")
-    letter(axes, "a", "The table: printed (pale) and ours")
-    tidy(axes)
+    panel(axes, "a", "The table: printed (pale) and ours")
 
 
 def _draw_growth(axes: Axes, all_spreads: Sequence[Spreads], styles: Sequence[dict[str, Any]]) -> None:
@@ -441,7 +439,7 @@ def _draw_growth(axes: Axes, all_spreads: Sequence[Spreads], styles: Sequence[di
         axes.plot(spreads.n, centre, **style, label=label)
         least, most = min(least, float(low.min())), max(most, float(high.max()))
     n = max((spreads.n for spreads in all_spreads), key=len)
-    axes.plot(n, np.log(n), **{**CORRECTED, "marker": None}, label="log n: below it the ceiling binds")
+    axes.plot(n, np.log(n), **{**CORRECTED, **BARE}, label="log n: below it the ceiling binds")
     axes.axhline(PRINTED["Gemma 2B"].mean, color=PALE, linestyle=(0, (4, 3)), linewidth=1, label="Gemma 2B as printed")
     axes.set_xscale("log", base=2)
     ticks = [tick for tick in LENGTH_TICKS if n[0] <= tick <= n[-1]]
@@ -454,9 +452,8 @@ def _draw_growth(axes: Axes, all_spreads: Sequence[Spreads], styles: Sequence[di
     axes.set_xlabel("visible keys n")
     shown = ": median, 10 to 90 %" if len(all_spreads) <= BANDS else ": median of the heads"
     axes.set_ylabel("logit spread (nats)" + (shown if len(all_spreads) > 1 else ""))
-    letter(axes, "b", "It grows with the context")
+    panel(axes, "b", "It grows with the context")
     axes.legend(loc="upper left", fontsize=7)
-    tidy(axes)
 
 
 def _draw_bound(axes: Axes, all_spreads: Sequence[Spreads], styles: Sequence[dict[str, Any]]) -> None:
@@ -485,13 +482,11 @@ def _draw_bound(axes: Axes, all_spreads: Sequence[Spreads], styles: Sequence[dic
         min(float(spreads.last[mask].min()) for spreads, _, mask in known) * 0.8,
         max(float(spreads.last[mask].max()) for spreads, _, mask in known) * 4,
     ]
-    axes.plot(ends, ends, **{**CORRECTED, "marker": None}, label="bound = spread")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("measured spread, last row (nats)")
-    axes.set_ylabel("bound of Proposition 3.1 (nats)")
-    axes.legend(loc="lower right", fontsize=7)
+    axes.plot(ends, ends, **{**CORRECTED, **BARE}, label="bound = spread")
+    axes.set(xscale="log", yscale="log")
+    axes.set(xlabel="measured spread, last row (nats)", ylabel="bound of Proposition 3.1 (nats)")
     tidy(axes)
+    axes.legend(loc="lower right", fontsize=7)
 
 
 def _short_name(name: str) -> str:

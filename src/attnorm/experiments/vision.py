@@ -30,7 +30,7 @@ from attnorm.experiments.experiment import (
     copied_records,
     without_verdicts,
 )
-from attnorm.figures import INK, PALE, letter, note, tidy
+from attnorm.figures import INK, PALE, note, panel
 from attnorm.files import append_jsonl, read_jsonl
 from attnorm.provenance import file_hash
 from attnorm.run_folder import lock, try_lock
@@ -350,8 +350,7 @@ def figure(records: Sequence[Record]) -> Figure:
     for index, (axes, title) in enumerate(
         zip(panels, ("accuracy, %", "training, images per second", "peak memory, GB"), strict=True)
     ):
-        letter(axes, "abc"[index], title)
-        tidy(axes)
+        panel(axes, "abc"[index], title)
         axes.xaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
         _draw(axes, groups, models, index)

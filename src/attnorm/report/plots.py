@@ -316,14 +316,12 @@ def _grid(heads: pa.Table, title: str, choice: Mapping[str, Any]) -> tuple[Figur
     figure = ShownFigure(figsize=(width, height), facecolor="white")
     across, down = cell * len(columns) / width, cell * len(layers) / height
     axes = figure.add_axes((LEFT / width, 1 - TOP / height - down, across, down))
-    axes.set_xlim(-0.5, len(columns) - 0.5)
-    axes.set_ylim(len(layers) - 0.5, -0.5)
+    axes.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(layers) - 0.5, -0.5))
     for values, ticks in ((columns, axes.set_xticks), (layers, axes.set_yticks)):
         tick_step = ceil_div(len(values), 24)
         ticks(range(0, len(values), tick_step), [str(value) for value in values[::tick_step]])
     axes.tick_params(length=0)
-    axes.set_xlabel("head")
-    axes.set_ylabel("layer")
+    axes.set(xlabel="head", ylabel="layer")
     for spine in axes.spines.values():
         spine.set_visible(False)
     axes.set_title(f"{title}\n{_describe_choice(choice)}", fontsize=8, loc="left")

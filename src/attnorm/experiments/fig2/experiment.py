@@ -40,7 +40,7 @@ from attnorm.experiments.fig2.measure import (
     over_grid,
 )
 from attnorm.experiments.model_runs import LastRows, join_layers, last_rows
-from attnorm.figures import CORRECTED, INK, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
+from attnorm.figures import CORRECTED, INK, MEASURED, NULL, PALE, PRINTED, note, panel
 from attnorm.metrics.vectors import Vectors
 
 PANEL_NS = (1, 5, 10, 20, 100)
@@ -190,7 +190,7 @@ BARS: dict[str, Any] = {"capsize": 2.5, "elinewidth": 0.9}
 
 def paper_figure(result: Result, setting: str) -> Figure:
     """(a) against L, (b) against N, (c) critical N."""
-    figure = Figure(figsize=(11.4, 3.9), facecolor="white")
+    figure = Figure(figsize=(11.4, 3.9))
     a, b, c = figure.subplots(
         1, 3, gridspec_kw={"wspace": 0.3, "left": 0.06, "right": 0.99, "top": 0.73, "bottom": 0.17}
     )
@@ -199,18 +199,17 @@ def paper_figure(result: Result, setting: str) -> Figure:
     a.set_xlabel("context length $L$ (tokens)")
     _log2_ticks(a, [point.length for point in result.by_length])
     a.set_ylabel(r"distance $\tilde{d}$ (median over heads)")
-    letter(a, "a", f"$N$ = {N}")
+    panel(a, "a", f"$N$ = {N}")
     _draw_distances(b, result.by_n, [point.top_n for point in result.by_n])
     ends = (*a.get_ylim(), *b.get_ylim())
     for axes in (a, b):  # the same distances: one scale
         axes.set_ylim(min(ends), max(ends))
-    b.set_ylabel(r"distance $\tilde{d}$ (median over heads)")
-    b.set_xlabel("selected keys $N$")
+    b.set(ylabel=r"distance $\tilde{d}$ (median over heads)", xlabel="selected keys $N$")
     b.set_xticks([point.top_n for point in result.by_n], [str(point.top_n) for point in result.by_n])
     b.set_xticks([], minor=True)
-    letter(b, "b", f"$L$ = {result.length}")
+    panel(b, "b", f"$L$ = {result.length}")
     _draw_critical(c, result)
-    letter(c, "c", "critical $N$")
+    panel(c, "c", "critical $N$")
     handles, labels = a.get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper left", bbox_to_anchor=(0.05, 0.995), ncols=3)
     handles, labels = c.get_legend_handles_labels()
@@ -231,7 +230,6 @@ def _draw_distances(axes: Axes, points: tuple[Point, ...], x: list[int]) -> None
     axes.plot(x, medians("measured"), label=r"measured distance $\tilde{d}$", **MEASURED)
     axes.fill_between(x, medians("lower"), medians("upper"), color=CORRECTED["color"], alpha=0.2, linewidth=0)
     axes.plot(x, medians("upper"), label="expectation, random set, corrected (band: its bounds)", **CORRECTED)
-    tidy(axes)
 
 
 def _draw_critical(axes: Axes, result: Result) -> None:
@@ -255,17 +253,15 @@ def _draw_critical(axes: Axes, result: Result) -> None:
             fit = {key: look[key] for key in ("color", "linestyle", "linewidth")}
             fit_lengths = lengths[np.isfinite(values)]  # the points of the fit
             axes.plot(fit_lengths, law.coefficient * fit_lengths**law.exponent, label=label_text, **fit)
-    axes.set_xlabel("context length $L$ (tokens)")
-    axes.set_ylabel("critical $N$ (KS test, level 0.01)")
+    axes.set(xlabel="context length $L$ (tokens)", ylabel="critical $N$ (KS test, level 0.01)")
     _log2_ticks(axes, [int(length) for length in lengths])
     axes.set_yticks([1, 10, 100, 1000], ["1", "10", "100", "1000"])
     axes.set_ylim(bottom=0.8)
-    tidy(axes)
 
 
 def why_figure(result: Result, setting: str) -> Figure:
     """(a) the two ratios that are the same, (b) the test's statistic, (c) fewer heads."""
-    figure = Figure(figsize=(11.4, 3.9), facecolor="white")
+    figure = Figure(figsize=(11.4, 3.9))
     a, b, c = figure.subplots(
         1, 3, gridspec_kw={"wspace": 0.3, "left": 0.06, "right": 0.99, "top": 0.9, "bottom": 0.17}
     )
@@ -282,8 +278,7 @@ def _draw_ratios(axes: Axes, distances: Distances, critical: float) -> None:
     column = distances.column(top_n)
     x = distances.output[:, column] / distances.context[:, column]
     y = distances.printed[:, column] / distances.measured[:, column]
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+    axes.set(xscale="log", yscale="log")
     ends = [min(x.min(), y.min()) * 0.9, max(x.max(), y.max()) * 1.1]
     axes.plot(ends, ends, color=PALE, linewidth=0.8, linestyle="--", label="equal")
     axes.plot(x, y, "o", markersize=3.2, color=PRINTED["color"], alpha=0.55, markeredgewidth=0,
@@ -291,11 +286,11 @@ def _draw_ratios(axes: Axes, distances: Distances, critical: float) -> None:
     y = distances.upper[:, column] / distances.measured[:, column]
     axes.plot(x, y, "s", markersize=3, color=CORRECTED["color"], alpha=0.55, markeredgewidth=0,
               label="corrected, upper end")  # fmt: skip
-    axes.set_xlabel(r"whole output over selected part, $\|\bar{x}\| / \|s\|$")
-    axes.set_ylabel("expectation over measured distance")
+    axes.set(
+        xlabel=r"whole output over selected part, $\|\bar{x}\| / \|s\|$", ylabel="expectation over measured distance"
+    )
+    panel(axes, "a", f"one point per head, $N$ = {top_n}")
     axes.legend(loc="upper left", handletextpad=0.3)
-    letter(axes, "a", f"one point per head, $N$ = {top_n}")
-    tidy(axes)
 
 
 def _draw_statistics(axes: Axes, result: Result) -> None:
@@ -316,14 +311,11 @@ def _draw_statistics(axes: Axes, result: Result) -> None:
         axes.plot(distances.grid, ks_statistic(first, second), label=label, markevery=6, **look)
     threshold: dict[str, Any] = {"color": INK, "linewidth": 0.9, "linestyle": (0, (1, 2))}
     axes.axhline(ks_threshold(distances.heads), label="distinguished above this line", **threshold)
-    axes.set_ylim(0, 1.45)
-    axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+    axes.set(ylim=(0, 1.45), yticks=[0, 0.25, 0.5, 0.75, 1])
     _log2_ticks(axes, [4**power for power in range(6) if 4**power <= distances.length])
-    axes.set_xlabel("selected keys $N$")
-    axes.set_ylabel("Kolmogorov-Smirnov statistic")
+    axes.set(xlabel="selected keys $N$", ylabel="Kolmogorov-Smirnov statistic")
+    panel(axes, "b", "what the test compares")
     axes.legend(loc="upper right", fontsize=7.5, labelspacing=0.25)
-    letter(axes, "b", "what the test compares")
-    tidy(axes)
 
 
 def _draw_fewer_heads(axes: Axes, result: Result) -> None:
@@ -341,12 +333,9 @@ def _draw_fewer_heads(axes: Axes, result: Result) -> None:
         axes.errorbar(sizes, values, yerr=spread, label=label, **look, **BARS)
     _log2_ticks(axes, sizes)
     axes.set_yticks([1, 10, 100, 1000], ["1", "10", "100", "1000"])
-    axes.set_ylim(0.8, 2500)
-    axes.set_xlabel("heads in the test (random subsets)")
-    axes.set_ylabel("critical $N$")
+    axes.set(ylim=(0.8, 2500), xlabel="heads in the test (random subsets)", ylabel="critical $N$")
+    panel(axes, "c", "against the number of heads")
     axes.legend(loc="center right")
-    letter(axes, "c", "against the number of heads")
-    tidy(axes)
 
 
 def _log2_ticks(axes: Axes, values: list[int]) -> None:

@@ -36,7 +36,7 @@ from attnorm.experiments.model_grid.grid import (
     share_beyond_horizon,
     table,
 )
-from attnorm.figures import CORRECTED, MEASURED, PRINTED, letter, note, tidy
+from attnorm.figures import CORRECTED, MEASURED, PRINTED, note, panel
 
 NORMALIZERS = ("softmax", "entmax15", "ssmax")
 HEADS = (4, 8, 16, 32)
@@ -199,10 +199,8 @@ def figure(records: Sequence[Record]) -> Figure:
                 axes.plot(counts, [mean(group, chance) for group in groups], **thin)
         axes.set_xscale("log", base=2)
         axes.set_xticks(counts, [str(count) for count in counts])
-        axes.set_xlabel("heads per layer")
-        axes.set_ylabel(label)
-        letter(axes, panel_letter, title)
-        tidy(axes)
+        axes.set(xlabel="heads per layer", ylabel=label)
+        panel(axes, panel_letter, title)
     panels[0].legend()
     note(
         drawn,

@@ -38,7 +38,7 @@ from attnorm.experiments.model_grid.grid import (
     values_of_heads,
     variance_shares,
 )
-from attnorm.figures import CORRECTED, MEASURED, NULL, PRINTED, letter, note, tidy
+from attnorm.figures import CORRECTED, MEASURED, NULL, PRINTED, note, panel
 
 NORMALIZERS = ("softmax", "ssmax", "entmax15")
 LONGER = (1, 2, 4, 8)
@@ -167,10 +167,8 @@ def figure(records: Sequence[Record], longer: Sequence[int]) -> Figure:
             axes.plot(longer, [mean(group, partial(loss_at, times=times)) for times in longer], label=way, **look)
         axes.set_xscale("log", base=2)
         axes.set_xticks(longer, [f"{times}x" for times in longer])
-        axes.set_xlabel("length of the window, in training lengths")
-        axes.set_ylabel("nats per token")
-        letter(axes, panel_letter, name)
-        tidy(axes)
+        axes.set(xlabel="length of the window, in training lengths", ylabel="nats per token")
+        panel(axes, panel_letter, name)
     panels[0].legend()
     last = panels[-1]
     for index, (way, look) in enumerate(STYLES.items()):
@@ -182,8 +180,7 @@ def figure(records: Sequence[Record], longer: Sequence[int]) -> Figure:
         )  # fmt: skip
     last.set_xticks(range(len(maps)), maps)
     last.set_ylabel("slope, mean over heads")
-    letter(last, "abcdefgh"[len(maps)], "slope of the effective gap")
-    tidy(last)
+    panel(last, "abcdefgh"[len(maps)], "slope of the effective gap")
     note(
         drawn,
         "Learned positions end at the training length; bars: standard error over heads. attnorm reproduce positions",

@@ -39,7 +39,7 @@ from attnorm.experiments.model_grid.grid import (
     table,
     values,
 )
-from attnorm.figures import CORRECTED, MEASURED, NULL, PRINTED, letter, note, tidy
+from attnorm.figures import CORRECTED, MEASURED, NULL, PRINTED, note, panel
 
 MAPS = {"softmax": "softmax", "entmax15": "entmax15", "kneemax": "kneemax+share=1"}  # name in the results -> map
 TEMPERATURES = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
@@ -236,11 +236,8 @@ def figure(records: Sequence[Record]) -> Figure:
     for axes, panel_letter, title, label in zip(
         (loss_axes, gradient_axes, norm_axes), "abc", titles, labels, strict=True
     ):
-        axes.set_xscale("log")
-        axes.set_xlabel("temperature T")
-        axes.set_ylabel(label)
-        letter(axes, panel_letter, title)
-        tidy(axes)
+        axes.set(xscale="log", xlabel="temperature T", ylabel=label)
+        panel(axes, panel_letter, title)
     gradient_axes.set_ylim(bottom=0)
     norm_axes.set_yscale("log")
     norm_axes.legend()
@@ -273,13 +270,11 @@ def course_figure(records: Sequence[Record]) -> Figure:
             for T, shade in zip(temperatures, shades, strict=True):
                 group = select_records(records, map=map_, temperature=str(T))
                 axes.plot(*course(group), color=shade, label=f"T = {T:g}", linewidth=1.3)
-            letter(axes, next(letters), f"{map_}: {title}")
-            tidy(axes)
+            panel(axes, next(letters), f"{map_}: {title}")
     for axes, label in zip(panels[:, 0], ("nats per token", "before clipping at 1", "mean over heads"), strict=True):
         axes.set_ylabel(label)
     for axes in panels[-1]:
-        axes.set_yscale("log")
-        axes.set_xlabel("training steps")
+        axes.set(yscale="log", xlabel="training steps")
     panels[0, -1].legend()
     note(drawn, "Means over seeds; the loss without the warmup. attnorm reproduce temperature")
     drawn.tight_layout(rect=(0, 0.03, 1, 1))
