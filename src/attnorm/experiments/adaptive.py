@@ -24,7 +24,7 @@ from attnorm.experiments.experiment import (
     Floats,
     Outcome,
     ProgressCallback,
-    Verdict,
+    judge,
 )
 from attnorm.experiments.model_runs import (
     AS_IT_RUNS,
@@ -124,13 +124,12 @@ def _softmax(rows: SampledRows, factor: torch.Tensor) -> torch.Tensor:
 
 
 def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
-    length = subject.lengths((QUICK_LENGTH,) if subject.quick else LENGTHS)[-1]
+    length = subject.longest_length(LENGTHS, QUICK_LENGTH)
     rows = 12 if subject.quick else 32
     windows = (256, QUICK_WINDOWS) if subject.quick else (min(length, 1024), WINDOWS)
     adaptive = measure(subject, progress, length, rows, windows)
 
-    text = subject.passages()[0].name
-    about = f"{subject.loaded().name}, {text}, {len(adaptive.n):,} rows of up to {length:,} keys, all heads"
+    about = f"{subject.model_and_text()}, {len(adaptive.n):,} rows of up to {length:,} keys, all heads"
     return Outcome(
         summary=_summary(adaptive),
         findings=judge_claims(adaptive),
@@ -155,7 +154,7 @@ def judge_claims(adaptive: Adaptive) -> tuple[ExperimentFinding, ...]:
         if long.any()
         else f"no row has more than {MAX_KEYS} keys"
     )
-    verdict: Verdict = "reproduces" if shares[1] > 0.8 else "partly" if shares[1] > 0.3 else "does not"
+    verdict = judge(shares[1] > 0.8, partly=shares[1] > 0.3)
     beta_at_3 = {
         name: float(rule.beta(torch.tensor(3.0, dtype=torch.float64))) for name, rule in adaptive.rules.items()
     }
@@ -172,7 +171,7 @@ def judge_claims(adaptive: Adaptive) -> tuple[ExperimentFinding, ...]:
             claim="It delays dispersion, most in long contexts [V]",
             ours=f"{too_flat}; the median largest weight changes from {float(np.median(adaptive.largest)):.2f} to "
             f"{after[PRINTED]:.2f} (printed), {after[REFIT]:.2f} (re-fit)",
-            verdict="reproduces" if reached else "partly",
+            verdict=judge(reached, partly=True),
             why="the rows that need it most are beyond its reach; a monotone extension reaches them",
         ),
         ExperimentFinding(

@@ -35,6 +35,7 @@ from attnorm.experiments.experiment import (
     Floats,
     Outcome,
     ProgressCallback,
+    judge,
 )
 from attnorm.figures import INK, letter, note, panel
 from attnorm.files import atomic_replace
@@ -262,14 +263,14 @@ def judge_claims(table: pa.Table) -> tuple[ExperimentFinding, ...]:
             f"{len(rows)} heads",
             verdict="not decided"
             if not mapping
-            else "reproduces" if among <= 2 * len(mapping) else "partly" if among < len(rows) else "does not",
+            else judge(among <= 2 * len(mapping), partly=among < len(rows)),
             why="a verdict says how a head selects, not whether what it selects is right",
         ),
         ExperimentFinding(
             claim="A number of attnorm, without labels, ranks the authors' head among the first",
             ours=f"best of {len(METRICS)} numbers: {_label(best)}, rank {rank} of {len(rows)} (Spearman "
             f"{correlations[best]:.2f} with the share of right atoms over all heads)",
-            verdict="reproduces" if rank <= 5 else "partly" if rank <= len(rows) // 4 else "does not",
+            verdict=judge(rank <= 5, partly=rank <= len(rows) // 4),
             why="the number was chosen after the fact: this is the best case",
         ),
     )  # fmt: skip

@@ -29,6 +29,7 @@ from attnorm.experiments.experiment import (
     Outcome,
     ProgressCallback,
     Verdict,
+    judge,
 )
 from attnorm.figures import CORRECTED, DASHED, INK, MEASURED, NULL, PALE, PRINTED, note, panel
 from attnorm.files import atomic_replace
@@ -199,7 +200,7 @@ def _judge_lost_heads(heads: Sequence[NamedHead]) -> ExperimentFinding:
     ours = "no head is sharp at the shortest length"
     if at_first:
         share = len(lost) / len(at_first)
-        verdict = "reproduces" if share > 0.5 else "partly" if lost else "does not"
+        verdict = judge(share > 0.5, partly=lost)
         reaches = [head.reach for head in lost]
         n = at_first[0].n
         ours = (
@@ -222,15 +223,7 @@ def _judge_beyond(heads: Sequence[NamedHead], limit: ModelLimit) -> ExperimentFi
     sharp = [head for head in heads if head.sharp()[limit.index]]
     kept = sum(bool(head.sharp()[-1]) for head in sharp)
     tokens = f"{limit.lengths[limit.index]:,} tokens, within the model's limit of {limit.tokens:,}"
-    verdict: Verdict = (
-        "not decided"
-        if not sharp
-        else "reproduces"
-        if kept == len(sharp)
-        else "partly"
-        if 2 * kept > len(sharp)
-        else "does not"
-    )
+    verdict: Verdict = "not decided" if not sharp else judge(kept == len(sharp), partly=2 * kept > len(sharp))
     return ExperimentFinding(
         claim=claim,
         ours=f"of {len(sharp)} heads with half of the weight on their key at {tokens}, {kept} have it at "
@@ -261,7 +254,7 @@ def _judge_slopes(heads: Sequence[NamedHead], limit: ModelLimit) -> ExperimentFi
         ours=f"it grows by {middle:.2f} per e-fold of n in the median of {len(slopes)} heads, quartiles "
         f"{np.quantile(slopes, 0.25):.2f} to {np.quantile(slopes, 0.75):.2f}"
         + (f", up to the model's limit of {limit.tokens:,} tokens" if limit.index is not None else ""),
-        verdict="reproduces" if middle < 0.25 else "partly" if middle < 0.9 else "does not",
+        verdict=judge(middle < 0.25, partly=middle < 0.9),
         why="slope 1 keeps the weight at every length, slope 0 disperses as fast as bounded logits allow",
     )
 

@@ -26,6 +26,7 @@ from attnorm.experiments.experiment import (
     Floats,
     Outcome,
     ProgressCallback,
+    judge,
 )
 from attnorm.experiments.model_runs import LastRows, last_rows
 from attnorm.figures import INK, PALE, note
@@ -182,7 +183,7 @@ def _finding(scenes: tuple[Scene, ...], shares: Floats, chance: dict[int, float]
         "Only some of the selected tokens stay inside the ball (Fig. 1, an illustration)",
         "; ".join(phrases) + f"; over all {len(shares)} heads {shares.mean():.2f} of them, all {TOP_N} in "
         f"{(shares == 1).mean():.0%}",
-        "reproduces" if only_some else "partly",
+        judge(only_some, partly=True),
         f"A plane misleads: the heads' weights on uniform directions keep {plane[1]:.2f} of the selected keys inside "
         f"in {plane[0]} dimensions and {model[1]:.2f} in {model[0]}.",
     )

@@ -24,6 +24,7 @@ from attnorm.experiments.experiment import (
     Floats,
     Outcome,
     ProgressCallback,
+    judge,
 )
 from attnorm.experiments.model_runs import longest_rows, run_forward_pass
 from attnorm.figures import CORRECTED, DASHED, INK, MEASURED, PRINTED, note, tidy
@@ -87,13 +88,13 @@ def measure(
 
 
 def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
-    length = subject.lengths((QUICK_LENGTH,) if subject.quick else LENGTHS)[-1]
+    length = subject.longest_length(LENGTHS, QUICK_LENGTH)
     rows = 4 if subject.quick else 8
     temperatures = np.logspace(LOWEST, HIGHEST, 10 if subject.quick else 19)
     sensitivity = measure(subject, progress, length, rows, temperatures)
     findings = judge_claims(sensitivity)
     about = (
-        f"{subject.loaded().name}, {subject.passages()[0].name}; {len(sensitivity.heads)} heads, {length:,} tokens, "
+        f"{subject.model_and_text()}; {len(sensitivity.heads)} heads, {length:,} tokens, "
         f"{rows} of the longest rows each"
     )
     return Outcome(
@@ -136,7 +137,7 @@ def judge_claims(sensitivity: Sensitivity) -> tuple[ExperimentFinding, ...]:
             + ", ".join(f"{slope:+.2f} (eps = {eps:g})" for slope, eps in zip(slopes, EPSILONS, strict=False))
             + f"; of the exact norm {slopes[-1]:+.2f}, at least {AT_THE_BOUND:.0%} of 1/(2T) at {int(at_bound.sum())} "
             f"of {len(at_bound)} such temperatures",
-            verdict="reproduces" if all(follows) else "partly" if any(follows) or at_bound.mean() > 0.5 else "does not",
+            verdict=judge(all(follows), partly=any(follows) or at_bound.mean() > 0.5),
             why="1/T is a ceiling, reached only by rows with two nearly tied winners, and g cannot exceed sqrt(2)/eps; "
             "the largest g depends on few rows and their random directions, so other seeds have other slopes",
         ),
@@ -160,7 +161,7 @@ def judge_claims(sensitivity: Sensitivity) -> tuple[ExperimentFinding, ...]:
             claim="Once T >= 1 all curves collapse and drop by two orders of magnitude (section 3.3)",
             ours="largest g for T <= 0.1 over largest g for T >= 1: "
             + ", ".join(f"{ratio:.3g} (eps = {eps:g})" for ratio, eps in zip(drop, EPSILONS, strict=True)),
-            verdict="reproduces" if min(drop) >= TWO_ORDERS else "partly" if max(drop) >= TWO_ORDERS else "does not",
+            verdict=judge(min(drop) >= TWO_ORDERS, partly=max(drop) >= TWO_ORDERS),
             why=f"at T = {T[nearest]:.3g}, next to the model's own {sensitivity.trained_temperature:.3g}, the exact "
             f"norm is {norm[nearest]:.3g}, {norm[nearest] / corrected[nearest]:.0%} of its worst case 1/(2T)",
         ),

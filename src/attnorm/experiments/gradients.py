@@ -22,6 +22,7 @@ from attnorm.experiments.experiment import (
     Floats,
     Outcome,
     ProgressCallback,
+    judge,
 )
 from attnorm.experiments.model_runs import SampledRows, sample_rows
 from attnorm.figures import BARE, CORRECTED, DASHED, INK, MEASURED, PALE, PRINTED, note, panel
@@ -111,13 +112,12 @@ def measure(rows: SampledRows, epsilon: float = 1e-4) -> Gradients:
 
 
 def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
-    length = subject.lengths((QUICK_LENGTH,) if subject.quick else LENGTHS)[-1]
+    length = subject.longest_length(LENGTHS, QUICK_LENGTH)
     count = 12 if subject.quick else 24
     rows = sample_rows(subject, progress, length, count)
     gradients = measure(rows.where(rows.n > 2))
     example = toy()
-    text = subject.passages()[0].name
-    about = f"{subject.loaded().name}, {text}, {len(gradients.n):,} rows of up to {length:,} keys, all heads"
+    about = f"{subject.model_and_text()}, {len(gradients.n):,} rows of up to {length:,} keys, all heads"
     return Outcome(
         summary=_summary(gradients),
         findings=judge_claims(gradients, example),
@@ -189,11 +189,7 @@ def judge_claims(gradients: Gradients, example: pa.Table) -> tuple[ExperimentFin
         ExperimentFinding(
             claim="Vanishing attention makes gradients too small in long contexts (introduction)",
             ours=f"median exact norm {norms[0]:.3f} in rows of up to 64 keys, {norms[1]:.3f} in the longest",
-            verdict="reproduces"
-            if norms[1] < 0.5 * norms[0]
-            else "partly"
-            if norms[1] < 0.9 * norms[0]
-            else "does not",
+            verdict=judge(norms[1] < 0.5 * norms[0], partly=norms[1] < 0.9 * norms[0]),
             why="the norm is about the second largest weight: it falls only where heads disperse",
         ),
     )

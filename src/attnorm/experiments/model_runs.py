@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnorm.arithmetic import student_half_width
-from attnorm.experiments.experiment import ExperimentSubject, Floats, ProgressCallback, Verdict
+from attnorm.experiments.experiment import ExperimentSubject, Floats, ProgressCallback, Verdict, no_progress
 from attnorm.metrics.call import AttentionCall, logit_blocks
 from attnorm.metrics.normalized import as_normalizer, resolve_normalizers, rows_block
 from attnorm.metrics.sampling import evenly_spaced, length_bins, rows_to_measure
@@ -133,7 +133,7 @@ def last_rows(
     *,
     start: int = 0,
     vectors: Vectors = "values",
-    progress: ProgressCallback = lambda what, done, total: None,
+    progress: ProgressCallback = no_progress,
 ) -> list[LastRows]:
     """Run one forward pass over `length` tokens of the first text from token `start` on, without cross-attention."""
     layers: list[LastRows] = []

@@ -31,6 +31,7 @@ from attnorm.experiments.experiment import (
     ProgressCallback,
     Verdict,
     combine_verdicts,
+    judge,
 )
 from attnorm.experiments.model_runs import longest_rows, run_forward_pass
 from attnorm.figures import BARE, CORRECTED, INK, MODELS, NULL, PALE, letter, note, panel, tidy
@@ -110,7 +111,7 @@ def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> 
     rows = 16 if subject.quick else 64
     all_spreads, lengths = [], {}
     for model_subject in subject.each():
-        length = model_subject.lengths((QUICK_LENGTH,) if subject.quick else LENGTHS)[-1]
+        length = model_subject.longest_length(LENGTHS, QUICK_LENGTH)
         all_spreads.append(measure(model_subject, progress, length, rows))
         lengths[all_spreads[-1].model] = length
 
@@ -266,7 +267,7 @@ def _describe_readings(spreads: Spreads, with_keys: bool) -> str:
 
 def _judge_size(spreads: Spreads) -> Verdict:
     mean = float(spreads.last.mean())
-    return "reproduces" if LOWEST_PRINTED <= mean <= HIGHEST_PRINTED else "partly" if mean < FAR_MORE else "does not"
+    return judge(LOWEST_PRINTED <= mean <= HIGHEST_PRINTED, partly=mean < FAR_MORE)
 
 
 def _growth(spreads: Spreads) -> float:
@@ -290,7 +291,7 @@ def _judge_proposition(all_spreads: Sequence[Spreads]) -> ExperimentFinding:
             phrases.append("not applicable: q and k of this model are not its input times a matrix")
             continue
         holds = int((ratio >= 1).sum())
-        verdicts.append("reproduces" if holds == len(ratio) else "does not")
+        verdicts.append(judge(holds == len(ratio)))
         phrases.append(
             f"holds in {holds} of {len(ratio)} heads; the bound is {np.median(ratio):.0f} times the spread in the "
             f"median head (smallest {ratio.min():.1f}, largest {ratio.max():.0f})"

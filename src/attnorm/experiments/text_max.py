@@ -28,6 +28,7 @@ from attnorm.experiments.experiment import (
     Outcome,
     ProgressCallback,
     Verdict,
+    judge,
 )
 from attnorm.figures import BARE, CORRECTED, INK, MEASURED, NULL, PRINTED, note, panel
 from attnorm.metrics.call import AttentionCall, logit_blocks
@@ -196,7 +197,7 @@ def judge_claims(measured: TextMax, lists: int) -> tuple[ExperimentFinding, ...]
         ExperimentFinding(
             claim="A language model finds the largest of a few numbers, and fails as the list grows [V]",
             ours=f"right: {accuracy} numbers",
-            verdict="not decided" if not able else "reproduces" if falls else "does not",
+            verdict="not decided" if not able else judge(falls),
             why=""
             if able
             else f"the model cannot do the task: it answers {round(lists * measured.right[0])} of {lists} lists of "
@@ -217,7 +218,7 @@ def judge_claims(measured: TextMax, lists: int) -> tuple[ExperimentFinding, ...]
 def _judge_growth(growth: float) -> Verdict:
     if math.isnan(growth):
         return "not decided"
-    return "reproduces" if growth > 0.5 else "partly" if growth > 0 else "does not"
+    return judge(growth > 0.5, partly=growth > 0)
 
 
 def summary(measured: TextMax) -> str:

@@ -28,6 +28,7 @@ from attnorm.experiments.experiment import (
     ProgressCallback,
     Verdict,
     copied_records,
+    judge,
     without_verdicts,
 )
 from attnorm.figures import INK, PALE, note, panel
@@ -319,7 +320,7 @@ def _compare(ours: Sequence[Record], theirs: Sequence[Record]) -> tuple[Verdict,
     words = f"; difference {100 * fmean(differences):+.1f} points ({100 * low:+.1f} to {100 * high:+.1f})"
     if low <= 0 <= high:
         return "not decided", words, "the interval of the difference contains 0"
-    return ("reproduces" if low > 0 else "does not"), words, ""
+    return judge(low > 0), words, ""
 
 
 def _in_words(over_seeds: Accuracy) -> str:

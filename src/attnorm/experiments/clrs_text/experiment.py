@@ -44,6 +44,7 @@ from attnorm.experiments.experiment import (
     Outcome,
     ProgressCallback,
     Verdict,
+    judge,
 )
 from attnorm.figures import CORRECTED, MEASURED, NULL, PALE, PRINTED, note, panel, tidy
 from attnorm.training.clrs.evaluate import OWN, REFITTED
@@ -201,7 +202,7 @@ def findings_of(results: ClrsResults, comparisons: Comparisons) -> tuple[Experim
                 f"On CLRS-Text adaptive temperature must be introduced in training; inference alone is not enough "
                 f"({PAPER}).",
                 f"softmax models tested with it: {_describe_ranges(comparisons, at_test)}",
-                "not tested" if unjudged else "does not" if helps else "reproduces",
+                "not tested" if unjudged else judge(not helps),
                 unjudged,
             )
         )

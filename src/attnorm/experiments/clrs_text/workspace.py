@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from attnorm.experiments.experiment import ProgressCallback, no_progress
 from attnorm.files import append_jsonl, read_jsonl
 from attnorm.provenance import file_hash, settings_hash
 from attnorm.run_folder import lock, try_lock
@@ -224,7 +225,7 @@ def run_items(
     minutes: float | None = None,
     device: str | None = None,
     log: Log = lambda words: None,
-    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    progress: ProgressCallback = no_progress,
 ) -> bool:
     """Train and test the missing items in order; return whether all are finished.
 

@@ -93,10 +93,11 @@ def _run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) ->
         fewer_heads=fewer_heads(at_panel, sizes.resamples, subject.seed),
         choices=_choices(subject, panel_length, sizes, progress),
     )
+    setting = f"{subject.model_and_text()}; last row of every head, vectors: values"
     return Outcome(
         summary=summary(result),
         findings=findings(result),
-        figures={"fig2": paper_figure(result, _setting(subject)), "fig2_why": why_figure(result, _setting(subject))},
+        figures={"fig2": paper_figure(result, setting), "fig2_why": why_figure(result, setting)},
         tables=_tables(result),
         parameters={
             "lengths": lengths,
@@ -169,10 +170,6 @@ def _tables(result: Result) -> dict[str, pa.Table]:
         "fig2_fewer_heads": pa.Table.from_pylist(result.fewer_heads),
         **({"fig2_choices": pa.Table.from_pylist(result.choices)} if result.choices else {}),
     }
-
-
-def _setting(subject: ExperimentSubject) -> str:
-    return f"{subject.loaded().name}, {subject.passages()[0].name}; last row of every head, vectors: values"
 
 
 EXPERIMENT = Experiment(

@@ -48,15 +48,13 @@ LITTLE, MUCH = 0.02, 0.2  # nats per token: a negligible and a clear change of t
 
 
 def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
-    length = subject.lengths((QUICK_LENGTH,) if subject.quick else LENGTHS)[-1]
+    length = subject.longest_length(LENGTHS, QUICK_LENGTH)
     rows = 4 if subject.quick else 8
     windows = (length, QUICK_WINDOWS if subject.quick else WINDOWS)
     numbers = measure(subject, progress, length, rows, windows)
     findings = judge_claims(numbers)
 
-    about = (
-        f"{subject.loaded().name}, {subject.passages()[0].name}, {length:,} tokens, {rows} of the longest rows per head"
-    )
+    about = f"{subject.model_and_text()}, {length:,} tokens, {rows} of the longest rows per head"
     return Outcome(
         summary=_summary(findings, numbers.selected),
         findings=findings,

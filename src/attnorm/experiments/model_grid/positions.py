@@ -14,18 +14,14 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from attnorm.arithmetic import ceil_div
-from attnorm.experiments.experiment import (
-    Experiment,
-    ExperimentFinding,
-    Outcome,
-    Verdict,
-)
+from attnorm.experiments.experiment import Experiment, ExperimentFinding, Outcome, Verdict, judge
 from attnorm.experiments.model_grid.grid import (
     TINY,
     GridModel,
     GridPlan,
     Number,
     Record,
+    distinct,
     lengths_table,
     loss_at,
     mean,
@@ -133,12 +129,12 @@ def _describe_shares(shares: Mapping[str, float]) -> str:
 
 
 def _verdict(map_: float, positions: float) -> Verdict:
-    return "reproduces" if map_ > 2 * positions else "does not" if positions > 2 * map_ else "partly"
+    return judge(map_ > 2 * positions, partly=positions <= 2 * map_)
 
 
 def summary(records: Sequence[Record], times: int) -> str:
     sentences = []
-    for way in dict.fromkeys(record["positions"] for record in records):
+    for way in distinct(records, "positions"):
         by = {
             record["map"]: (loss_at(record, 1), loss_at(record, times))
             for record in select_records(records, positions=way)
@@ -152,7 +148,7 @@ def summary(records: Sequence[Record], times: int) -> str:
 
 
 def figure(records: Sequence[Record], longer: Sequence[int]) -> Figure:
-    maps = list(dict.fromkeys(record["map"] for record in records))
+    maps = distinct(records, "map")
     rows = ceil_div(len(maps) + 1, 2)
     drawn = Figure(figsize=(7.2, 2.8 * rows + 0.4))
     grid = drawn.subplots(rows, 2, squeeze=False).ravel()

@@ -30,6 +30,7 @@ from attnorm.experiments.model_grid.grid import (
     GridPlan,
     Number,
     Record,
+    distinct,
     lengths_table,
     loss,
     mean,
@@ -136,7 +137,7 @@ def is_costly(records: Sequence[Record], map_: str, temperature: float) -> bool:
 def findings(records: Sequence[Record]) -> tuple[ExperimentFinding, ...]:
     """Judge two claims for each map: training diverges at low temperatures, and low temperatures increase the loss."""
     results = []
-    for map_ in dict.fromkeys(record["map"] for record in records):
+    for map_ in distinct(records, "map"):
         results += [_judge_stability(records, map_), _judge_loss(records, map_)]
     return tuple(results)
 
@@ -186,7 +187,7 @@ def _list_temperatures(temperatures: Sequence[float]) -> str:
 
 def summary(records: Sequence[Record]) -> str:
     sentences = []
-    for map_ in dict.fromkeys(record["map"] for record in records):
+    for map_ in distinct(records, "map"):
         by = {
             T: mean(select_records(records, map=map_, temperature=str(T)), loss)
             for T in fixed_temperatures(records, map_)
@@ -204,7 +205,7 @@ def summary(records: Sequence[Record]) -> str:
 def figure(records: Sequence[Record]) -> Figure:
     drawn = Figure(figsize=(10.5, 3.4))
     loss_axes, gradient_axes, norm_axes = drawn.subplots(1, 3)
-    for map_ in dict.fromkeys(record["map"] for record in records):
+    for map_ in distinct(records, "map"):
         T = fixed_temperatures(records, map_)
         groups = [select_records(records, map=map_, temperature=str(temperature)) for temperature in T]
         loss_axes.errorbar(
@@ -241,7 +242,7 @@ def figure(records: Sequence[Record]) -> Figure:
     gradient_axes.set_ylim(bottom=0)
     norm_axes.set_yscale("log")
     norm_axes.legend()
-    seeds = len({record["seed"] for record in records})
+    seeds = len(distinct(records, "seed"))
     legend = "bars: range of the seeds; crosses: a run diverged; thin lines in (b): after the warmup"
     note(drawn, f"Means over {seeds} seed{'s' * (seeds > 1)}, {legend}. attnorm reproduce temperature")
     drawn.tight_layout(rect=(0, 0.04, 1, 1))
@@ -258,7 +259,7 @@ def _distances_to_extremes(groups: Sequence[Sequence[Record]], number: Number) -
 
 def course_figure(records: Sequence[Record]) -> Figure:
     """Loss, gradient norm and Jacobian norm during training, one column per map and one line per temperature."""
-    maps = list(dict.fromkeys(record["map"] for record in records))
+    maps = distinct(records, "map")
     rows = {"training loss": _mean_losses, "norm of the gradient": _mean_gradients, "Jacobian norm": _mean_norms}
     drawn = Figure(figsize=(3.5 * len(maps), 2.6 * len(rows)))
     panels = drawn.subplots(len(rows), len(maps), squeeze=False, sharey="row")
