@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from attnorm.analysis.result import Analysis
 from attnorm.arithmetic import ceil_div
-from attnorm.figures import INK, LETTERING, PALE, tidy
+from attnorm.figures import INK, LETTERING, PALE, save, tidy
 from attnorm.metrics.catalogue import BY_NAME, PER_ROW, Metric
 from attnorm.report.views import (
     OTHER_COLOURS,
@@ -225,12 +225,8 @@ def worst_head(heads: pa.Table) -> tuple[int, int]:
 
 def _save_formats(draw: Callable[[], Figure], stem: Path) -> list[Path]:
     stem.parent.mkdir(parents=True, exist_ok=True)
-    svg, pdf = stem.parent / f"{stem.name}.svg", stem.parent / f"{stem.name}.pdf"
     with matplotlib.rc_context(STYLE):
-        figure = draw()
-        figure.savefig(svg, metadata={"Date": None})
-        figure.savefig(pdf, metadata={"CreationDate": None})
-    return [svg, pdf]
+        return save(draw(), stem, ("svg", "pdf"))
 
 
 COLOURS = LinearSegmentedColormap.from_list("attnorm", SCALE)
