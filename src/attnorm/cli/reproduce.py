@@ -163,11 +163,7 @@ def reproduce(
         with failures(lambda: f"Interrupted; {_RESUMES}.", writes_to=out, out_of_memory=_MEMORY):
             if names == ["clrs-text"]:
                 del not_used["--model"]
-                also_not_used = {
-                    "--seeds": seeds, "--closest": closest, "--size": size, "--tokenizer": tokenizer,
-                    "--whole": whole or None,
-                }  # fmt: skip
-                _check_stage(names, not_used | also_not_used)
+                _check_stage(names, not_used | {name: stage_options[name] for name in stage_options if name != "--set"})
                 finished = _run_clrs(
                     stage, out, model=model or [], train=text or [], test=valid or [], only=normalizers, quick=quick,
                     changes=changes or [], minutes=minutes, device=device, seed=seed,

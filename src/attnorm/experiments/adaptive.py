@@ -263,17 +263,14 @@ def figure(adaptive: Adaptive, about: str) -> Figure:
     _draw_entropies(lower, adaptive)
     middle = drawing.add_subplot(grid[:, 1])
     _draw_largest_weights(middle, adaptive)
-    handles, labels = ([*lines, *shade] for lines, shade in zip(_legend(middle), _legend(upper), strict=True))
-    drawing.legend(handles, labels, loc="upper left", bbox_to_anchor=(0.05, 0.985), ncols=5, fontsize=8)
+    (lines, names), (shade, its_name) = (axes.get_legend_handles_labels() for axes in (middle, upper))
+    drawing.legend(
+        [*lines, *shade], [*names, *its_name], loc="upper left", bbox_to_anchor=(0.05, 0.985), ncols=5, fontsize=8
+    )
     _draw_losses(drawing.add_subplot(grid[:, 2]), adaptive)
     windows = len(adaptive.losses[AS_IT_RUNS])
     note(drawing, f"{about}; (c): mean of {windows} windows, in brackets the change ± its standard error")
     return drawing
-
-
-def _legend(axes: Axes) -> tuple[list[Any], list[Any]]:
-    handles, labels = axes.get_legend_handles_labels()
-    return handles, labels
 
 
 def _draw_factors(axes: Axes, adaptive: Adaptive) -> None:

@@ -11,6 +11,7 @@ normalizer causes, so the change is computed window by window.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -287,10 +288,7 @@ def losses(
         def report(done: int, name: str = name, index: int = index) -> None:
             progress(f"loss: {name}", index * len(windows) + done, len(normalizers) * len(windows))
 
-        if normalizer is None:
-            losses_by_name[name] = _losses(model, windows, report)
-            continue
-        with swap(model, normalizer, warm_start=False):
+        with nullcontext() if normalizer is None else swap(model, normalizer, warm_start=False):
             losses_by_name[name] = _losses(model, windows, report)
     return losses_by_name
 

@@ -39,16 +39,9 @@ def by_layer(curves: pa.Table, heads: pa.Table, quantity: str, about: str) -> Fi
     layers = sorted(set(curves.column("layer").to_pylist()))
     across = 6 if len(layers) > 4 else len(layers)
     down = math.ceil(len(layers) / across)
-    drawing = Figure(figsize=(11.4, 0.75 + 1.75 * down))
     height = 0.75 + 1.75 * down
-    room = {
-        "left": 0.055,
-        "right": 0.985,
-        "top": 1 - 0.45 / height,
-        "bottom": 0.62 / height,
-        "wspace": 0.12,
-        "hspace": 0.3,
-    }
+    drawing = Figure(figsize=(11.4, height))
+    room = {**ROOM, "left": 0.055, "top": 1 - 0.45 / height, "bottom": 0.62 / height, "wspace": 0.12, "hspace": 0.3}
     panels = drawing.subplots(down, across, sharex=True, sharey=True, squeeze=False, gridspec_kw=room)
     name = "entropy_nats_q50" if quantity == "entropy" else "effective_gap_q50"
     for axes, layer in zip(panels.flat, layers, strict=False):
@@ -65,12 +58,8 @@ def by_layer(curves: pa.Table, heads: pa.Table, quantity: str, about: str) -> Fi
     title = "entropy (nats)" if quantity == "entropy" else "effective gap (nats)"
     drawing.supylabel(title, fontsize=9, x=0.008)
     drawing.supxlabel("visible keys n", fontsize=9, y=0.18 / height)
-    drawing.text(
-        0.055,
-        1 - 0.25 / height,
-        f"{title[0].upper()}{title[1:]} of every head against context length, by layer",
-        fontsize=9.5,
-    )
+    heading = f"{title[0].upper()}{title[1:]} of every head against context length, by layer"
+    drawing.text(0.055, 1 - 0.25 / height, heading, fontsize=9.5)
     note(drawing, f"{about}; dotted vertical line: the layer's median horizon, where it lies within the axis")
     return drawing
 
@@ -87,14 +76,8 @@ def _draw_layer(axes: Axes, curves: pa.Table, name: str, quantity: str) -> None:
         )
     for index, head in enumerate(sorted(set(curves.column("head").to_pylist()))):
         curve = curves.filter(pa.array(column(curves, "head") == head)).sort_by("n")
-        axes.plot(
-            column(curve, "n"),
-            column(curve, name),
-            color=INK,
-            linewidth=0.7,
-            alpha=0.75,
-            label="heads" if index == 0 else None,
-        )
+        label = "heads" if index == 0 else None
+        axes.plot(column(curve, "n"), column(curve, name), color=INK, linewidth=0.7, alpha=0.75, label=label)
     if quantity == "gap":
         first_n, first = next(entry for entry in bins(curves) if entry[0] >= SHORTEST_IN_SLOPE)
         start, ends = float(np.nanmedian(column(first, name))), np.array([first_n, n.max()])
@@ -215,14 +198,8 @@ def _draw_groups(axes: Axes, table: pa.Table) -> None:
         if (others := (layer == layer[index]) & (group == group[index]) & (np.arange(len(slope)) != index)).any()
     ]
     if pairs:
-        axes.scatter(
-            [own_slope for own_slope, _ in pairs],
-            [other for _, other in pairs],
-            s=11,
-            facecolor="white",
-            edgecolor=INK,
-            linewidth=0.7,
-        )
+        own, of_others = zip(*pairs, strict=True)
+        axes.scatter(own, of_others, s=11, facecolor="white", edgecolor=INK, linewidth=0.7)
         ends = (float(np.nanmin(pairs)) - 0.05, float(np.nanmax(pairs)) + 0.05)
         axes.plot(ends, ends, color=PALE, linewidth=1, linestyle=(0, (4, 3)))
         axes.set(xlim=ends, ylim=ends, xlabel="slope of a head", ylabel="mean slope, others of its KV group")

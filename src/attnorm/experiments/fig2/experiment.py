@@ -73,13 +73,13 @@ def _run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) ->
     permuted: Distances | None = None
     for length in lengths:
         layers = _layers(subject, length, progress)
-        distances.append(_measure_grid(layers, sizes, progress, f"distances at {length} tokens"))
+        distances.append(_measure_grid(layers, sizes.ratio, progress, f"distances at {length} tokens"))
         by_length.append(at_point(layers, PANEL_N, sizes.draws, generator, sizes.heaviest))
         if length == panel_length:
             top_n = [N for N in PANEL_NS if length > N]
             by_n = [at_point(layers, N, sizes.draws, generator, sizes.heaviest) for N in top_n]
             with_permuted_weights = [layer.permuted(generator) for layer in layers]
-            permuted = _measure_grid(with_permuted_weights, sizes, progress, "the same with permuted weights")
+            permuted = _measure_grid(with_permuted_weights, sizes.ratio, progress, "the same with permuted weights")
     assert permuted is not None
     at_panel = next(candidate for candidate in distances if candidate.length == panel_length)
     result = Result(
@@ -122,8 +122,9 @@ def _layers(
     return join_layers(layers_with_all_keys(layers, length))
 
 
-def _measure_grid(layers: list[LastRows], sizes: Fig2Sizes, progress: ProgressCallback, what: str) -> Distances:
-    grid = n_grid(layers[0].keys, sizes.ratio)
+def _measure_grid(layers: list[LastRows], ratio: float, progress: ProgressCallback, what: str) -> Distances:
+    """ratio: between two N of the grid."""
+    grid = n_grid(layers[0].keys, ratio)
     return over_grid(layers, grid, lambda done: progress(what, done, len(grid)))
 
 
@@ -147,8 +148,7 @@ def _choices(
 def _choice(
     layers: list[LastRows], sizes: Fig2Sizes, progress: ProgressCallback, what: str
 ) -> dict[str, float | int | str]:
-    grid = n_grid(layers[0].keys, max(sizes.ratio, 1.1))
-    distances = over_grid(layers, grid, lambda done: progress(what, done, len(grid)))
+    distances = _measure_grid(layers, max(sizes.ratio, 1.1), progress, what)
     return {"what": what, **{name: critical_of_pair(distances, name) for name in PAIRS}}
 
 
