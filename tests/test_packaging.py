@@ -28,13 +28,13 @@ README = (ROOT / "README.md").read_text()
 # Public names that no release may lose.
 PROMISED = {"attention", "available", "check_normalizer", "get", "normalize"}
 
+IMPORTED_AS = {"pillow": "PIL"}
 # Imported only where the user has installed them, or only with the tests' extras.
 OPTIONAL = {
     "lm_eval",
     "nltk",
     "wonderwords",
     "peft",
-    "PIL",
     "soundfile",
     "accelerate",
     "entmax",
@@ -201,7 +201,8 @@ def test_the_names_of_the_theory_are_there_before_they_are_loaded() -> None:
 
 
 def test_the_source_imports_only_what_the_project_declares() -> None:
-    declared = {Requirement(line).name for line in PROJECT["dependencies"]} | OPTIONAL | {"attnorm"}
+    names = {Requirement(line).name for line in PROJECT["dependencies"]}
+    declared = {IMPORTED_AS.get(name, name) for name in names} | OPTIONAL | {"attnorm"}
     for path in (ROOT / "src").rglob("*.py"):
         foreign = imported_packages(path.read_text()) - sys.stdlib_module_names
         assert foreign <= declared, f"{path.relative_to(ROOT)} imports {sorted(foreign - declared)}"

@@ -43,6 +43,9 @@ MODELS: tuple[dict[str, Any], ...] = (
     {"color": "#b0305c", "linestyle": (0, (3, 1, 1, 1, 1, 1)), "marker": "X", "markersize": 4.5, "linewidth": 1.6},
 )
 BARE = {"marker": None}  # a line without markers
+# Lines that mark a value.
+DASHED: dict[str, Any] = {"color": PALE, "linewidth": 0.8, "linestyle": (0, (4, 3))}
+DOTTED: dict[str, Any] = {"color": INK, "linewidth": 0.9, "linestyle": (0, (1, 2))}
 
 
 @contextmanager
@@ -56,13 +59,16 @@ def style() -> Iterator[None]:
         yield
 
 
-def save(figure: Figure, stem: Path) -> list[Path]:
-    """Save as SVG, PNG and PDF without dates: the same figure gives the same bytes."""
-    svg, png, pdf = (stem.with_name(f"{stem.name}.{suffix}") for suffix in ("svg", "png", "pdf"))
-    figure.savefig(svg, metadata={"Date": None}, facecolor="white")
-    figure.savefig(png, dpi=160, facecolor="white")
-    figure.savefig(pdf, metadata={"CreationDate": None}, facecolor="white")
-    return [svg, png, pdf]
+DATES: dict[str, Any] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+
+
+def save(figure: Figure, stem: Path, formats: Sequence[str] = ("svg", "png", "pdf"), **png: Any) -> list[Path]:
+    """Save in these formats without dates: the same figure gives the same bytes. png: options of PNG files."""
+    paths = [stem.with_name(f"{stem.name}.{suffix}") for suffix in formats]
+    for suffix, path in zip(formats, paths, strict=True):
+        options = {"dpi": 160, **png} if suffix == "png" else {"metadata": DATES[suffix]}
+        figure.savefig(path, facecolor="white", **options)
+    return paths
 
 
 def tidy(axes: Axes, *, grid: bool = True) -> None:
@@ -79,6 +85,12 @@ def letter(axes: Axes, which: str, title: str) -> None:
     axes.set_title(f"({which})  {title}", loc="left")
 
 
+def panel(axes: Axes, which: str, title: str, *, grid: bool = True) -> None:
+    """Make the axes a panel of the figure: letter and title, no box, a pale grid."""
+    letter(axes, which, title)
+    tidy(axes, grid=grid)
+
+
 def note(figure: Figure, text: str) -> None:
     """Write a line in small print at the bottom: model, text, rows."""
     # A dollar sign in the name of a model or text must not start a formula.
@@ -88,12 +100,8 @@ def note(figure: Figure, text: str) -> None:
 def save_figure_files(draw: Callable[[], Figure], folder: Path, name: str) -> list[Path]:
     """Write NAME.svg and NAME.png to the folder; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    svg, png = folder / f"{name}.svg", folder / f"{name}.png"
     with matplotlib.rc_context(FONTS):
-        figure = draw()
-        figure.savefig(svg, metadata={"Date": None})
-        figure.savefig(png, dpi=150, pil_kwargs={"optimize": True})
-    return [svg, png]
+        return save(draw(), folder / name, ("svg", "png"), dpi=150, pil_kwargs={"optimize": True})
 
 
 def place_labels(wanted: Sequence[float], heights: Sequence[float], *, highest: float = math.inf) -> list[float]:

@@ -22,7 +22,7 @@ from attnorm.experiments.adaptive import (
     measure,
     versions,
 )
-from attnorm.experiments.experiment import ExperimentSubject
+from attnorm.experiments.experiment import ExperimentSubject, no_progress
 from attnorm.experiments.model_runs import SampledRows, losses, mean, sample_rows, windows_of
 from attnorm.normalizers.adaptive_temperature import EntropyRule
 from attnorm.normalizers.registry import get
@@ -30,13 +30,9 @@ from attnorm.normalizers.registry import get
 QUICK = ExperimentSubject(quick=True)
 
 
-def silent(what: str, done: int, total: int) -> None:
-    pass
-
-
 @pytest.fixture(scope="module")
 def found() -> Adaptive:
-    return measure(QUICK, silent, 256, 10, (64, 3))
+    return measure(QUICK, no_progress, 256, 10, (64, 3))
 
 
 def test_the_printed_polynomial_acts_between_0849_and_5945_nats() -> None:
@@ -126,7 +122,7 @@ def test_the_loss_is_the_models_own_and_softmax_in_its_place_changes_nothing() -
     assert windows.shape == (2, 64)
     model = QUICK.loaded().model
     measured = losses(
-        QUICK, silent, {"own": None, "same": get("softmax"), "flat": get("softmax", temperature=10.0)}, windows
+        QUICK, no_progress, {"own": None, "same": get("softmax"), "flat": get("softmax", temperature=10.0)}, windows
     )
     with torch.no_grad():
         logits = model(windows).logits[:, 32:-1]
@@ -138,7 +134,7 @@ def test_the_loss_is_the_models_own_and_softmax_in_its_place_changes_nothing() -
 
 
 def test_sampled_rows_are_the_models_logits() -> None:
-    rows = sample_rows(QUICK, silent, 40, 6)
+    rows = sample_rows(QUICK, no_progress, 40, 6)
     assert rows.n.max() == 40
     assert len(rows.n) == 36 * 6
     model = QUICK.loaded().model
@@ -157,7 +153,7 @@ def test_sampled_rows_are_the_models_logits() -> None:
 def test_the_outcome_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnorm.experiments.adaptive.QUICK_LENGTH", 128)
     monkeypatch.setattr("attnorm.experiments.adaptive.QUICK_WINDOWS", 2)
-    outcome = EXPERIMENT.run(QUICK, silent, tmp_path)
+    outcome = EXPERIMENT.run(QUICK, no_progress, tmp_path)
     assert outcome.tables["versions"].num_rows == 4
     assert set(outcome.parameters["coefficients"]) == set(outcome.tables["versions"]["version"].to_pylist())
     assert set(outcome.figures) == {"adaptive"}

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from scipy.stats import binomtest
 from typer.testing import CliRunner
 
@@ -47,14 +46,6 @@ from attnorm.training.clrs.evaluate import OWN, REFITTED
 runner = CliRunner()
 TINY = replace(QUICK, rate_steps=1, steps=2, batch=2, width=8, observed=0, seeds=2, at_inference=(ADAPTIVE, REFITTED))
 NAMES = [*EXCEPTIONS, *(f"task_{n:02}" for n in range(27))]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def made_line(label: str, seed: int, exact: dict[str, Any], run: str = "r", **others: Any) -> Line:

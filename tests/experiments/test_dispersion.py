@@ -18,18 +18,14 @@ from attnorm.experiments.dispersion.measure import (
     main_lengths,
     measure,
 )
-from attnorm.experiments.experiment import ExperimentSubject, Outcome
+from attnorm.experiments.experiment import ExperimentSubject, Outcome, no_progress
 
 QUICK = ExperimentSubject(quick=True)
 
 
-def silent(what: str, done: int, total: int) -> None:
-    pass
-
-
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return EXPERIMENT.run(QUICK, silent, tmp_path_factory.mktemp("parts"))
+    return EXPERIMENT.run(QUICK, no_progress, tmp_path_factory.mktemp("parts"))
 
 
 def test_every_head_has_a_slope_and_the_shares_of_bound_heads_never_fall_with_length(outcome: Outcome) -> None:
@@ -55,13 +51,13 @@ def test_a_model_without_rotation_and_without_groups_says_so(outcome: Outcome) -
 
 
 def test_a_pass_that_was_made_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = measure(QUICK, silent, 64, 16, tmp_path)
+    first = measure(QUICK, no_progress, 64, 16, tmp_path)
     monkeypatch.setattr("attnorm.experiments.dispersion.measure.run_forward_pass", None)  # a second pass would call it
-    again = measure(QUICK, silent, 64, 16, tmp_path)
+    again = measure(QUICK, no_progress, 64, 16, tmp_path)
     names = ["layer", "head", "rows", "entropy_nats", "logit_spread"]  # without NaN, which equals nothing
     assert again.variants[RUNS]["heads"].select(names).equals(first.variants[RUNS]["heads"].select(names))
     with pytest.raises(TypeError):
-        measure(QUICK, silent, 64, 17, tmp_path)
+        measure(QUICK, no_progress, 64, 17, tmp_path)
 
 
 def curve(spread: float, gap_of: float = 0.0, ns: tuple[int, ...] = (16, 64, 256, 1024)) -> list[dict[str, float]]:

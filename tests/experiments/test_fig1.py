@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from attnorm.experiments.experiment import ExperimentSubject
+from attnorm.experiments.experiment import ExperimentSubject, no_progress
 from attnorm.experiments.fig1 import EXPERIMENT, TOP_N, scene, toy, typical
 from attnorm.theory.geometry import separability
 from attnorm.theory.selection import select
-from tests.experiments.test_fig2 import silent, synthetic
+from tests.experiments.test_fig2 import synthetic
 
 
 def test_the_toy_lies_on_a_circle_and_its_plane_is_the_picture() -> None:
@@ -50,10 +50,10 @@ def test_the_head_that_is_drawn_is_one_of_the_model_with_the_median_share() -> N
 
 
 def test_it_runs_on_the_bundled_model(tmp_path: Path) -> None:
-    outcome = EXPERIMENT.run(ExperimentSubject(quick=True), silent, tmp_path / "parts")
+    outcome = EXPERIMENT.run(ExperimentSubject(quick=True), no_progress, tmp_path / "parts")
     assert set(outcome.figures) == {"fig1"}
     assert outcome.tables["fig1"].num_rows == 24 + 48
     assert outcome.findings[0].verdict in ("reproduces", "partly")
-    again = EXPERIMENT.run(ExperimentSubject(quick=True), silent, tmp_path / "parts")
+    again = EXPERIMENT.run(ExperimentSubject(quick=True), no_progress, tmp_path / "parts")
     assert again.summary == outcome.summary
     assert not (tmp_path / "parts").exists()

@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 import torch
 
+from attnorm.experiments.experiment import no_progress
 from attnorm.experiments.fig3 import Separabilities, findings, measure, summary
 from attnorm.experiments.model_runs import LastRows
-from tests.experiments.test_fig2 import silent, synthetic
+from tests.experiments.test_fig2 import synthetic
 
 TOP_N = (2, 8, 16)
 
 
 def measured(layers: list[LastRows], draws: int = 30) -> Separabilities:
-    return measure(layers, TOP_N, draws, torch.Generator().manual_seed(0), silent, "")
+    return measure(layers, TOP_N, draws, torch.Generator().manual_seed(0), no_progress, "")
 
 
 def orthonormal(keys: int = 24) -> LastRows:

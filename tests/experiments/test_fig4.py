@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from attnorm.experiments.experiment import ExperimentSubject
+from attnorm.experiments.experiment import ExperimentSubject, no_progress
 from attnorm.experiments.fig4 import EPSILONS, EXPERIMENT, Sensitivity, judge_claims, measure, table
 from attnorm.experiments.model_runs import longest_rows, run_forward_pass
 from attnorm.metrics.call import AttentionCall
@@ -17,14 +17,10 @@ from attnorm.theory.gradient import finite_difference_corrected
 QUICK = ExperimentSubject(quick=True)
 
 
-def silent(what: str, done: int, total: int) -> None:
-    pass
-
-
 @pytest.fixture(scope="module")
 def found() -> Sensitivity:
     temperatures = np.array([1e-3, 1e-2, 0.1, 1.0, 32**0.5, 30.0])
-    return measure(QUICK, silent, 128, 4, temperatures)
+    return measure(QUICK, no_progress, 128, 4, temperatures)
 
 
 def test_at_the_trained_temperature_the_norm_is_that_of_the_model_as_it_runs(found: Sensitivity) -> None:
@@ -37,7 +33,7 @@ def test_at_the_trained_temperature_the_norm_is_that_of_the_model_as_it_runs(fou
         norm = measure_rows(call, [None], rows, (1,))["model"].values["jacobian_norm"]
         expected.append(norm.amax((0, 2)) * call.scale)
 
-    run_forward_pass(QUICK, 128, look, silent, "")
+    run_forward_pass(QUICK, 128, look, no_progress, "")
     np.testing.assert_allclose(found.norm[:, 4], torch.cat(expected).numpy(), rtol=1e-4)
 
 
@@ -72,7 +68,7 @@ def test_a_flat_curve_has_a_slope_without_a_sign_of_minus(found: Sensitivity) ->
 
 def test_the_outcome_is_complete(tmp_path: Path, found: Sensitivity, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnorm.experiments.fig4.QUICK_LENGTH", 64)
-    outcome = EXPERIMENT.run(QUICK, silent, tmp_path)
+    outcome = EXPERIMENT.run(QUICK, no_progress, tmp_path)
     assert set(outcome.figures) == set(outcome.tables) == {"fig4"}
     assert len(outcome.findings) == 4
     assert outcome.tables["fig4"].num_rows == 36 * len(outcome.parameters["temperatures"])

@@ -7,15 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from attnorm.experiments.experiment import ExperimentSubject
+from attnorm.experiments.experiment import ExperimentSubject, no_progress
 from attnorm.experiments.gradients import EXPERIMENT, TEMPERATURES, judge_claims, measure, toy
 from attnorm.experiments.model_runs import SampledRows
 
 OWN = TEMPERATURES.index(1.0)
-
-
-def silent(what: str, done: int, total: int) -> None:
-    pass
 
 
 def rows(*logits: list[float]) -> SampledRows:
@@ -62,7 +58,7 @@ def test_a_row_above_a_quarter_refutes_corollary_3() -> None:
 
 
 def test_on_the_bundled_model_nothing_exceeds_the_corrected_bounds(tmp_path: Path) -> None:
-    outcome = EXPERIMENT.run(ExperimentSubject(quick=True), silent, tmp_path)
+    outcome = EXPERIMENT.run(ExperimentSubject(quick=True), no_progress, tmp_path)
     table = outcome.tables["rows"].to_pydict()
     norm = np.array(table["jacobian_norm"])
     assert len(norm) == 36 * outcome.parameters["rows_per_head"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from attnorm.experiments.experiment import ExperimentFinding, ExperimentSubject, Outcome
+from attnorm.experiments.experiment import ExperimentFinding, ExperimentSubject, Outcome, no_progress
 from attnorm.experiments.gradients import TEMPERATURES
 from attnorm.experiments.guidelines import experiment
 from attnorm.experiments.guidelines.experiment import EXPERIMENT, judge_claims
@@ -25,10 +25,6 @@ from attnorm.experiments.guidelines.measure import (
 from attnorm.theory.selection import select
 
 QUICK = ExperimentSubject(quick=True)
-
-
-def silent(what: str, done: int, total: int) -> None:
-    pass
 
 
 def early(entropy: list[float], apart: list[float], chance: list[float]) -> EarlySign:
@@ -123,7 +119,7 @@ def test_triples_are_of_different_heads_and_not_too_many() -> None:
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experiment, "QUICK_LENGTH", 96)
-        yield EXPERIMENT.run(QUICK, silent, tmp_path_factory.mktemp("parts"))
+        yield EXPERIMENT.run(QUICK, no_progress, tmp_path_factory.mktemp("parts"))
 
 
 def test_on_the_bundled_model_the_numbers_are_shares_and_cooling_sharpens(outcome: Outcome, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attnorm.experiments.catalogue import experiment
-from attnorm.experiments.experiment import RECORDS, ExperimentSubject, UnfinishedError
+from attnorm.experiments.experiment import RECORDS, ExperimentSubject, UnfinishedError, no_progress
 from attnorm.experiments.model_grid import grid, heads, positions, temperature
 from attnorm.experiments.model_grid.grid import loss_at, share_beyond_horizon, variance_shares
 from attnorm.experiments.run import reproduce
@@ -21,15 +21,11 @@ from attnorm.training.lm.model import LMSettings, build_model
 SUBJECT = ExperimentSubject(quick=True)
 
 
-def silent(what: str, done: int, total: int) -> None:
-    """No progress bar."""
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[grid.Record]]:
     parts = tmp_path_factory.mktemp("out") / "parts" / "temperature"
     plan = replace(temperature.QUICK, models=temperature.QUICK.models[1:])
-    return parts, grid.records_of(plan, SUBJECT, silent, parts)
+    return parts, grid.records_of(plan, SUBJECT, no_progress, parts)
 
 
 def test_a_model_is_trained_watched_and_measured(trained: tuple[Path, list[grid.Record]]) -> None:
@@ -52,7 +48,7 @@ def test_finished_models_are_not_trained_again(
     parts, records = trained
     monkeypatch.setattr(grid, "train_and_measure", lambda *_: pytest.fail("trained again"))
     plan = replace(temperature.QUICK, models=temperature.QUICK.models[1:])
-    assert grid.records_of(plan, SUBJECT, silent, parts) == records
+    assert grid.records_of(plan, SUBJECT, no_progress, parts) == records
 
 
 def test_records_from_elsewhere_are_used(
@@ -62,7 +58,7 @@ def test_records_from_elsewhere_are_used(
     append_jsonl(tmp_path / RECORDS, records)
     monkeypatch.setattr(grid, "train_and_measure", lambda *_: pytest.fail("trained again"))
     plan = replace(temperature.QUICK, models=temperature.QUICK.models[1:])
-    assert grid.records_of(plan, SUBJECT, silent, tmp_path / "parts" / "temperature") == records
+    assert grid.records_of(plan, SUBJECT, no_progress, tmp_path / "parts" / "temperature") == records
     assert read_jsonl(tmp_path / RECORDS) == records
 
 
@@ -71,7 +67,7 @@ def test_records_of_another_plan_are_not_used(trained: tuple[Path, list[grid.Rec
     _, records = trained
     append_jsonl(tmp_path / RECORDS, records)
     plan = replace(temperature.QUICK, models=temperature.QUICK.models[1:2], tokens=256)
-    (found,) = grid.records_of(plan, SUBJECT, silent, tmp_path / "parts" / "temperature")
+    (found,) = grid.records_of(plan, SUBJECT, no_progress, tmp_path / "parts" / "temperature")
     assert found["settings"]["steps"] == 2 != records[0]["settings"]["steps"]
 
 
@@ -83,7 +79,7 @@ def test_models_of_another_text_are_not_mixed_with_those_of_this_one(
     append_jsonl(tmp_path / RECORDS, [texts | {"training_tokens": 7}, records[0]])
     plan = replace(temperature.QUICK, models=temperature.QUICK.models[1:])
     with pytest.raises(ValueError, match="7 tokens"):
-        grid.records_of(plan, SUBJECT, silent, tmp_path / "parts" / "temperature")
+        grid.records_of(plan, SUBJECT, no_progress, tmp_path / "parts" / "temperature")
 
 
 def test_what_another_process_finished_meanwhile_is_not_trained_again(
@@ -108,14 +104,14 @@ def test_a_time_limit_starts_no_model_that_would_not_finish(
     plan = replace(temperature.QUICK, models=temperature.QUICK.models[1:])
     parts = tmp_path / "parts" / "temperature"
     with pytest.raises(UnfinishedError, match="0 of 2"):
-        grid.records_of(plan, replace(SUBJECT, minutes=0.0), silent, parts)
+        grid.records_of(plan, replace(SUBJECT, minutes=0.0), no_progress, parts)
     assert (parts / "data" / "texts.json").exists(), "the texts are encoded"
     assert all(record["wall_seconds"] > 0 for record in records)
     append_jsonl(tmp_path / RECORDS, [records[0] | {"wall_seconds": 120.0}])
     with pytest.raises(UnfinishedError, match="1 of 2"):
-        grid.records_of(plan, replace(SUBJECT, minutes=1.9), silent, parts)
+        grid.records_of(plan, replace(SUBJECT, minutes=1.9), no_progress, parts)
     monkeypatch.setattr(grid, "train_and_measure", lambda *_: records[1])
-    assert len(grid.records_of(plan, replace(SUBJECT, minutes=2.5), silent, parts)) == 2
+    assert len(grid.records_of(plan, replace(SUBJECT, minutes=2.5), no_progress, parts)) == 2
 
 
 def test_a_model_that_the_time_limit_stops_has_no_record(trained: tuple[Path, list[grid.Record]]) -> None:
@@ -220,7 +216,7 @@ def test_the_published_records_are_those_of_the_plan(tmp_path: Path, module: Any
     shutil.copy(published, tmp_path / "records.jsonl.xz")
     texts = (tmp_path / "missing.txt",)  # nothing is left to train, so no text is read
     subject = ExperimentSubject(texts=texts, valid=texts)
-    found = grid.records_of(module.FULL, subject, silent, tmp_path / "parts" / "x")
+    found = grid.records_of(module.FULL, subject, no_progress, tmp_path / "parts" / "x")
     assert len(found) == len(module.FULL.models) * len(module.FULL.seeds) == count
     NUMBERS_OF_PAGES[module.EXPERIMENT.name](found)
 

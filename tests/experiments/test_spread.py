@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from attnorm.experiments.experiment import ExperimentSubject
+from attnorm.experiments.experiment import ExperimentSubject, no_progress
 from attnorm.experiments.spread import (
     EXPERIMENT,
     Spreads,
@@ -25,13 +25,9 @@ from attnorm.metrics.call import AttentionCall
 from attnorm.models.observe import observe
 
 
-def silent(what: str, done: int, total: int) -> None:
-    pass
-
-
 @pytest.fixture(scope="module")
 def found() -> Spreads:
-    return measure(ExperimentSubject(quick=True), silent, 96, 8)
+    return measure(ExperimentSubject(quick=True), no_progress, 96, 8)
 
 
 def test_the_last_rows_spread_is_the_range_of_its_logits(found: Spreads) -> None:
@@ -74,7 +70,7 @@ def test_the_table_has_the_papers_models_and_ours(found: Spreads, tmp_path: Path
     assert rows[0]["proposition31_holds"] is None
     assert rows[2]["mean"] == pytest.approx(float(found.last.mean()))
     assert (rows[2]["keys"], rows[2]["heads"], rows[2]["proposition31_holds"]) == (96, 36, 36)
-    outcome = EXPERIMENT.run(ExperimentSubject(quick=True), silent, tmp_path)
+    outcome = EXPERIMENT.run(ExperimentSubject(quick=True), no_progress, tmp_path)
     assert outcome.tables["heads"].num_rows == 36
     assert set(outcome.figures) == {"spread"}
 

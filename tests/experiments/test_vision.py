@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from attnorm.cli import app
 from attnorm.experiments import vision
 from attnorm.experiments.catalogue import experiment
-from attnorm.experiments.experiment import ExperimentSubject
+from attnorm.experiments.experiment import ExperimentSubject, no_progress
 from attnorm.experiments.run import reproduce
 from attnorm.files import append_jsonl, read_jsonl
 from attnorm.run_folder import try_lock
@@ -24,14 +24,10 @@ QUICK = ExperimentSubject(quick=True, device="cpu")
 PLAN = replace(vision.QUICK, epochs=((8, 1),))
 
 
-def silent(what: str, done: int, total: int) -> None:
-    """No progress bar."""
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[vision.Record]]:
     parts = tmp_path_factory.mktemp("out") / "parts" / "vision"
-    return parts, vision.records_of(PLAN, QUICK, silent, parts)
+    return parts, vision.records_of(PLAN, QUICK, no_progress, parts)
 
 
 def test_every_model_has_a_record(trained: tuple[Path, list[vision.Record]]) -> None:
@@ -50,11 +46,11 @@ def test_finished_models_are_not_trained_again(
 ) -> None:
     parts, records = trained
     monkeypatch.setattr(vision, "train_vit", lambda *_, **__: pytest.fail("trained again"))
-    assert vision.records_of(PLAN, QUICK, silent, parts) == records
+    assert vision.records_of(PLAN, QUICK, no_progress, parts) == records
     of_a_gpu = [{**one, "settings": {**one["settings"], "dtype": "bfloat16"}} for one in records]
     append_jsonl(tmp_path / vision.RECORDS, of_a_gpu)
-    assert vision.records_of(PLAN, QUICK, silent, tmp_path / "parts" / "vision") == of_a_gpu
-    assert vision.records_of(PLAN, replace(QUICK, only=("soft",)), silent, parts) == [records[1]]
+    assert vision.records_of(PLAN, QUICK, no_progress, tmp_path / "parts" / "vision") == of_a_gpu
+    assert vision.records_of(PLAN, replace(QUICK, only=("soft",)), no_progress, parts) == [records[1]]
 
 
 def test_a_model_that_another_process_trains_is_left_to_it(
@@ -68,7 +64,7 @@ def test_a_model_that_another_process_trains_is_left_to_it(
     monkeypatch.setattr(vision, "train_vit", train)
     parts = tmp_path / "parts" / "vision"
     with try_lock(parts / "locks" / "softmax, patch 8, seed 0.lock"):
-        found = vision.records_of(PLAN, QUICK, silent, parts)
+        found = vision.records_of(PLAN, QUICK, no_progress, parts)
     assert [record["model"] for record in found] == ["soft", "linear"]
 
 
@@ -84,32 +80,32 @@ def test_records_of_other_settings_are_not_used(
 
     monkeypatch.setattr(vision, "train_vit", train)
     plan = replace(PLAN, settings=replace(PLAN.settings, learning_rate=0.5))
-    vision.records_of(plan, replace(QUICK, only=("softmax",)), silent, parts)
+    vision.records_of(plan, replace(QUICK, only=("softmax",)), no_progress, parts)
     assert seen == [0.5]
 
 
 def test_the_full_plan_needs_images(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--images"):
-        vision.records_of(vision.FULL, ExperimentSubject(device="cpu"), silent, tmp_path)
+        vision.records_of(vision.FULL, ExperimentSubject(device="cpu"), no_progress, tmp_path)
 
 
 def test_a_record_that_lacks_an_entry_is_named(tmp_path: Path) -> None:
     (tmp_path / vision.RECORDS).write_text('{"images": "cifar"}\n')
     with pytest.raises(ValueError, match=rf"{vision.RECORDS}.*'settings'"):
-        vision.records_of(vision.FULL, ExperimentSubject(device="cpu"), silent, tmp_path / "parts" / "vision-0")
+        vision.records_of(vision.FULL, ExperimentSubject(device="cpu"), no_progress, tmp_path / "parts" / "vision-0")
 
 
 def test_a_damaged_archive_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "images.tar").write_text("no archive")
     subject = ExperimentSubject(images=tmp_path / "images.tar", device="cpu")
     with pytest.raises(ValueError, match=r"images\.tar"):
-        vision.records_of(vision.FULL, subject, silent, tmp_path / "out" / "parts" / "vision-0")
+        vision.records_of(vision.FULL, subject, no_progress, tmp_path / "out" / "parts" / "vision-0")
     assert not (tmp_path / "out").exists()
 
 
 def test_an_unknown_model_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'sofd'"):
-        vision.records_of(PLAN, replace(QUICK, only=("sofd",)), silent, tmp_path)
+        vision.records_of(PLAN, replace(QUICK, only=("sofd",)), no_progress, tmp_path)
 
 
 def test_the_full_plan_trains_seven_models_of_three_sizes_with_three_seeds() -> None:
@@ -135,13 +131,13 @@ def test_published_records_are_drawn_without_images(tmp_path: Path, monkeypatch:
     published = Path(__file__).parents[2] / "docs" / "results" / "vision.jsonl.xz"
     records = read_jsonl(published)[2:]
     (tmp_path / f"{vision.RECORDS}.xz").write_bytes(lzma.compress("\n".join(map(json.dumps, records)).encode()))
-    made = vision.run(ExperimentSubject(device="cpu"), silent, tmp_path / "parts" / "vision")
+    made = vision.run(ExperimentSubject(device="cpu"), no_progress, tmp_path / "parts" / "vision")
     planned = len(vision.FULL.trained(0, ()))
     assert made.tables["models"]["seeds"].to_numpy().sum() == len(records)
     assert f"{planned - len(records)} of the {planned} models" in made.summary
     append_jsonl(tmp_path / vision.RECORDS, [records[0] | {"images": "other.tar 0123"}])
     with pytest.raises(ValueError, match=r"cifar10.* and of other\.tar"):
-        vision.run(ExperimentSubject(device="cpu"), silent, tmp_path / "parts" / "vision")
+        vision.run(ExperimentSubject(device="cpu"), no_progress, tmp_path / "parts" / "vision")
 
 
 def test_what_a_run_with_images_left_is_drawn_without_them(

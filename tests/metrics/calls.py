@@ -26,6 +26,11 @@ def make_call(
     return AttentionCall(layer=0, query_BHQD=query, key_BGKD=key, value_BGKE=value, **settings)
 
 
+def generators(count: int = 3) -> list[torch.Generator]:
+    """A random generator per call."""
+    return [torch.Generator().manual_seed(seed) for seed in range(count)]
+
+
 def left_padding(keys: int, hidden: int) -> Tensor:
     """(2, 1, Q, K): causal; the first item has `hidden` padding tokens in front, so its first rows see nothing."""
     order = torch.arange(keys)

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from attnorm.metrics.call import AttentionCall
-from attnorm.metrics.normalized import RowsBlock
 from attnorm.metrics.separability import NEAR_TIE, NEAR_WEIGHT
-from attnorm.normalizers.block import Positions
+from attnorm.normalizers.block import Positions, RowsBlock
 from attnorm.normalizers.contract import Normalizer, ScaleRule
 from attnorm.normalizers.softmax import Softmax
 

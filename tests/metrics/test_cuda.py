@@ -11,7 +11,7 @@ from attnorm.metrics.reads import coverage_sums
 from attnorm.metrics.rows import measure_rows
 from attnorm.metrics.sensitivity import measure_sensitivity
 from attnorm.metrics.vectors import NULLS, NUMBERS, isotropy, measure_vectors
-from tests.metrics.calls import CALLS, ROW_NORMALIZERS, make_call
+from tests.metrics.calls import CALLS, ROW_NORMALIZERS, generators, make_call
 from tests.metrics.layer_coverage import measure_coverage
 from tests.metrics.test_rows import TOP_N, in_float64, same
 
@@ -72,16 +72,12 @@ def test_what_needs_few_rows() -> None:
     same(norms[1]["jacobian_norm"].cpu(), norms[0]["jacobian_norm"], 1e-4, "jacobian_norm")
 
 
-def generators() -> list[torch.Generator]:
-    return [torch.Generator().manual_seed(seed) for seed in range(3)]
-
-
 def test_sampled_rows_of_several_layers_have_the_numbers_of_each_alone() -> None:
     calls, rows = [in_float64(make_call(150, seed=seed)) for seed in range(3)], torch.arange(120, 150)
     together = on_cuda(stack_calls(calls))
-    found = measure_vectors(together, [None], rows, (1, 5, 100), generator=generators())["model"]
-    moves = measure_sensitivity(together, [None], rows, (0.5, 1.0), (0.1,), generators())["model"]
-    for layer, (call, one, other) in enumerate(zip(calls, generators(), generators(), strict=True)):
+    found = measure_vectors(together, [None], rows, (1, 5, 100), generator=generators(3))["model"]
+    moves = measure_sensitivity(together, [None], rows, (0.5, 1.0), (0.1,), generators(3))["model"]
+    for layer, (call, one, other) in enumerate(zip(calls, generators(3), generators(3), strict=True)):
         heads = slice(4 * layer, 4 * layer + 4)
         alone = measure_vectors(call, [None], rows, (1, 5, 100), generator=one)["model"]
         for name in (*NUMBERS, *NULLS):
@@ -94,8 +90,8 @@ def test_sampled_rows_do_not_wait_for_the_gpu() -> None:
     call, rows = on_cuda(stack_calls([make_call(150, seed=seed) for seed in range(3)])), torch.arange(120, 150)
 
     def measure() -> None:
-        measure_vectors(call, [None], rows, (1, 5, 100), generator=generators())
-        measure_sensitivity(call, [None], rows, (0.5, 1.0), (0.1,), generators())
+        measure_vectors(call, [None], rows, (1, 5, 100), generator=generators(3))
+        measure_sensitivity(call, [None], rows, (0.5, 1.0), (0.1,), generators(3))
         coverage_sums(call, [None], rows, (1, 5, 100), 3)
         isotropy(call.value_BGKE)
 

@@ -20,6 +20,7 @@ from attnorm.metrics.reads import coverage_sums
 from attnorm.metrics.sensitivity import measure_sensitivity
 from attnorm.metrics.vectors import isotropy, measure_vectors
 from attnorm.monitor import measure as monitor
+from tests.metrics.calls import generators
 
 LAYERS, HEADS, KEY_HEADS, KEYS = 4, 9, 3, 256
 ROWS = torch.arange(192, 256, 4)
@@ -61,14 +62,12 @@ def call(monkeypatch: pytest.MonkeyPatch) -> AttentionCall:
     return AttentionCall(0, "decoder", query, key, value, scale=0.25, causal=True)
 
 
-def generators() -> list[torch.Generator]:
-    return [torch.Generator().manual_seed(seed) for seed in range(LAYERS)]
-
-
 def test_few_operations_for_all_layers_and_no_wait(call: AttentionCall) -> None:
     counts = {
-        "vectors": operators(lambda: measure_vectors(call, [None], ROWS, TOP_N, generator=generators())),
-        "sensitivity": operators(lambda: measure_sensitivity(call, [None], ROWS, TEMPERATURES, EPSILONS, generators())),
+        "vectors": operators(lambda: measure_vectors(call, [None], ROWS, TOP_N, generator=generators(LAYERS))),
+        "sensitivity": operators(
+            lambda: measure_sensitivity(call, [None], ROWS, TEMPERATURES, EPSILONS, generators(LAYERS))
+        ),
         "coverage": operators(lambda: coverage_sums(call, [None], ROWS, TOP_N, LAYERS)),
         "isotropy": operators(lambda: isotropy(call.value_BGKE)),
     }
@@ -84,10 +83,10 @@ def test_few_operations_for_separability_in_the_monitor(call: AttentionCall, mon
 
 def test_more_sets_temperatures_and_steps_take_no_more_operations(call: AttentionCall) -> None:
     def vectors(top_n: Sequence[int]) -> int:
-        return operators(lambda: measure_vectors(call, [None], ROWS, top_n, generator=generators()))
+        return operators(lambda: measure_vectors(call, [None], ROWS, top_n, generator=generators(LAYERS)))
 
     def sensitivity(temperatures: Sequence[float], epsilons: Sequence[float]) -> int:
-        return operators(lambda: measure_sensitivity(call, [None], ROWS, temperatures, epsilons, generators()))
+        return operators(lambda: measure_sensitivity(call, [None], ROWS, temperatures, epsilons, generators(LAYERS)))
 
     # gaps among selected keys, one N at a time
     assert vectors((1, 2, 4, 8, 16, 32)) - vectors((1, 32)) <= 4 * 6
@@ -96,5 +95,5 @@ def test_more_sets_temperatures_and_steps_take_no_more_operations(call: Attentio
 
 @pytest.mark.parametrize("choice", ["ssmax", "sigmoid"])
 def test_other_normalizers_do_not_wait_for_their_weights(choice: Choice, call: AttentionCall) -> None:
-    assert operators(lambda: measure_vectors(call, [choice], ROWS, TOP_N, generator=generators())) < 860
+    assert operators(lambda: measure_vectors(call, [choice], ROWS, TOP_N, generator=generators(LAYERS))) < 860
     assert operators(lambda: coverage_sums(call, [choice], ROWS, TOP_N, LAYERS)) < 200

@@ -12,12 +12,13 @@ from attnorm.metrics.attention_statistics import compiled_softmax_statistics, st
 from attnorm.metrics.call import FEW_ROWS, AttentionCall, logit_blocks, too_few_to_wait
 from attnorm.metrics.catalogue import METRICS
 from attnorm.metrics.fused_rows import _tile
-from attnorm.metrics.normalized import RowsBlock, with_own_tensors
+from attnorm.metrics.normalized import with_own_tensors
 from attnorm.metrics.rows import _power_rows, measure_rows
 from attnorm.metrics.sampling import summarise
 from attnorm.metrics.sensitivity import POWER_ROWS, jacobian_norm, measure_sensitivity
 from attnorm.metrics.vectors import isotropy
 from attnorm.normalizers import Normalizer, Sink, compose, get, mixture
+from attnorm.normalizers.block import RowsBlock
 from attnorm.normalizers.contract import normalizer_of
 from tests.metrics import reference
 from tests.metrics.calls import make_call

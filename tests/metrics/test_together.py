@@ -12,7 +12,7 @@ from attnorm.metrics.reads import coverage_sums
 from attnorm.metrics.sensitivity import directions_ahead, measure_sensitivity
 from attnorm.metrics.vectors import NULLS, NUMBERS, isotropy, measure_vectors, permutations_ahead
 from tests.metrics.as_on_gpu import as_on_gpu
-from tests.metrics.calls import HEADS, KEY_HEADS, left_padding, make_call, window
+from tests.metrics.calls import HEADS, KEY_HEADS, generators, left_padding, make_call, window
 from tests.metrics.layer_coverage import measure_coverage
 from tests.metrics.test_rows import in_float64
 from tests.metrics.test_vectors import check
@@ -58,10 +58,6 @@ def layers(**options: Any) -> list[AttentionCall]:
     return [make_call(33, seed=seed, **options) for seed in range(LAYERS)]
 
 
-def generators() -> list[torch.Generator]:
-    return [torch.Generator().manual_seed(seed) for seed in range(LAYERS)]
-
-
 def same(found: dict[str, torch.Tensor], expected: list[dict[str, torch.Tensor]], names: Any) -> None:
     for name in names:
         whole = torch.cat([one[name] for one in expected], 1)
@@ -82,10 +78,12 @@ def test_vectors(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = layers(**OPTIONS[kind])
     expected = [
         measure_vectors(call, [None, "ssmax"], ROWS, TOP_N, generator=generator, permutations=3)
-        for call, generator in zip(calls, generators(), strict=True)
+        for call, generator in zip(calls, generators(LAYERS), strict=True)
     ]
     as_on_gpu(monkeypatch)
-    found = measure_vectors(stack_calls(calls), [None, "ssmax"], ROWS, TOP_N, generator=generators(), permutations=3)
+    found = measure_vectors(
+        stack_calls(calls), [None, "ssmax"], ROWS, TOP_N, generator=generators(LAYERS), permutations=3
+    )
     for name in ("model", "ssmax"):
         same(found[name], [one[name] for one in expected], (*NUMBERS, *NULLS))
 
@@ -97,10 +95,10 @@ def test_sensitivity(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     choices = [None, "entmax15"]
     expected = [
         measure_sensitivity(call, choices, ROWS, TEMPERATURES, EPSILONS, generator)
-        for call, generator in zip(calls, generators(), strict=True)
+        for call, generator in zip(calls, generators(LAYERS), strict=True)
     ]
     as_on_gpu(monkeypatch)
-    found = measure_sensitivity(stack_calls(calls), choices, ROWS, TEMPERATURES, EPSILONS, generators())
+    found = measure_sensitivity(stack_calls(calls), choices, ROWS, TEMPERATURES, EPSILONS, generators(LAYERS))
     for name, numbers in found.items():
         same(numbers, [one[name] for one in expected], numbers)
 
@@ -149,14 +147,16 @@ def test_random_numbers_drawn_ahead_are_those_of_the_generator(
 ) -> None:
     calls = layers(**options)
     as_on_gpu(monkeypatch)
-    permuted = [permutations_ahead(call, ROWS, one) for call, one in zip(calls, generators(), strict=True)]
-    moved = [directions_ahead(call, ROWS, one) for call, one in zip(calls, generators(), strict=True)]
+    permuted = [permutations_ahead(call, ROWS, one) for call, one in zip(calls, generators(LAYERS), strict=True)]
+    moved = [directions_ahead(call, ROWS, one) for call, one in zip(calls, generators(LAYERS), strict=True)]
     whole = stack_calls(calls)
-    ahead, drawn = (measure_vectors(whole, [None], ROWS, TOP_N, generator=one) for one in (permuted, generators()))
+    ahead, drawn = (
+        measure_vectors(whole, [None], ROWS, TOP_N, generator=one) for one in (permuted, generators(LAYERS))
+    )
     for name in NULLS:
         assert torch.equal(ahead["model"][name].nan_to_num(-1), drawn["model"][name].nan_to_num(-1))
     ahead, drawn = (
-        measure_sensitivity(whole, [None], ROWS, TEMPERATURES, EPSILONS, one) for one in (moved, generators())
+        measure_sensitivity(whole, [None], ROWS, TEMPERATURES, EPSILONS, one) for one in (moved, generators(LAYERS))
     )
     for name, value in drawn["model"].items():
         assert torch.equal(ahead["model"][name], value)

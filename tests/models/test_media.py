@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from scipy.io import wavfile
 from transformers import ViTImageProcessor, WhisperConfig, WhisperFeatureExtractor, WhisperForConditionalGeneration
 from typer.testing import CliRunner
@@ -14,8 +15,6 @@ from attnorm.cli import app
 from attnorm.models.inputs import Media
 from attnorm.models.media import _read_sound
 from tests.analysis.tiny_models import vit
-
-Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
 
 
 @pytest.fixture
@@ -147,9 +146,3 @@ def test_errors_of_files_and_processors_say_why(
         monkeypatch.setattr("transformers.AutoImageProcessor.from_pretrained", fails)
         with pytest.raises(ValueError, match=reason):
             attnorm.analyze(vit_folder, Media(image, "image"))
-
-
-def test_a_missing_pillow_is_named(vit_folder: Path, image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnorm.models.media.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="pip install pillow"):
-        attnorm.analyze(vit_folder, Media(image, "image"))

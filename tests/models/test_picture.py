@@ -9,13 +9,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import attnorm
 from attnorm.models.media import picture_of
 from attnorm.report.page import payload
 from tests.analysis.tiny_models import vit
-
-Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
 
 
 def pixels_of(png: str) -> np.ndarray:

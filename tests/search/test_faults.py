@@ -13,6 +13,7 @@ from attnorm.search.plan import read_search_plan
 from attnorm.search.run import HOW, open_storage
 from attnorm.sweep.folder import read_items, result_of
 from attnorm.sweep.tasks import TIMING, train_lm_item
+from tests.search.conftest import PLAN
 from tests.sweep.ray_cluster import run_with_kills, two_nodes
 from tests.training.conftest import write_text
 
@@ -20,30 +21,10 @@ optuna = pytest.importorskip("optuna")
 
 KILLS = int(os.environ.get("ATTNORM_TEST_KILLS", "50"))
 TRIALS = 40
-PLAN = f"""
-objectives = ["loss", "loss at 4x"]
-trials = {TRIALS}
-[space]
-groups = "each"
-normalizers = ["softmax", "ssmax", "entmax"]
-learning_rate = [0.003, 0.03]
-[space.options.entmax]
-alpha = [1.1, 1.9]
-[options]
-texts = ["train.txt"]
-valid = "valid.txt"
-architecture = "llama"
-layers = 2
-heads = 2
-width = 16
-context = 16
-vocab = 300
-steps = 60
-batch = 4
-warmup = 2
-eval_every = 20
-checkpoint_every = 10
-"""
+LONGER = {
+    "trials = 4": f"trials = {TRIALS}", '"softmax", "entmax"': '"softmax", "ssmax", "entmax"',
+    "steps = 4": "steps = 60", "eval_every = 2": "eval_every = 20\ncheckpoint_every = 10",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -58,7 +39,10 @@ def test_fifty_kills_a_lost_node_and_two_lost_drivers_lose_no_trial(cluster: Any
     write_text(tmp_path / "train.txt", 300, seed=1)
     write_text(tmp_path / "valid.txt", 30, seed=2)
     plan = tmp_path / "plan.toml"
-    plan.write_text(PLAN)
+    text = PLAN
+    for old, new in LONGER.items():
+        text = text.replace(old, new)
+    plan.write_text(text)
     total, rounds = 0, 0
     while total < KILLS:  # a fast machine finishes the trials before 50 kills
         rounds += 1

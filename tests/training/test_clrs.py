@@ -52,14 +52,6 @@ PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "clrs-text"
 TINY = ClrsRecipe(steps=4, batch=6, learning_rate=1e-2, warmup=1, layers=1, heads=2, width=16, tokens_at_once=128)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def data() -> ClrsData:
     train, test = quick_examples(0)

@@ -101,9 +101,7 @@ def _coincide(a: Curve, b: Curve) -> bool:
 
 def _draw_dispersion_axes(axes: Axes, lengths: tuple[int, ...]) -> None:
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xlim(lengths[0], lengths[-1])
-    axes.set_ylim(FLOOR, CEILING)
+    axes.set(yscale="log", xlim=(lengths[0], lengths[-1]), ylim=(FLOOR, CEILING))
     ticks = [lengths[index] for index in printed_lengths(lengths)]
     axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
     axes.set_xticks([], minor=True)

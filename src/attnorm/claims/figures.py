@@ -88,9 +88,7 @@ def frontier_figure(placed: Frontier) -> Figure:
 
 def _draw_frontier_axes(axes: Axes, placed: Frontier, weight: float, top: float, *, labelled: bool) -> None:
     lengths = placed.lengths
-    axes.set_xscale("log")
-    axes.set_xlim(lengths[0], lengths[-1])
-    axes.set_ylim(0, top)
+    axes.set(xscale="log", xlim=(lengths[0], lengths[-1]), ylim=(0, top))
     ticks = [n for n in (16, 256, 4096, 65_536, 1_000_000) if lengths[0] <= n <= lengths[-1]]
     axes.set_xticks(ticks, [f"{n:,}" if n < 10**6 else "1 million" for n in ticks])
     axes.set_xticks([], minor=True)
@@ -208,9 +206,7 @@ def tightness_figure(pairs: Sequence[Pair]) -> Figure:
 
 
 def _draw_tightness_axes(axes: Axes, rows: int) -> None:
-    axes.set_xscale("log")
-    axes.set_xlim(MIN_RATIO * 0.8, MAX_RATIO * 1.25)
-    axes.set_ylim(rows - 0.5, -0.5)
+    axes.set(xscale="log", xlim=(MIN_RATIO * 0.8, MAX_RATIO * 1.25), ylim=(rows - 0.5, -0.5))
     axes.axvspan(1, MAX_RATIO * 1.25, color="#fdf0e7", linewidth=0)
     axes.axvline(1, color=INK, linewidth=1.1)
     axes.set_xticks([0.01, 0.1, 1, 10, 100], ["≤ 0.01", "0.1", "1", "10", "≥ 100"])

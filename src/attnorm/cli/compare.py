@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from attnorm.cli import analysis_options as options
-from attnorm.cli.output import Json, ProgressBar, failures, say, show, show_json, usage_errors
+from attnorm.cli.output import Json, ProgressBar, failures, plain_table, say, show, show_json, usage_errors
 from attnorm.files import finite
 
 if TYPE_CHECKING:
@@ -261,13 +261,9 @@ def stability(
 
 
 def _stability_table(result: "Stability", measured: str) -> "RenderableType":
-    from rich.table import Table
-
     size = f"{result.windows} window{'s' * (result.windows > 1)} of {result.length:,} tokens"
-    table = Table(title=f"{result.heads} heads, {measured}, {size}", title_justify="left", box=None)
-    table.add_column("")
-    table.add_column("heads", justify="right")
-    table.add_column("share", justify="right")
+    title = f"{result.heads} heads, {measured}, {size}"
+    table = plain_table("", "heads", "share", right=("heads", "share"), title=title, padding=(0, 1))
     heads, judged = max(result.heads, 1), max(result.judged, 1)
     table.add_row(
         "judged per run (not undecided)", f"{result.heads - result.undecided:.1f}", _share(1 - result.undecided / heads)
@@ -369,19 +365,11 @@ def show_evaluation(evaluation: "Evaluation", *, as_json: bool) -> None:
 def _table(evaluation: "Evaluation") -> Table:
     from attnorm.evaluation.result import number
 
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in (
-        "task",
-        "length",
-        "normalizer",
-        "documents",
-        "score",
-        "95 % interval",
-        "change",
-        "p (Holm)",
-        "verdict",
-    ):
-        table.add_column(name, justify="right" if name in ("length", "documents", "score", "p (Holm)") else "left")
+    table = plain_table(
+        "task", "length", "normalizer", "documents", "score", "95 % interval", "change", "p (Holm)", "verdict",
+        right=("length", "documents", "score", "p (Holm)"),
+        caption="perplexity: nats per token, lower is better; others: share of right answers, higher is better",
+    )  # fmt: skip
     last: tuple[str, int | None] | None = None
     for row in evaluation.rows:
         metric, change, item = row.metric, row.change, (row.task, row.length)
@@ -398,6 +386,4 @@ def _table(evaluation: "Evaluation") -> Table:
             "" if row.p_holm is None else f"{row.p_holm:.2g}", row.verdict,
         )  # fmt: skip
         last = item
-    table.caption = "perplexity: nats per token, lower is better; others: share of right answers, higher is better"
-    table.caption_justify = "left"
     return table

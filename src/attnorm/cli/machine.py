@@ -54,7 +54,6 @@ OPTIONAL_PACKAGES = {
     "pandas": "Analysis.to_pandas",
     "polars": "Analysis.to_polars",
     "lightning": "AttentionMonitor.lightning",
-    "pillow": "`attnorm analyze --image`",
     "soundfile": "`attnorm analyze --audio` of other files than .wav",
     "lm-eval": "RULER and other tasks in `attnorm evaluate`",
     "optuna": "`attnorm search`",

@@ -14,7 +14,7 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
+from rich.table import Column, Table
 from typer.core import TyperGroup
 
 from attnorm.text import escaped_json, visible_lines
@@ -125,6 +126,13 @@ def show(renderable: RenderableType) -> None:
     if not console.is_terminal:
         console = SafeConsole(width=max(console.width, FILE_WIDTH))
     console.print(renderable)
+
+
+def plain_table(*headings: str, right: Container[str] = (), **options: Any) -> Table:
+    """Return a table without lines. right: columns that are aligned to the right. options: of rich's Table."""
+    columns = (Column(name, justify="right" if name in right else "left") for name in headings)
+    aligned: dict[str, Any] = {"title_justify": "left", "caption_justify": "left"}
+    return Table(*columns, **aligned, **{"box": None, "padding": (0, 2, 0, 0), **options})
 
 
 def show_json(value: list[dict[str, Any]] | dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from attnorm.cli.analysis_options import check_minutes, names_of, numbers_of
-from attnorm.cli.output import Json, ProgressBar, failures, say, show, show_json, usage_errors
+from attnorm.cli.output import Json, ProgressBar, failures, plain_table, say, show, show_json, usage_errors
 from attnorm.provenance import recorded_command
 
 if TYPE_CHECKING:
@@ -163,11 +163,7 @@ def reproduce(
         with failures(lambda: f"Interrupted; {_RESUMES}.", writes_to=out, out_of_memory=_MEMORY):
             if names == ["clrs-text"]:
                 del not_used["--model"]
-                also_not_used = {
-                    "--seeds": seeds, "--closest": closest, "--size": size, "--tokenizer": tokenizer,
-                    "--whole": whole or None,
-                }  # fmt: skip
-                _check_stage(names, not_used | also_not_used)
+                _check_stage(names, not_used | {name: stage_options[name] for name in stage_options if name != "--set"})
                 finished = _run_clrs(
                     stage, out, model=model or [], train=text or [], test=valid or [], only=normalizers, quick=quick,
                     changes=changes or [], minutes=minutes, device=device, seed=seed,
@@ -330,7 +326,7 @@ def _list_experiments(as_json: bool) -> None:
     if as_json:
         show_json([{"name": name, "what": entry.what, "in_all": name in PAPERS} for name, entry in EXPERIMENTS.items()])
         return
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table = plain_table(show_header=False)
     for name, entry in EXPERIMENTS.items():
         table.add_row(name, entry.what)
     table.add_row("all", ", ".join(PAPERS))

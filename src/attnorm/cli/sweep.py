@@ -3,6 +3,7 @@
 Both run on this machine, on Ray or on Slurm, and share the options about it.
 """
 
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +12,7 @@ import typer
 from rich.console import Group
 from rich.table import Table
 
-from attnorm.cli.output import Json, ProgressBar, duration, failures, say, show, show_json, usage_errors
+from attnorm.cli.output import Json, ProgressBar, duration, failures, plain_table, say, show, show_json, usage_errors
 
 if TYPE_CHECKING:
     from attnorm.search.results import SearchResult, TrialResult
@@ -98,15 +99,9 @@ def _show_states(states: "list[ItemState]", as_json: bool) -> None:
     if as_json:
         show_json([_as_dict(each) for each in states])
         return
-    counts: dict[str, int] = {}
-    for each in states:
-        counts[each.state] = counts.get(each.state, 0) + 1
-    table = Table(
-        title=f"{len(states):,} items: {', '.join(f'{count:,} {state}' for state, count in counts.items())}",
-        title_justify="left", box=None, padding=(0, 2, 0, 0),
-    )  # fmt: skip
-    for name in ("item", "values", "state", "time", "host or error"):
-        table.add_column(name)
+    counts = Counter(each.state for each in states)
+    title = f"{len(states):,} items: {', '.join(f'{count:,} {state}' for state, count in counts.items())}"
+    table = plain_table("item", "values", "state", "time", "host or error", title=title)
     order = ("failed", "running", "finished", "pruned", "waiting")
     for each in sorted(states, key=lambda each: order.index(each.state))[:_SHOWN_ITEMS]:
         seconds = "" if each.seconds is None else duration(each.seconds)
@@ -175,17 +170,12 @@ def search(
 
 
 def _search_tables(result: "SearchResult") -> Group:
-    counts: dict[str, int] = {}
-    for trial in result.trials:
-        counts[trial.state] = counts.get(trial.state, 0) + 1
+    counts = Counter(trial.state for trial in result.trials)
     done = [trial for trial in result.trials if trial.values]
     names = list(done[0].values) if done else []
-    table = Table(
-        title=f"{len(result.trials)} trials: {', '.join(f'{count} {state}' for state, count in counts.items())}",
-        title_justify="left", box=None, padding=(0, 2, 0, 0),
-    )  # fmt: skip
-    for name in ("trial", *names, "learning rate", "recipe"):
-        table.add_column(name)
+    title = f"{len(result.trials)} trials: {', '.join(f'{count} {state}' for state, count in counts.items())}"
+    caption = "*: no other trial is better in every objective"
+    table = plain_table("trial", *names, "learning rate", "recipe", title=title, caption=caption)
     front = {trial.number for trial in result.front}
     first = sorted(done, key=lambda trial: (trial.number not in front, trial is not result.best))
     for trial in (
@@ -195,8 +185,6 @@ def _search_tables(result: "SearchResult") -> Group:
         mark = " *" if trial.number in front else ""
         cells = (f"{value:.4g}" for value in trial.values.values())
         table.add_row(f"{trial.number}{mark}", *cells, f"{trial.learning_rate:.3g}", _recipe(trial))
-    table.caption = "*: no other trial is better in every objective"
-    table.caption_justify = "left"
     parts: list[Any] = [table]
     if result.importance:
         parts.append(_importance(result))
@@ -210,23 +198,15 @@ def _recipe(trial: "TrialResult") -> str:
 
 
 def _importance(result: "SearchResult") -> Table:
-    table = Table(title="Importance of each choice", title_justify="left", box=None, padding=(0, 2, 0, 0))
-    table.add_column("choice")
-    for name in result.importance:
-        table.add_column(name, justify="right")
+    table = plain_table("choice", *result.importance, right=result.importance, title="Importance of each choice")
     for choice in next(iter(result.importance.values())):
         table.add_row(choice, *(f"{100 * shares.get(choice, 0):.0f} %" for shares in result.importance.values()))
     return table
 
 
 def _confirmation(confirmation: dict[str, Any]) -> Table:
-    table = Table(
-        title=f"Best mixed and best uniform recipe, {len(confirmation['seeds'])} other seeds", title_justify="left",
-        box=None,
-        padding=(0, 2, 0, 0),
-    )  # fmt: skip
-    for name in ("objective", "mixed", "uniform", "mixed - uniform", "p"):
-        table.add_column(name)
+    title = f"Best mixed and best uniform recipe, {len(confirmation['seeds'])} other seeds"
+    table = plain_table("objective", "mixed", "uniform", "mixed - uniform", "p", title=title)
     for name, comparison in confirmation["objectives"].items():
         means = [f"{sum(values) / len(values):.4g}" if (values := comparison["values"].get(side)) else "-" for side in
                  ("mixed", "uniform")]  # fmt: skip

@@ -12,7 +12,17 @@ from rich.table import Table
 from attnorm.arithmetic import ceil_div
 from attnorm.cli.analysis_options import check_minutes, numbers_of
 from attnorm.cli.output import Json, ProgressBar, add_command, failures, say, say_result, show, show_json, usage_errors
-from attnorm.cli.train_tasks import Dense, Device, TrainingDtype, WeightDecay, clrs, given, retrieval, training_folder
+from attnorm.cli.train_tasks import (
+    Dense,
+    Device,
+    TrainingDtype,
+    WeightDecay,
+    clrs,
+    folder_option,
+    given,
+    retrieval,
+    training_folder,
+)
 from attnorm.provenance import file_hash, recorded_command
 from attnorm.run_folder import make_writable, require_folder
 
@@ -30,14 +40,7 @@ _LM_QUICK: dict[str, Any] = {
 
 
 def lm(
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Folder for the model; the same command resumes from it.",
-            show_default="with --quick: quick-lm",
-        ),
-    ] = None,
+    out: Annotated[Path | None, folder_option("lm", "Folder for the model; the same command resumes from it.")] = None,
     texts: Annotated[
         list[Path] | None,
         typer.Argument(metavar="TEXT", help="Text files to train on, plain or .xz.", show_default="none"),
@@ -307,14 +310,7 @@ def _keys_found(record: dict[str, Any]) -> Table:
 
 
 def vision(
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Folder for the model and its record; must not exist.",
-            show_default="with --quick: quick-vision",
-        ),
-    ] = None,
+    out: Annotated[Path | None, folder_option("vision", "Folder for the model and its record; must not exist.")] = None,
     images: Annotated[
         Path | None,
         typer.Argument(

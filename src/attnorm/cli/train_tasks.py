@@ -29,6 +29,11 @@ Dense = Annotated[bool, typer.Option("--dense", help="Compute whole weight matri
 WeightDecay = Annotated[float, typer.Option(help="Weight decay of AdamW, on matrices only.")]
 
 
+def folder_option(task: str, what: str) -> Any:
+    """Return the option --out of a trainer. what: its help."""
+    return typer.Option(metavar="DIR", help=what, show_default=f"with --quick: quick-{task}")
+
+
 def training_folder(out: Path | None, task: str, *, quick: bool) -> Path:
     """Return the folder of a run: --out, or quick-TASK in the current folder for a run with --quick."""
     if out is None and not quick:
@@ -50,12 +55,7 @@ _QUICK_SIZES = (16, 64, 256, 1024)
 
 def retrieval(
     out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Folder for the results; the same command resumes from it.",
-            show_default="with --quick: quick-retrieval",
-        ),
+        Path | None, folder_option("retrieval", "Folder for the results; the same command resumes from it.")
     ] = None,
     normalizers: Annotated[
         str, typer.Option(metavar="NAME,NAME,...", help="Normalizers to train with, options as in topk:k=4.")
@@ -222,14 +222,7 @@ _GENERATED_TEST = 32  # questions per algorithm and size
 
 
 def clrs(
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Folder for the run; the same command resumes from it.",
-            show_default="with --quick: quick-clrs",
-        ),
-    ] = None,
+    out: Annotated[Path | None, folder_option("clrs", "Folder for the run; the same command resumes from it.")] = None,
     train: Annotated[
         Path | None,
         typer.Argument(metavar="TRAIN", help="Training questions, .jsonl or .jsonl.xz.", show_default="none"),

@@ -5,7 +5,6 @@ its gradients in place, so it keeps no matrix of weights either.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Never
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from attnorm.engines.inputs import HALF, Inputs, under_transform, without_autocast
-from attnorm.normalizers.block import Block, Positions, is_exporting
+from attnorm.normalizers.block import Block, Positions, RowsBlock, is_exporting
 from attnorm.normalizers.contract import Normalizer
 
 # Elements of one block's logits. Backward of the widest maps holds about forty arrays of this size, 4 MB each. A GPU
@@ -136,7 +135,7 @@ class _BlockedCall(nn.Module):
         keys = k.shape[-2]
         block = Block.of(self._logits(q, k, bias), self.inputs.visible(start, stop, keys))
         positions = self._positions_of_rows(start, stop, keys)
-        rows = _RowsBlock(block.logits, block.mask, positions, hidden_states, first=self.inputs.offset + start)
+        rows = RowsBlock(block.logits, block.mask, positions, hidden_states, queries=self.inputs.offset + start)
         return self._apply_dropout(self.normalizer.weights(rows), start)
 
     def slices(self, start: int, stop: int, tensors: "_CallTensors") -> "_CallTensors":
@@ -172,21 +171,6 @@ class _BlockedCall(nn.Module):
         all_rows = Positions.of(self.inputs.positions, self.inputs.weights_shape, self.inputs.q_BHQD.device)
         query, key = all_rows.query[..., start:stop], all_rows.key[..., :keys]
         return Positions(*(p if p.dim() == 1 else p[:, 0] for p in (query, key)))
-
-
-@dataclass(frozen=True)
-class _RowsBlock(Block):
-    """Some rows of an attention call. Without given positions, the first row is at position `first`."""
-
-    first: int = 0
-
-    @property
-    def positions(self) -> Positions:
-        if self.given_positions is not None:
-            return Positions.of(self.given_positions, self.logits.shape, self.logits.device)
-        rows, keys = self.logits.shape[-2:]
-        device = self.logits.device
-        return Positions(torch.arange(self.first, self.first + rows, device=device), torch.arange(keys, device=device))
 
 
 _CallTensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # q, k, v, hidden_states, bias

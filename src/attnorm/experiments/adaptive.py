@@ -24,7 +24,7 @@ from attnorm.experiments.experiment import (
     Floats,
     Outcome,
     ProgressCallback,
-    Verdict,
+    judge,
 )
 from attnorm.experiments.model_runs import (
     AS_IT_RUNS,
@@ -36,7 +36,7 @@ from attnorm.experiments.model_runs import (
     sample_rows,
     windows_of,
 )
-from attnorm.figures import CORRECTED, INK, MEASURED, NULL, PALE, letter, note, tidy
+from attnorm.figures import CORRECTED, INK, MEASURED, NULL, PALE, note, panel, tidy
 from attnorm.figures import PRINTED as PRINTED_LINE
 from attnorm.normalizers.adaptive_temperature import MIN_ENTROPY, EntropyRule, adaptive_temperature, fit
 from attnorm.normalizers.adaptive_temperature import PRINTED as PRINTED_COEFFICIENTS
@@ -124,13 +124,12 @@ def _softmax(rows: SampledRows, factor: torch.Tensor) -> torch.Tensor:
 
 
 def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
-    length = subject.lengths((QUICK_LENGTH,) if subject.quick else LENGTHS)[-1]
+    length = subject.longest_length(LENGTHS, QUICK_LENGTH)
     rows = 12 if subject.quick else 32
     windows = (256, QUICK_WINDOWS) if subject.quick else (min(length, 1024), WINDOWS)
     adaptive = measure(subject, progress, length, rows, windows)
 
-    text = subject.passages()[0].name
-    about = f"{subject.loaded().name}, {text}, {len(adaptive.n):,} rows of up to {length:,} keys, all heads"
+    about = f"{subject.model_and_text()}, {len(adaptive.n):,} rows of up to {length:,} keys, all heads"
     return Outcome(
         summary=_summary(adaptive),
         findings=judge_claims(adaptive),
@@ -155,7 +154,7 @@ def judge_claims(adaptive: Adaptive) -> tuple[ExperimentFinding, ...]:
         if long.any()
         else f"no row has more than {MAX_KEYS} keys"
     )
-    verdict: Verdict = "reproduces" if shares[1] > 0.8 else "partly" if shares[1] > 0.3 else "does not"
+    verdict = judge(shares[1] > 0.8, partly=shares[1] > 0.3)
     beta_at_3 = {
         name: float(rule.beta(torch.tensor(3.0, dtype=torch.float64))) for name, rule in adaptive.rules.items()
     }
@@ -172,7 +171,7 @@ def judge_claims(adaptive: Adaptive) -> tuple[ExperimentFinding, ...]:
             claim="It delays dispersion, most in long contexts [V]",
             ours=f"{too_flat}; the median largest weight changes from {float(np.median(adaptive.largest)):.2f} to "
             f"{after[PRINTED]:.2f} (printed), {after[REFIT]:.2f} (re-fit)",
-            verdict="reproduces" if reached else "partly",
+            verdict=judge(reached, partly=True),
             why="the rows that need it most are beyond its reach; a monotone extension reaches them",
         ),
         ExperimentFinding(
@@ -256,7 +255,7 @@ FACTORS = torch.linspace(0, HIGHEST, 400, dtype=torch.float64)
 
 
 def figure(adaptive: Adaptive, about: str) -> Figure:
-    drawing = Figure(figsize=(11.4, 5.0), facecolor="white")
+    drawing = Figure(figsize=(11.4, 5.0))
     grid = drawing.add_gridspec(2, 3, height_ratios=(2.2, 1), width_ratios=(1.25, 1, 1), **ROOM)
     upper = drawing.add_subplot(grid[0, 0])
     lower = drawing.add_subplot(grid[1, 0], sharex=upper)
@@ -264,17 +263,14 @@ def figure(adaptive: Adaptive, about: str) -> Figure:
     _draw_entropies(lower, adaptive)
     middle = drawing.add_subplot(grid[:, 1])
     _draw_largest_weights(middle, adaptive)
-    handles, labels = ([*lines, *shade] for lines, shade in zip(_legend(middle), _legend(upper), strict=True))
-    drawing.legend(handles, labels, loc="upper left", bbox_to_anchor=(0.05, 0.985), ncols=5, fontsize=8)
+    (lines, names), (shade, its_name) = (axes.get_legend_handles_labels() for axes in (middle, upper))
+    drawing.legend(
+        [*lines, *shade], [*names, *its_name], loc="upper left", bbox_to_anchor=(0.05, 0.985), ncols=5, fontsize=8
+    )
     _draw_losses(drawing.add_subplot(grid[:, 2]), adaptive)
     windows = len(adaptive.losses[AS_IT_RUNS])
     note(drawing, f"{about}; (c): mean of {windows} windows, in brackets the change ± its standard error")
     return drawing
-
-
-def _legend(axes: Axes) -> tuple[list[Any], list[Any]]:
-    handles, labels = axes.get_legend_handles_labels()
-    return handles, labels
 
 
 def _draw_factors(axes: Axes, adaptive: Adaptive) -> None:
@@ -284,12 +280,9 @@ def _draw_factors(axes: Axes, adaptive: Adaptive) -> None:
         axes.plot(FACTORS.numpy(), beta, **{**LOOKS[name], "markevery": 50})
         top = max(top, float(np.quantile(beta, 0.95)))
     axes.axvspan(REACH[1], HIGHEST, color=PALE, alpha=0.13, linewidth=0, label="too flat for the printed one")
-    axes.set_xlim(0, HIGHEST)
-    axes.set_ylim(0.8, min(max(3.0, top * 1.1), 12.0))
-    axes.set_ylabel("factor β on the logits")
+    axes.set(xlim=(0, HIGHEST), ylim=(0.8, min(max(3.0, top * 1.1), 12.0)), ylabel="factor β on the logits")
     axes.tick_params(labelbottom=False)
-    letter(axes, "a", "Where each version acts (β > 1)")
-    tidy(axes)
+    panel(axes, "a", "Where each version acts (β > 1)")
 
 
 def _versions_to_draw(adaptive: Adaptive) -> dict[str, str]:
@@ -311,10 +304,9 @@ def _draw_entropies(axes: Axes, adaptive: Adaptive) -> None:
     )  # fmt: skip
     axes.axvspan(REACH[1], HIGHEST, color=PALE, alpha=0.13, linewidth=0)
     axes.set_ylim(top=axes.get_ylim()[1] * 1.75)  # the legend stands above the bars
-    axes.set_xlabel("entropy H of the row (nats)")
-    axes.set_ylabel("rows (%)")
-    axes.legend(loc="upper left", fontsize=7, ncols=3, columnspacing=1.0)
+    axes.set(xlabel="entropy H of the row (nats)", ylabel="rows (%)")
     tidy(axes)
+    axes.legend(loc="upper left", fontsize=7, ncols=3, columnspacing=1.0)
 
 
 def _draw_largest_weights(axes: Axes, adaptive: Adaptive) -> None:
@@ -328,12 +320,8 @@ def _draw_largest_weights(axes: Axes, adaptive: Adaptive) -> None:
         shares = np.linspace(0, 1, len(ordered))
         few = slice(None, None, max(1, len(ordered) // 400))
         axes.plot(ordered[few], shares[few], **{**look, "markevery": 60}, label=name)
-    axes.set_xlim(0, 1.01)
-    axes.set_ylim(0, 1.02)
-    axes.set_xlabel("largest weight of the row")
-    axes.set_ylabel("share of rows up to it")
-    letter(axes, "b", "What it does to the rows")
-    tidy(axes)
+    axes.set(xlim=(0, 1.01), ylim=(0, 1.02), xlabel="largest weight of the row", ylabel="share of rows up to it")
+    panel(axes, "b", "What it does to the rows")
 
 
 def _draw_losses(axes: Axes, adaptive: Adaptive) -> None:
@@ -346,11 +334,8 @@ def _draw_losses(axes: Axes, adaptive: Adaptive) -> None:
         label_text = f"{value:.3f}" if name == AS_IT_RUNS else f"{value:.3f} ({adaptive.change(name)})"
         axes.text(0, row + 0.3, label_text, va="bottom", fontsize=8)
     axes.set_yticks(rows, [name.replace(", ", ",\n") for name in names])
-    axes.set_xlim(0, max(values) * 1.05)
-    axes.set_ylim(-0.5, len(names) - 0.3)
-    axes.set_xlabel("loss (nats per token)")
-    letter(axes, "c", "In all layers, without training")
-    tidy(axes, grid=False)
+    axes.set(xlim=(0, max(values) * 1.05), ylim=(-0.5, len(names) - 0.3), xlabel="loss (nats per token)")
+    panel(axes, "c", "In all layers, without training", grid=False)
 
 
 EXPERIMENT = Experiment(

@@ -35,8 +35,9 @@ from attnorm.experiments.experiment import (
     Floats,
     Outcome,
     ProgressCallback,
+    judge,
 )
-from attnorm.figures import INK, letter, note, tidy
+from attnorm.figures import INK, letter, note, panel
 from attnorm.files import atomic_replace
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import BY_NAME
@@ -262,14 +263,14 @@ def judge_claims(table: pa.Table) -> tuple[ExperimentFinding, ...]:
             f"{len(rows)} heads",
             verdict="not decided"
             if not mapping
-            else "reproduces" if among <= 2 * len(mapping) else "partly" if among < len(rows) else "does not",
+            else judge(among <= 2 * len(mapping), partly=among < len(rows)),
             why="a verdict says how a head selects, not whether what it selects is right",
         ),
         ExperimentFinding(
             claim="A number of attnorm, without labels, ranks the authors' head among the first",
             ours=f"best of {len(METRICS)} numbers: {_label(best)}, rank {rank} of {len(rows)} (Spearman "
             f"{correlations[best]:.2f} with the share of right atoms over all heads)",
-            verdict="reproduces" if rank <= 5 else "partly" if rank <= len(rows) // 4 else "does not",
+            verdict=judge(rank <= 5, partly=rank <= len(rows) // 4),
             why="the number was chosen after the fact: this is the best case",
         ),
     )  # fmt: skip
@@ -308,7 +309,7 @@ EXPERIMENT = Experiment(
 
 
 def figure(shares: Floats, table: pa.Table, about: str) -> Figure:
-    drawing = Figure(figsize=(8.8, 4.2), facecolor="white")
+    drawing = Figure(figsize=(8.8, 4.2))
     left, right = drawing.subplots(
         1, 2, gridspec_kw={"left": 0.07, "right": 0.98, "top": 0.9, "bottom": 0.17, "wspace": 0.3}
     )
@@ -317,8 +318,7 @@ def figure(shares: Floats, table: pa.Table, about: str) -> Figure:
     left.plot(
         head, layer, marker="s", markersize=13, markerfacecolor="none", markeredgecolor="#d9731a", markeredgewidth=2
     )
-    left.set_xlabel("head")
-    left.set_ylabel("layer")
+    left.set(xlabel="head", ylabel="layer")
     drawing.colorbar(image, ax=left, label="share of right atoms")
     letter(left, "a", "Square: the authors' head")
     rows = table.to_pylist()
@@ -329,10 +329,7 @@ def figure(shares: Floats, table: pa.Table, about: str) -> Figure:
             markersize=8 if is_authors_head else 4, linestyle="none",
             color="#d9731a" if is_authors_head else INK, alpha=1 if is_authors_head else 0.6,
         )  # fmt: skip
-    right.set_xlabel("largest weight of the median row, from analyze")
-    right.set_ylabel("share of right atoms")
-    right.set_ylim(0, 1.03)
-    letter(right, "b", "Sharp heads and right heads")
-    tidy(right)
+    right.set(xlabel="largest weight of the median row, from analyze", ylabel="share of right atoms", ylim=(0, 1.03))
+    panel(right, "b", "Sharp heads and right heads")
     note(drawing, about)
     return drawing

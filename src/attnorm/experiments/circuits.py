@@ -29,8 +29,9 @@ from attnorm.experiments.experiment import (
     Outcome,
     ProgressCallback,
     Verdict,
+    judge,
 )
-from attnorm.figures import CORRECTED, INK, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
+from attnorm.figures import CORRECTED, DASHED, INK, MEASURED, NULL, PALE, PRINTED, note, panel
 from attnorm.files import atomic_replace
 from attnorm.models.describe import longest_context
 
@@ -199,7 +200,7 @@ def _judge_lost_heads(heads: Sequence[NamedHead]) -> ExperimentFinding:
     ours = "no head is sharp at the shortest length"
     if at_first:
         share = len(lost) / len(at_first)
-        verdict = "reproduces" if share > 0.5 else "partly" if lost else "does not"
+        verdict = judge(share > 0.5, partly=lost)
         reaches = [head.reach for head in lost]
         n = at_first[0].n
         ours = (
@@ -222,15 +223,7 @@ def _judge_beyond(heads: Sequence[NamedHead], limit: ModelLimit) -> ExperimentFi
     sharp = [head for head in heads if head.sharp()[limit.index]]
     kept = sum(bool(head.sharp()[-1]) for head in sharp)
     tokens = f"{limit.lengths[limit.index]:,} tokens, within the model's limit of {limit.tokens:,}"
-    verdict: Verdict = (
-        "not decided"
-        if not sharp
-        else "reproduces"
-        if kept == len(sharp)
-        else "partly"
-        if 2 * kept > len(sharp)
-        else "does not"
-    )
+    verdict: Verdict = "not decided" if not sharp else judge(kept == len(sharp), partly=2 * kept > len(sharp))
     return ExperimentFinding(
         claim=claim,
         ours=f"of {len(sharp)} heads with half of the weight on their key at {tokens}, {kept} have it at "
@@ -261,7 +254,7 @@ def _judge_slopes(heads: Sequence[NamedHead], limit: ModelLimit) -> ExperimentFi
         ours=f"it grows by {middle:.2f} per e-fold of n in the median of {len(slopes)} heads, quartiles "
         f"{np.quantile(slopes, 0.25):.2f} to {np.quantile(slopes, 0.75):.2f}"
         + (f", up to the model's limit of {limit.tokens:,} tokens" if limit.index is not None else ""),
-        verdict="reproduces" if middle < 0.25 else "partly" if middle < 0.9 else "does not",
+        verdict=judge(middle < 0.25, partly=middle < 0.9),
         why="slope 1 keeps the weight at every length, slope 0 disperses as fast as bounded logits allow",
     )
 
@@ -325,7 +318,7 @@ def _count_sharp(heads: Sequence[NamedHead], index: int) -> str:
 
 
 def figure(heads: Sequence[NamedHead], about: str, limit: ModelLimit) -> Figure:
-    drawing = Figure(figsize=(8.8, 6.6), facecolor="white")
+    drawing = Figure(figsize=(8.8, 6.6))
     panels = drawing.subplots(2, 2, gridspec_kw=ROOM)
     _draw_weights(panels[0, 0], heads)
     _draw_gaps(panels[0, 1], heads)
@@ -354,10 +347,10 @@ def _draw_weights(axes: Axes, heads: Sequence[NamedHead]) -> None:
             axes.plot(head.n, head.weights["model"], color=LOOKS[name]["color"], linewidth=0.7, alpha=0.35)
         middle = np.median([head.weights["model"] for head in members], axis=0)
         axes.plot(members[0].n, middle, **LOOKS[name], label=f"{WORDS[name]}, median of {len(members)}")
-    axes.axhline(0.5, color=PALE, linewidth=0.8, linestyle=(0, (4, 3)))
+    axes.axhline(0.5, **DASHED)
     _format_share_axis(axes, "weight on the right key")
     _format_key_axis(axes)
-    letter(axes, "a", "As the model runs; dashed: sharp")
+    panel(axes, "a", "As the model runs; dashed: sharp")
     axes.legend(loc="upper left", fontsize=7, ncols=2) if heads else None
 
 
@@ -374,7 +367,7 @@ def _draw_gaps(axes: Axes, heads: Sequence[NamedHead]) -> None:
         axes.set_ylim(top=axes.get_ylim()[1] + 2)
     axes.set_ylabel("gap of the right key, nats")
     _format_key_axis(axes)
-    letter(axes, "b", "A constant gap falls below the dashed line")
+    panel(axes, "b", "A constant gap falls below the dashed line")
 
 
 def _draw_sharp_shares(axes: Axes, heads: Sequence[NamedHead]) -> None:
@@ -384,7 +377,7 @@ def _draw_sharp_shares(axes: Axes, heads: Sequence[NamedHead]) -> None:
         axes.plot(heads[0].n, sharp, **WHAT_IF_LOOKS.get(name, NULL), label=_label(name))
     _format_share_axis(axes, "share of these heads that are sharp")
     _format_key_axis(axes)
-    letter(axes, "c", "Other normalizers on the same logits")
+    panel(axes, "c", "Other normalizers on the same logits")
     axes.legend(loc="upper left", fontsize=7, ncols=3) if names else None
 
 
@@ -394,14 +387,14 @@ def _draw_kept_weights(axes: Axes, heads: Sequence[NamedHead]) -> None:
         first, last = ([head.weights["model"][index] for head in members] for index in (0, -1))
         axes.plot(first, last, **{**look, "markersize": 5}, linestyle="none", label=WORDS[name])
     axes.plot([0, 1], [0, 1], color=PALE, linewidth=0.8)
-    axes.axhline(0.5, color=PALE, linewidth=0.8, linestyle=(0, (4, 3)))
-    axes.set_xlim(0, 1.02)
-    axes.set_ylim(0, 1.02)
-    axes.set_xlabel(f"weight on the right key, {heads[0].n[0]:.0f} keys" if heads else "weight, shortest length")
-    axes.set_ylabel(f"... and at {heads[0].n[-1]:,.0f} keys" if heads else "weight, longest length")
-    letter(axes, "d", "Below the diagonal: lost with length")
+    axes.axhline(0.5, **DASHED)
+    axes.set(xlim=(0, 1.02), ylim=(0, 1.02))
+    axes.set(
+        xlabel=f"weight on the right key, {heads[0].n[0]:.0f} keys" if heads else "weight, shortest length",
+        ylabel=f"... and at {heads[0].n[-1]:,.0f} keys" if heads else "weight, longest length",
+    )
+    panel(axes, "d", "Below the diagonal: lost with length")
     axes.legend(loc="upper left", fontsize=7) if heads else None
-    tidy(axes)
 
 
 def _label(name: str) -> str:
@@ -410,15 +403,13 @@ def _label(name: str) -> str:
 
 def _format_share_axis(axes: Axes, label: str) -> None:
     axes.set_ylim(0, 1.25)  # the legend stands above 1
-    axes.set_yticks(np.linspace(0, 1, 6))
-    axes.set_ylabel(label)
+    axes.set(yticks=np.linspace(0, 1, 6), ylabel=label)
 
 
 def _format_key_axis(axes: Axes) -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel("visible keys n")
-    tidy(axes)
 
 
 EXPERIMENT = Experiment(

@@ -6,6 +6,7 @@ its experiments. The default is the setting of Mudarisov et al. 2025: GPT-2 (124
 chapters, rows and vectors. The novel is not part of this package; give it as a file.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -36,6 +37,11 @@ RECORDS = "records.jsonl"  # optional file in the output folder: records from an
 ProgressCallback = Callable[[str, int, int], None]
 """Called with what is being done, how many steps of it are finished, and the total."""
 
+
+def no_progress(what: str, done: int, total: int) -> None:
+    """Report nothing."""
+
+
 PAPER_MODEL = "gpt2"
 PAPER_MODEL_FULL_NAME = "openai-community/gpt2"  # the same repository
 PAPER_TEXT = "War and Peace"
@@ -59,12 +65,23 @@ class ExperimentFinding:
         return asdict(self)
 
 
+def judge(holds: object, *, partly: object = False) -> Verdict:
+    """Return "reproduces" if the claim holds, "partly" if a part of it does, and else "does not"."""
+    return "reproduces" if holds else "partly" if partly else "does not"
+
+
 def combine_verdicts(verdicts: Sequence[Verdict]) -> Verdict:
     """Combine verdicts: models without a decision do not count; different verdicts give "partly"."""
     decided = {verdict for verdict in verdicts if verdict not in UNDECIDED}
     if not decided:
         return "not decided" if "not decided" in verdicts else "not tested"
     return next(iter(decided)) if len(decided) == 1 else "partly"
+
+
+def median(values: Floats) -> float:
+    """Return the median of the finite values; NaN if there are none."""
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if len(known) else math.nan
 
 
 class UnfinishedError(Exception):
@@ -158,6 +175,14 @@ class ExperimentSubject:
         from attnorm.models.inputs import prepared
 
         return prepared(self.passages()[0], self.loaded(), length)
+
+    def model_and_text(self) -> str:
+        """Return the names of the model and of the first text, for the notes of figures."""
+        return f"{self.loaded().name}, {self.passages()[0].name}"
+
+    def longest_length(self, full: Iterable[int], quick: int) -> int:
+        """Return the longest of the lengths `full` that text and model have; with --quick, `quick`."""
+        return self.lengths((quick,) if self.quick else full)[-1]
 
     def lengths(self, wanted: Iterable[int]) -> tuple[int, ...]:
         """Return the lengths, sorted, for which the first text has tokens and the model has positions."""

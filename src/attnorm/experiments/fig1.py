@@ -26,6 +26,7 @@ from attnorm.experiments.experiment import (
     Floats,
     Outcome,
     ProgressCallback,
+    judge,
 )
 from attnorm.experiments.model_runs import LastRows, last_rows
 from attnorm.figures import INK, PALE, note
@@ -182,7 +183,7 @@ def _finding(scenes: tuple[Scene, ...], shares: Floats, chance: dict[int, float]
         "Only some of the selected tokens stay inside the ball (Fig. 1, an illustration)",
         "; ".join(phrases) + f"; over all {len(shares)} heads {shares.mean():.2f} of them, all {TOP_N} in "
         f"{(shares == 1).mean():.0%}",
-        "reproduces" if only_some else "partly",
+        judge(only_some, partly=True),
         f"A plane misleads: the heads' weights on uniform directions keep {plane[1]:.2f} of the selected keys inside "
         f"in {plane[0]} dimensions and {model[1]:.2f} in {model[0]}.",
     )
@@ -211,7 +212,7 @@ EXPERIMENT = Experiment(
 
 
 def figure(scenes: tuple[Scene, ...], top_n: int, setting: str) -> Figure:
-    drawn = Figure(figsize=(10.2, 3.35 * len(scenes) + 0.65), facecolor="white")
+    drawn = Figure(figsize=(10.2, 3.35 * len(scenes) + 0.65))
     rows = drawn.subplots(
         len(scenes), 3, squeeze=False,
         gridspec_kw={"left": 0.09, "right": 0.99, "top": 0.9, "bottom": 0.1, "wspace": 0.24, "hspace": 0.36},
@@ -269,7 +270,6 @@ def _draw_points(axes: Axes, scene: Scene, radii: Floats, angles: Floats, centre
 
 def _set_frame(axes: Axes, half: float, centre: tuple[float, float]) -> None:
     axes.set_aspect("equal")
-    axes.set_xlim(centre[0] - half, centre[0] + half)
-    axes.set_ylim(centre[1] - half, centre[1] + half)
+    axes.set(xlim=(centre[0] - half, centre[0] + half), ylim=(centre[1] - half, centre[1] + half))
     axes.locator_params(nbins=4)
     axes.tick_params(labelsize=7)

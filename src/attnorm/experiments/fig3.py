@@ -28,9 +28,10 @@ from attnorm.experiments.experiment import (
     Outcome,
     ProgressCallback,
     Verdict,
+    judge,
 )
 from attnorm.experiments.model_runs import LastRows, last_rows
-from attnorm.figures import CORRECTED, INK, NULL, PALE, PRINTED, letter, note, tidy
+from attnorm.figures import CORRECTED, INK, NULL, PALE, PRINTED, note, panel
 from attnorm.theory.geometry import (
     minimum_separation,
     nearest_outsider,
@@ -163,7 +164,7 @@ def _nulls(
 
 
 def _run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
-    (length,) = subject.lengths([QUICK_LENGTH if subject.quick else LENGTH])
+    length = subject.longest_length((LENGTH,), QUICK_LENGTH)
     draws = 4 if subject.quick else 40
     top_n = tuple(N for N in (TOP_N[:6] if subject.quick else TOP_N) if length > N)
     generator = torch.Generator().manual_seed(subject.seed)
@@ -172,9 +173,7 @@ def _run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) ->
         raise ValueError(f"no layer of this model attends to more than {max(top_n)} keys, which Figure 3 needs")
     sphere = measure([layer.on_sphere() for layer in layers], top_n, draws, generator, progress, "on the sphere")
     raw = measure(layers, top_n, draws, generator, progress, "as they are")
-    setting = (
-        f"{subject.loaded().name}, {subject.passages()[0].name}; last row of {len(raw.measured)} heads, L = {length}"
-    )
+    setting = f"{subject.model_and_text()}; last row of {len(raw.measured)} heads, L = {length}"
     return Outcome(
         summary=summary(sphere, raw),
         findings=findings(sphere, raw),
@@ -231,7 +230,7 @@ def summary(sphere: Separabilities, raw: Separabilities) -> str:
 def _judge_decline(sphere: Separabilities, raw: Separabilities) -> ExperimentFinding:
     drop = _medians(sphere)[0] - _median_at(sphere, TURN)
     after = abs(_medians(sphere)[-1] - _median_at(sphere, TURN))
-    verdict: Verdict = "reproduces" if drop > CLOSE and after < 0.1 else "partly" if drop > CLOSE else "does not"
+    verdict = judge(drop > CLOSE and after < 0.1, partly=drop > CLOSE)
     return ExperimentFinding(
         "N_s / N declines up to N of about 16, then saturates (Fig. 3)",
         f"median over heads, on the sphere: {_describe_curve(sphere)}; as they are: {_describe_curve(raw)}",
@@ -249,7 +248,7 @@ def _judge_level(sphere: Separabilities, raw: Separabilities) -> ExperimentFindi
         quartiles = np.quantile(late, [0.25, 0.5, 0.75])
         near = low - CLOSE <= quartiles[1] <= high + CLOSE
         inside = low <= quartiles[1] <= high and share > 0.5
-        verdicts.append("reproduces" if inside else "partly" if near else "does not")
+        verdicts.append(judge(inside, partly=near))
         phrases.append(
             f"{name} {quartiles[1]:.2f} (quartiles {quartiles[0]:.2f} to {quartiles[2]:.2f}), {share:.0%} inside"
         )
@@ -272,7 +271,7 @@ def _judge_hard_limit(sphere: Separabilities, raw: Separabilities) -> Experiment
     return ExperimentFinding(
         "No more than about 80 % of the top N can be distinguished: a hard limit (contribution 2)",
         f"at N = {TURN}: " + "; ".join(phrases),
-        "does not" if broken else "reproduces",
+        judge(not broken),
         "Orthonormal vectors give N_s / N = 1 for every N: it is an observation about one model, not a theorem.",
     )
 
@@ -298,7 +297,7 @@ def _judge_printed_lower(sphere: Separabilities) -> ExperimentFinding:
         "The lower bound holds and is conservative (Fig. 3, Theorem 2)",
         f"negative, so empty, in {negative:.0%} of the rows (median {np.median(sphere.printed_lower):.2f}); above the "
         f"draws in {above:.0%}",
-        "reproduces" if above < 0.01 else "does not",
+        judge(above < 0.01),
         f"The corrected lower bound is above 0 in {(sphere.lower > 0).mean():.0%} of the rows.",
     )
 
@@ -360,14 +359,14 @@ def _describe_curve(separabilities: Separabilities) -> str:
 
 
 def figure(sphere: Separabilities, raw: Separabilities, setting: str) -> Figure:
-    drawn = Figure(figsize=(11.4, 4.6), facecolor="white")
+    drawn = Figure(figsize=(11.4, 4.6))
     left, right = drawn.subplots(
         1, 2, sharey=True, gridspec_kw={"wspace": 0.06, "left": 0.055, "right": 0.99, "top": 0.79, "bottom": 0.14}
     )
     _draw_panel(left, sphere)
-    letter(left, "a", "vectors on the sphere, as in the paper")
+    panel(left, "a", "vectors on the sphere, as in the paper")
     _draw_panel(right, raw)
-    letter(right, "b", "vectors as they are")
+    panel(right, "b", "vectors as they are")
     left.set_ylabel("distinguishable share $N_s / N$")
     handles, labels = left.get_legend_handles_labels()
     drawn.legend(handles, labels, loc="upper left", bbox_to_anchor=(0.05, 0.995), ncols=3)
@@ -413,9 +412,6 @@ def _draw_panel(axes: Axes, separabilities: Separabilities) -> None:
         text = f"printed lower bound, off the scale: {outside}"
         axes.text(0.99, 0.015, text, transform=axes.transAxes, fontsize=7.5, color=PRINTED["color"], ha="right")
     axes.axhline(0, color=PALE, linewidth=0.6)
-    axes.set_ylim(LOWEST, 1.06)
-    axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    axes.set(ylim=(LOWEST, 1.06), yticks=[0, 0.2, 0.4, 0.6, 0.8, 1.0])
     axes.set_xticks(positions.tolist(), [str(N) for N in separabilities.top_n])
-    axes.set_xlim(-0.5, len(positions) - 0.5)
-    axes.set_xlabel("selected keys $N$")
-    tidy(axes)
+    axes.set(xlim=(-0.5, len(positions) - 0.5), xlabel="selected keys $N$")

@@ -24,9 +24,10 @@ from attnorm.experiments.experiment import (
     Floats,
     Outcome,
     ProgressCallback,
+    judge,
 )
 from attnorm.experiments.model_runs import longest_rows, run_forward_pass
-from attnorm.figures import CORRECTED, INK, MEASURED, PALE, PRINTED, note, tidy
+from attnorm.figures import CORRECTED, DASHED, INK, MEASURED, PRINTED, note, tidy
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import MODEL
 from attnorm.metrics.sensitivity import measure_sensitivity
@@ -87,13 +88,13 @@ def measure(
 
 
 def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
-    length = subject.lengths((QUICK_LENGTH,) if subject.quick else LENGTHS)[-1]
+    length = subject.longest_length(LENGTHS, QUICK_LENGTH)
     rows = 4 if subject.quick else 8
     temperatures = np.logspace(LOWEST, HIGHEST, 10 if subject.quick else 19)
     sensitivity = measure(subject, progress, length, rows, temperatures)
     findings = judge_claims(sensitivity)
     about = (
-        f"{subject.loaded().name}, {subject.passages()[0].name}; {len(sensitivity.heads)} heads, {length:,} tokens, "
+        f"{subject.model_and_text()}; {len(sensitivity.heads)} heads, {length:,} tokens, "
         f"{rows} of the longest rows each"
     )
     return Outcome(
@@ -136,7 +137,7 @@ def judge_claims(sensitivity: Sensitivity) -> tuple[ExperimentFinding, ...]:
             + ", ".join(f"{slope:+z.2f} (eps = {eps:g})" for slope, eps in zip(slopes, EPSILONS, strict=False))
             + f"; of the exact norm {slopes[-1]:+z.2f}, at least {AT_THE_BOUND:.0%} of 1/(2T) at {int(at_bound.sum())} "
             f"of {len(at_bound)} such temperatures",
-            verdict="reproduces" if all(follows) else "partly" if any(follows) or at_bound.mean() > 0.5 else "does not",
+            verdict=judge(all(follows), partly=any(follows) or at_bound.mean() > 0.5),
             why="1/T is a ceiling, reached only by rows with two nearly tied winners, and g cannot exceed sqrt(2)/eps; "
             "the largest g depends on few rows and their random directions, so other seeds have other slopes",
         ),
@@ -160,7 +161,7 @@ def judge_claims(sensitivity: Sensitivity) -> tuple[ExperimentFinding, ...]:
             claim="Once T >= 1 all curves collapse and drop by two orders of magnitude (section 3.3)",
             ours="largest g for T <= 0.1 over largest g for T >= 1: "
             + ", ".join(f"{ratio:.3g} (eps = {eps:g})" for ratio, eps in zip(drop, EPSILONS, strict=True)),
-            verdict="reproduces" if min(drop) >= TWO_ORDERS else "partly" if max(drop) >= TWO_ORDERS else "does not",
+            verdict=judge(min(drop) >= TWO_ORDERS, partly=max(drop) >= TWO_ORDERS),
             why=f"at T = {T[nearest]:.3g}, next to the model's own {sensitivity.trained_temperature:.3g}, the exact "
             f"norm is {norm[nearest]:.3g}, {norm[nearest] / corrected[nearest]:.0%} of its worst case 1/(2T)",
         ),
@@ -234,7 +235,7 @@ EXPERIMENT = Experiment(
 
 
 def figure(sensitivity: Sensitivity, about: str) -> Figure:
-    drawing = Figure(figsize=(6.6, 5.4), facecolor="white")
+    drawing = Figure(figsize=(6.6, 5.4))
     axes = drawing.add_axes((0.105, 0.14, 0.865, 0.725))
     T = sensitivity.temperatures
     bare = {"marker": None}
@@ -251,18 +252,15 @@ def figure(sensitivity: Sensitivity, about: str) -> Figure:
         if cap < corollary3_corrected(T[0]):
             axes.axhline(cap, color=colour, linewidth=0.8, linestyle=(0, (1, 2)))
             axes.text(T[-1], cap * 1.12, f"√2/ε, ε = {eps:g}", fontsize=7, ha="right", color=INK)
-    axes.axvline(sensitivity.trained_temperature, color=PALE, linewidth=0.8, linestyle=(0, (4, 3)))
+    axes.axvline(sensitivity.trained_temperature, **DASHED)
     axes.text(
         sensitivity.trained_temperature * 1.06, 0.985, "T = √d:\nas trained", fontsize=7, color=INK, va="top",
         transform=axes.get_xaxis_transform(),
     )  # fmt: skip
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlim(T[0] * 0.9, T[-1] * 1.12)
+    axes.set(xscale="log", yscale="log", xlim=(T[0] * 0.9, T[-1] * 1.12))
     drawn = np.concatenate([sensitivity.gain.max(1).ravel(), sensitivity.norm.max(0)])
-    axes.set_ylim(max(float(drawn[drawn > 0].min()) / 2, 1e-6), 1e3)
-    axes.set_xlabel("temperature T on the raw logits q·k")
-    axes.set_ylabel("change of the weights per change of the logits")
+    axes.set(ylim=(max(float(drawn[drawn > 0].min()) / 2, 1e-6), 1e3))
+    axes.set(xlabel="temperature T on the raw logits q·k", ylabel="change of the weights per change of the logits")
     drawing.legend(loc="upper left", bbox_to_anchor=(0.095, 0.995), fontsize=7.5, ncols=2)
     tidy(axes)
     note(drawing, about)

@@ -22,19 +22,10 @@ from attnorm.experiments.experiment import (
     Floats,
     Outcome,
     ProgressCallback,
+    judge,
 )
 from attnorm.experiments.model_runs import SampledRows, sample_rows
-from attnorm.figures import (
-    BARE,
-    CORRECTED,
-    INK,
-    MEASURED,
-    PALE,
-    PRINTED,
-    letter,
-    note,
-    tidy,
-)
+from attnorm.figures import BARE, CORRECTED, DASHED, INK, MEASURED, PALE, PRINTED, note, panel
 from attnorm.theory.gradient import (
     corollary3_corrected,
     corollary3_printed,
@@ -121,13 +112,12 @@ def measure(rows: SampledRows, epsilon: float = 1e-4) -> Gradients:
 
 
 def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
-    length = subject.lengths((QUICK_LENGTH,) if subject.quick else LENGTHS)[-1]
+    length = subject.longest_length(LENGTHS, QUICK_LENGTH)
     count = 12 if subject.quick else 24
     rows = sample_rows(subject, progress, length, count)
     gradients = measure(rows.where(rows.n > 2))
     example = toy()
-    text = subject.passages()[0].name
-    about = f"{subject.loaded().name}, {text}, {len(gradients.n):,} rows of up to {length:,} keys, all heads"
+    about = f"{subject.model_and_text()}, {len(gradients.n):,} rows of up to {length:,} keys, all heads"
     return Outcome(
         summary=_summary(gradients),
         findings=judge_claims(gradients, example),
@@ -199,11 +189,7 @@ def judge_claims(gradients: Gradients, example: pa.Table) -> tuple[ExperimentFin
         ExperimentFinding(
             claim="Vanishing attention makes gradients too small in long contexts (introduction)",
             ours=f"median exact norm {norms[0]:.3f} in rows of up to 64 keys, {norms[1]:.3f} in the longest",
-            verdict="reproduces"
-            if norms[1] < 0.5 * norms[0]
-            else "partly"
-            if norms[1] < 0.9 * norms[0]
-            else "does not",
+            verdict=judge(norms[1] < 0.5 * norms[0], partly=norms[1] < 0.9 * norms[0]),
             why="the norm is about the second largest weight: it falls only where heads disperse",
         ),
     )
@@ -243,7 +229,7 @@ EXPERIMENT = Experiment(
 
 
 def figure(gradients: Gradients, example: pa.Table, about: str) -> Figure:
-    drawing = Figure(figsize=(8.8, 6.6), facecolor="white")
+    drawing = Figure(figsize=(8.8, 6.6))
     panels = drawing.subplots(2, 2, gridspec_kw=ROOM)
     _draw_toy(panels[0, 0], example)
     _draw_moves(panels[0, 1], gradients)
@@ -265,13 +251,9 @@ def _draw_toy(axes: Axes, example: pa.Table) -> None:
         )  # fmt: skip
     axes.axhline(math.sqrt(2), **{**PRINTED, **BARE}, label="printed, √2")
     axes.axhline(0.75 * math.sqrt(2), **{**CORRECTED, **BARE}, label="correct, 3√2/4")
-    axes.set_xscale("log")
-    axes.set_ylim(0, 1.55)
-    axes.set_xlabel("step ε/T")
-    axes.set_ylabel("change of the weights, in units of ε/T")
-    letter(axes, "a", "Toy of section 2.3, 1,024 keys")
+    axes.set(xscale="log", ylim=(0, 1.55), xlabel="step ε/T", ylabel="change of the weights, in units of ε/T")
+    panel(axes, "a", "Toy of section 2.3, 1,024 keys")
     axes.legend(loc="center left", fontsize=7, ncols=2, bbox_to_anchor=(0.02, 0.33))
-    tidy(axes)
 
 
 def _draw_moves(axes: Axes, gradients: Gradients) -> None:
@@ -282,13 +264,10 @@ def _draw_moves(axes: Axes, gradients: Gradients) -> None:
         axes.plot(values[few], np.linspace(0, 1, len(values))[few], **{**look, "markevery": 40}, label=f"T = {T:g}")
     axes.axvline(0.75 * math.sqrt(2), color=PALE, linewidth=1, linestyle=(0, (4, 3)))
     axes.text(0.75 * math.sqrt(2), 0.03, "3√2/4 ", ha="right", fontsize=7.5)
-    axes.set_xlim(-0.02, 1.3)
-    axes.set_ylim(0, 1.02)
-    axes.set_xlabel("change of the weights, in units of ε/T, ε → 0")
-    axes.set_ylabel("share of rows up to it")
-    letter(axes, "b", "The same move on real rows")
+    axes.set(xlim=(-0.02, 1.3), ylim=(0, 1.02))
+    axes.set(xlabel="change of the weights, in units of ε/T, ε → 0", ylabel="share of rows up to it")
+    panel(axes, "b", "The same move on real rows")
     axes.legend(loc="lower right", fontsize=7.5, bbox_to_anchor=(0.8, 0.12))
-    tidy(axes)
 
 
 def _draw_norms_by_keys(axes: Axes, gradients: Gradients) -> None:
@@ -304,19 +283,15 @@ def _draw_norms_by_keys(axes: Axes, gradients: Gradients) -> None:
     axes.axhline(0.5, **{**CORRECTED, **BARE}, label="correct bound 1/2")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:.0f}")
-    axes.set_ylim(0, 0.68)
-    axes.set_xlabel("visible keys n")
-    axes.set_ylabel("exact norm of the Jacobian, as trained")
-    letter(axes, "c", "Real rows and Corollary 3")
+    axes.set(ylim=(0, 0.68), xlabel="visible keys n", ylabel="exact norm of the Jacobian, as trained")
+    panel(axes, "c", "Real rows and Corollary 3")
     axes.legend(loc="upper left", fontsize=7, ncols=2, columnspacing=1.0)
-    tidy(axes)
 
 
 def _draw_cooling(axes: Axes, gradients: Gradients) -> None:
     draw_norms(axes, gradients.norms.T, "row")
     axes.set_ylabel("exact norm of the Jacobian")
-    letter(axes, "d", "Cooling freezes most rows")
-    tidy(axes)
+    panel(axes, "d", "Cooling freezes most rows")
 
 
 def draw_norms(axes: Axes, norms: Floats, of: str) -> None:
@@ -329,10 +304,12 @@ def draw_norms(axes: Axes, norms: Floats, of: str) -> None:
     axes.plot(T, norms.max(1), **largest, label=f"largest {of}")
     axes.plot(T, 1 / (2 * T), **{**CORRECTED, **BARE}, label="1/(2T), correct")
     axes.plot(T, 1 / (4 * T), **{**PRINTED, **BARE}, label="1/(4T), printed")
-    axes.axvline(1, ymax=BELOW_LEGEND, color=PALE, linewidth=0.8, linestyle=(0, (4, 3)))
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_ylim(max(LOWEST, float(low.min()) / 2), TOP)
-    axes.set_yticks([10.0**power for power in range(-6, 3, 2)])
-    axes.set_xlabel("temperature, 1 = as trained")
+    axes.axvline(1, ymax=BELOW_LEGEND, **DASHED)
+    axes.set(
+        xscale="log",
+        yscale="log",
+        ylim=(max(LOWEST, float(low.min()) / 2), TOP),
+        yticks=[10.0**power for power in range(-6, 3, 2)],
+    )
+    axes.set(xlabel="temperature, 1 = as trained")
     axes.legend(loc="upper left", fontsize=7, ncols=2, columnspacing=1.2)

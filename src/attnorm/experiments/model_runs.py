@@ -11,6 +11,7 @@ normalizer causes, so the change is computed window by window.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnorm.arithmetic import student_half_width
-from attnorm.experiments.experiment import ExperimentSubject, Floats, ProgressCallback, Verdict
+from attnorm.experiments.experiment import ExperimentSubject, Floats, ProgressCallback, Verdict, no_progress
 from attnorm.metrics.call import AttentionCall, logit_blocks
 from attnorm.metrics.normalized import as_normalizer, resolve_normalizers, rows_block
 from attnorm.metrics.sampling import evenly_spaced, length_bins, rows_to_measure
@@ -133,7 +134,7 @@ def last_rows(
     *,
     start: int = 0,
     vectors: Vectors = "values",
-    progress: ProgressCallback = lambda what, done, total: None,
+    progress: ProgressCallback = no_progress,
 ) -> list[LastRows]:
     """Run one forward pass over `length` tokens of the first text from token `start` on, without cross-attention."""
     layers: list[LastRows] = []
@@ -287,10 +288,7 @@ def losses(
         def report(done: int, name: str = name, index: int = index) -> None:
             progress(f"loss: {name}", index * len(windows) + done, len(normalizers) * len(windows))
 
-        if normalizer is None:
-            losses_by_name[name] = _losses(model, windows, report)
-            continue
-        with swap(model, normalizer, warm_start=False):
+        with nullcontext() if normalizer is None else swap(model, normalizer, warm_start=False):
             losses_by_name[name] = _losses(model, windows, report)
     return losses_by_name
 

@@ -23,7 +23,14 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from attnorm.experiments.catalogue import EXPERIMENTS, check_text_lengths, check_unused_options, named
-from attnorm.experiments.experiment import Experiment, ExperimentSubject, Outcome, ProgressCallback, paper_setting
+from attnorm.experiments.experiment import (
+    Experiment,
+    ExperimentSubject,
+    Outcome,
+    ProgressCallback,
+    no_progress,
+    paper_setting,
+)
 from attnorm.figures import save, style
 from attnorm.files import atomic_replace, finite, remove_abandoned, write_text
 from attnorm.provenance import now, settings_hash, versions
@@ -60,7 +67,7 @@ def reproduce(
     out: Path,
     *,
     fresh: bool = False,
-    progress: ProgressCallback = lambda what, done, total: None,
+    progress: ProgressCallback = no_progress,
     command: str = "",
 ) -> list[Written]:
     """Run experiments by name and write them to the folder, with an index page of all experiments in it.

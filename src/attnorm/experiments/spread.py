@@ -31,9 +31,10 @@ from attnorm.experiments.experiment import (
     ProgressCallback,
     Verdict,
     combine_verdicts,
+    judge,
 )
 from attnorm.experiments.model_runs import longest_rows, run_forward_pass
-from attnorm.figures import CORRECTED, INK, MODELS, NULL, PALE, letter, note, tidy
+from attnorm.figures import BARE, CORRECTED, INK, MODELS, NULL, PALE, letter, note, panel, tidy
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.normalized import MODEL
 from attnorm.metrics.rows import measure_rows
@@ -110,7 +111,7 @@ def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> 
     rows = 16 if subject.quick else 64
     all_spreads, lengths = [], {}
     for model_subject in subject.each():
-        length = model_subject.lengths((QUICK_LENGTH,) if subject.quick else LENGTHS)[-1]
+        length = model_subject.longest_length(LENGTHS, QUICK_LENGTH)
         all_spreads.append(measure(model_subject, progress, length, rows))
         lengths[all_spreads[-1].model] = length
 
@@ -266,7 +267,7 @@ def _describe_readings(spreads: Spreads, with_keys: bool) -> str:
 
 def _judge_size(spreads: Spreads) -> Verdict:
     mean = float(spreads.last.mean())
-    return "reproduces" if LOWEST_PRINTED <= mean <= HIGHEST_PRINTED else "partly" if mean < FAR_MORE else "does not"
+    return judge(LOWEST_PRINTED <= mean <= HIGHEST_PRINTED, partly=mean < FAR_MORE)
 
 
 def _growth(spreads: Spreads) -> float:
@@ -290,7 +291,7 @@ def _judge_proposition(all_spreads: Sequence[Spreads]) -> ExperimentFinding:
             phrases.append("not applicable: q and k of this model are not its input times a matrix")
             continue
         holds = int((ratio >= 1).sum())
-        verdicts.append("reproduces" if holds == len(ratio) else "does not")
+        verdicts.append(judge(holds == len(ratio)))
         phrases.append(
             f"holds in {holds} of {len(ratio)} heads; the bound is {np.median(ratio):.0f} times the spread in the "
             f"median head (smallest {ratio.min():.1f}, largest {ratio.max():.0f})"
@@ -369,7 +370,7 @@ class SpreadRow:
 def figure(all_spreads: Sequence[Spreads]) -> Figure:
     rows = len(PRINTED) + (len(READINGS) if len(all_spreads) == 1 else len(all_spreads))
     height = max(3.7, 1.3 + 0.48 * rows)
-    drawing = Figure(figsize=(11.4, height), facecolor="white")
+    drawing = Figure(figsize=(11.4, height))
     left, middle, right = drawing.subplots(
         1, 3, gridspec_kw={"left": 0.175, "right": 0.965, "top": 1 - 0.37 / height, "bottom": 0.7 / height,
                            "wspace": 0.3, "width_ratios": (1.15, 1, 1)},
@@ -423,12 +424,10 @@ def _draw_table(axes: Axes, all_spreads: Sequence[Spreads], styles: Sequence[dic
         axes.plot([row.mean], [index], color=colour, marker=row.style["marker"], markersize=5, markerfacecolor="white")
         axes.text(row.mean, index + 0.2, f"{row.mean:.2f} ± {row.std:.2f}", ha="center", fontsize=7.5)
     axes.set_yticks(range(len(rows)), [row.label for row in reversed(rows)], fontsize=7.5, parse_math=False)
-    axes.set_ylim(-0.5, len(rows) - 0.3)
-    axes.set_xscale("log")
+    axes.set(ylim=(-0.5, len(rows) - 0.3), xscale="log")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("logit spread over heads (nats), mean ± std")
-    letter(axes, "a", "The table: printed (pale) and ours")
-    tidy(axes)
+    panel(axes, "a", "The table: printed (pale) and ours")
 
 
 def _draw_growth(axes: Axes, all_spreads: Sequence[Spreads], styles: Sequence[dict[str, Any]]) -> None:
@@ -441,7 +440,7 @@ def _draw_growth(axes: Axes, all_spreads: Sequence[Spreads], styles: Sequence[di
         axes.plot(spreads.n, centre, **style, label=label)
         least, most = min(least, float(low.min())), max(most, float(high.max()))
     n = max((spreads.n for spreads in all_spreads), key=len)
-    axes.plot(n, np.log(n), **{**CORRECTED, "marker": None}, label="log n: below it the ceiling binds")
+    axes.plot(n, np.log(n), **{**CORRECTED, **BARE}, label="log n: below it the ceiling binds")
     axes.axhline(PRINTED["Gemma 2B"].mean, color=PALE, linestyle=(0, (4, 3)), linewidth=1, label="Gemma 2B as printed")
     axes.set_xscale("log", base=2)
     ticks = [tick for tick in LENGTH_TICKS if n[0] <= tick <= n[-1]]
@@ -454,9 +453,8 @@ def _draw_growth(axes: Axes, all_spreads: Sequence[Spreads], styles: Sequence[di
     axes.set_xlabel("visible keys n")
     shown = ": median, 10 to 90 %" if len(all_spreads) <= BANDS else ": median of the heads"
     axes.set_ylabel("logit spread (nats)" + (shown if len(all_spreads) > 1 else ""))
-    letter(axes, "b", "It grows with the context")
+    panel(axes, "b", "It grows with the context")
     axes.legend(loc="upper left", fontsize=7)
-    tidy(axes)
 
 
 def _draw_bound(axes: Axes, all_spreads: Sequence[Spreads], styles: Sequence[dict[str, Any]]) -> None:
@@ -485,13 +483,11 @@ def _draw_bound(axes: Axes, all_spreads: Sequence[Spreads], styles: Sequence[dic
         min(float(spreads.last[mask].min()) for spreads, _, mask in known) * 0.8,
         max(float(spreads.last[mask].max()) for spreads, _, mask in known) * 4,
     ]
-    axes.plot(ends, ends, **{**CORRECTED, "marker": None}, label="bound = spread")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("measured spread, last row (nats)")
-    axes.set_ylabel("bound of Proposition 3.1 (nats)")
-    axes.legend(loc="lower right", fontsize=7)
+    axes.plot(ends, ends, **{**CORRECTED, **BARE}, label="bound = spread")
+    axes.set(xscale="log", yscale="log")
+    axes.set(xlabel="measured spread, last row (nats)", ylabel="bound of Proposition 3.1 (nats)")
     tidy(axes)
+    axes.legend(loc="lower right", fontsize=7)
 
 
 def _short_name(name: str) -> str:

@@ -28,8 +28,9 @@ from attnorm.experiments.experiment import (
     Outcome,
     ProgressCallback,
     Verdict,
+    judge,
 )
-from attnorm.figures import CORRECTED, INK, MEASURED, NULL, PRINTED, letter, note, tidy
+from attnorm.figures import BARE, CORRECTED, INK, MEASURED, NULL, PRINTED, note, panel
 from attnorm.metrics.call import AttentionCall, logit_blocks
 from attnorm.metrics.normalized import as_normalizer, resolve_normalizers, rows_block
 from attnorm.models.describe import longest_context
@@ -196,7 +197,7 @@ def judge_claims(measured: TextMax, lists: int) -> tuple[ExperimentFinding, ...]
         ExperimentFinding(
             claim="A language model finds the largest of a few numbers, and fails as the list grows [V]",
             ours=f"right: {accuracy} numbers",
-            verdict="not decided" if not able else "reproduces" if falls else "does not",
+            verdict="not decided" if not able else judge(falls),
             why=""
             if able
             else f"the model cannot do the task: it answers {round(lists * measured.right[0])} of {lists} lists of "
@@ -217,7 +218,7 @@ def judge_claims(measured: TextMax, lists: int) -> tuple[ExperimentFinding, ...]
 def _judge_growth(growth: float) -> Verdict:
     if math.isnan(growth):
         return "not decided"
-    return "reproduces" if growth > 0.5 else "partly" if growth > 0 else "does not"
+    return judge(growth > 0.5, partly=growth > 0)
 
 
 def summary(measured: TextMax) -> str:
@@ -268,24 +269,19 @@ EXPERIMENT = Experiment(
 
 
 def figure(measured: TextMax, about: str) -> Figure:
-    drawing = Figure(figsize=(8.8, 3.6), facecolor="white")
+    drawing = Figure(figsize=(8.8, 3.6))
     left, right = drawing.subplots(1, 2, gridspec_kw={"left": 0.075, "right": 0.98, "top": 0.89, "bottom": 0.2})
     left.plot(measured.sizes, measured.right, **MEASURED, label="right answers")
     left.plot(measured.sizes, measured.first_right, **CORRECTED, label="right first tokens")
-    left.plot(
-        measured.sizes, 1 / np.array(measured.sizes), **{**NULL, "marker": None}, label="a random number of the list"
-    )
-    left.set_ylim(0, 1.4)
-    left.set_yticks(np.linspace(0, 1, 6))
-    left.set_ylabel("share of lists")
-    letter(left, "a", "Accuracy")
+    left.plot(measured.sizes, 1 / np.array(measured.sizes), **{**NULL, **BARE}, label="a random number of the list")
+    left.set(ylim=(0, 1.4), yticks=np.linspace(0, 1, 6), ylabel="share of lists")
+    panel(left, "a", "Accuracy")
     left.legend(loc="upper right", fontsize=7)
     _draw_entropies(right, measured)
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.set_xlabel("numbers in the list")
-        tidy(axes)
     note(drawing, about)
     return drawing
 
@@ -297,8 +293,7 @@ def _draw_entropies(axes: Axes, measured: TextMax) -> None:
     if reading.any():
         middle = np.median(measured.entropy[:, reading], axis=1)
         axes.plot(measured.sizes, middle, **MEASURED, label=f"median, reading heads: {int(reading.sum())}")
-    axes.plot(measured.sizes, np.log(measured.keys), **{**PRINTED, "marker": None}, label="uniform over the list")
-    axes.set_ylabel("entropy over the list, nats")
-    axes.set_ylim(bottom=0)
-    letter(axes, "b", "Heads that read the list")
+    axes.plot(measured.sizes, np.log(measured.keys), **{**PRINTED, **BARE}, label="uniform over the list")
+    axes.set(ylabel="entropy over the list, nats", ylim=(0, None))
+    panel(axes, "b", "Heads that read the list")
     axes.legend(loc="upper left", fontsize=7)

@@ -28,9 +28,10 @@ from attnorm.experiments.experiment import (
     ProgressCallback,
     Verdict,
     copied_records,
+    judge,
     without_verdicts,
 )
-from attnorm.figures import INK, PALE, letter, note, tidy
+from attnorm.figures import INK, PALE, note, panel
 from attnorm.files import append_jsonl, read_jsonl
 from attnorm.provenance import file_hash
 from attnorm.run_folder import lock, try_lock
@@ -319,7 +320,7 @@ def _compare(ours: Sequence[Record], theirs: Sequence[Record]) -> tuple[Verdict,
     words = f"; difference {100 * fmean(differences):+.1f} points ({100 * low:+.1f} to {100 * high:+.1f})"
     if low <= 0 <= high:
         return "not decided", words, "the interval of the difference contains 0"
-    return ("reproduces" if low > 0 else "does not"), words, ""
+    return judge(low > 0), words, ""
 
 
 def _in_words(over_seeds: Accuracy) -> str:
@@ -350,8 +351,7 @@ def figure(records: Sequence[Record]) -> Figure:
     for index, (axes, title) in enumerate(
         zip(panels, ("accuracy, %", "training, images per second", "peak memory, GB"), strict=True)
     ):
-        letter(axes, "abc"[index], title)
-        tidy(axes)
+        panel(axes, "abc"[index], title)
         axes.xaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
         _draw(axes, groups, models, index)

@@ -54,13 +54,14 @@ from attnorm.kernels.launch import (
     padded_to,
     product_precision,
 )
-from attnorm.kernels.maps import LN2, LOG2E, NO_REFERENCE, RULES
+from attnorm.kernels.maps import LN2, NO_REFERENCE, RULES
 from attnorm.kernels.one_pass import (
+    CALL_NUMBERS,
     PLANS,
     TOGETHER,
+    call_numbers,
     device_of_all,
     join_parts,
-    mask_strides,
     needs_copies,
     parts_in,
     parts_of_keys,
@@ -144,9 +145,8 @@ def _plan(
             rows,
         ),
         (
-            *q.strides[:3], *k.strides[:3], *v.strides[:3], *mask_strides(mask), heads, groups, queries, keys,
-            form.window or 0, form.scale * LOG2E.value, (form.softcap or 1.0) * LOG2E.value, form.log2_base,
-            form.delta, begin, logit_span, logit_splits, span, splits, search.top or 0, TOLERANCE, stored, 0.0,
+            *call_numbers(q, k, v, mask, form), begin, logit_span, logit_splits, span, splits, search.top or 0,
+            TOLERANCE, stored, 0.0,
         ),
     )  # fmt: skip
     work = rows * (splits * (v_width + 2) + stored + STATES)
@@ -155,10 +155,7 @@ def _plan(
 
 ARGUMENTS = (
     "q", "k", "v", "mask", "factor", "exponent", "parameters", "parameter", "count", "sink", "work", "out",
-    "q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row",
-    "mask_batch", "mask_head", "mask_row", "mask_column",
-    "heads", "groups", "queries", "keys", "window", "scale", "cap", "log2_base", "delta", "begin", "logit_span",
-    "logit_splits", "span", "splits", "top", "tolerance", "stored", "floor",
+    *CALL_NUMBERS, "begin", "logit_span", "logit_splits", "span", "splits", "top", "tolerance", "stored", "floor",
 )  # fmt: skip
 
 

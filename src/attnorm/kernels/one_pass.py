@@ -186,35 +186,40 @@ def _decode_plan(
 ) -> DecodePlan:  # fmt: skip
     numbers = factor, exponent, shift, parameters, sink
     device, q, k, v = device_of_all(q_, k_, v_, mask, *numbers), Layout(*q_), Layout(*k_), Layout(*v_)
-    (batch, heads, queries, width), (_, key_heads, keys, v_width) = q.shape, v.shape
+    (batch, heads, queries, width), (_, key_heads, _, v_width) = q.shape, v.shape
     groups, rows = heads // key_heads, batch * heads * queries
     columns, kernels = _decode_kernels(
         form.map, form.power, form.rule, form.softcap is not None, form.causal, form.window is not None,
         mask is not None, *map(number_kind, numbers), q.dtype, width, v_width, groups * queries, precision, device >= 0,
     )  # fmt: skip
     begin, span, splits = parts_of_keys(q, v, form.window, columns, 2)
-    launches = LaunchPlan(
-        kernels, device, (splits * batch * key_heads, rows),
-        (
-            *q.strides[:3], *k.strides[:3], *v.strides[:3], *mask_strides(mask), heads, groups, queries, keys,
-            form.window or 0, form.scale * LOG2E.value, (form.softcap or 1.0) * LOG2E.value, form.log2_base,
-            form.delta, begin, span, splits, 0, form.floor,
-        ),
-    )  # fmt: skip
+    numbers_of_call = (*call_numbers(q, k, v, mask, form), begin, span, splits, 0, form.floor)
+    launches = LaunchPlan(kernels, device, (splits * batch * key_heads, rows), numbers_of_call)
     copies = needs_copies(q, k, v, numbers)
     return DecodePlan((batch, heads, queries, v_width), rows * splits * (v_width + 2), launches, copies)
 
 
-def mask_strides(mask: GivenLayout) -> tuple[int, ...]:
-    return mask[1] if isinstance(mask, tuple) else (0, 0, 0, 0)
+# What call_numbers returns: arguments of the kernels here and in decoding.py.
+CALL_NUMBERS = (
+    "q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row",
+    "mask_batch", "mask_head", "mask_row", "mask_column", "heads", "groups", "queries", "keys",
+    "window", "scale", "cap", "log2_base", "delta",
+)  # fmt: skip
+
+
+def call_numbers(q: Layout, k: Layout, v: Layout, mask: GivenLayout, form: Form) -> tuple[float, ...]:
+    """Return the strides and sizes of the tensors and the constants of the form, with logits in bits."""
+    mask_strides = mask[1] if isinstance(mask, tuple) else (0, 0, 0, 0)
+    heads, groups = q.shape[1], q.shape[1] // v.shape[1]
+    return (
+        *q.strides[:3], *k.strides[:3], *v.strides[:3], *mask_strides, heads, groups, q.shape[2], v.shape[2],
+        form.window or 0, form.scale * LOG2E.value, (form.softcap or 1.0) * LOG2E.value, form.log2_base, form.delta,
+    )  # fmt: skip
 
 
 DECODE_ARGUMENTS = (
     "q", "k", "v", "mask", "factor", "exponent", "shift", "parameters", "sink", "work", "out",
-    "q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row",
-    "mask_batch", "mask_head", "mask_row", "mask_column",
-    "heads", "groups", "queries", "keys", "window", "scale", "cap", "log2_base", "delta", "begin", "span", "splits",
-    "stored", "floor",
+    *CALL_NUMBERS, "begin", "span", "splits", "stored", "floor",
 )  # fmt: skip
 
 

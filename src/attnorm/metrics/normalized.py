@@ -1,7 +1,7 @@
 """Normalizers as measurements use them: the normalizers to measure by name, and their weights on a block of logits."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import TypeVar
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from attnorm.engines.execution import runs_asynchronously
 from attnorm.metrics.call import AttentionCall, LogitBlock
-from attnorm.normalizers.block import Block, Positions
+from attnorm.normalizers.block import Positions, RowsBlock
 from attnorm.normalizers.contract import Mechanism, Normalizer, ScaleRule, Sink, remember
 from attnorm.normalizers.registry import is_shared, resolve
 from attnorm.normalizers.softmax import Softmax
@@ -19,37 +19,6 @@ MODEL = "model"
 # A name, an object, or None for the normalizer that the model runs.
 Choice = str | Normalizer | Mechanism | None
 Part = TypeVar("Part", bound=nn.Module)
-
-
-@dataclass(frozen=True)
-class RowsBlock(Block):
-    """Some rows of an attention call, not necessarily consecutive ones."""
-
-    queries: Tensor | None = None
-    first_key: int = 0
-
-    @property
-    def positions(self) -> Positions:
-        if isinstance(self.given_positions, Positions):
-            return self.given_positions
-        assert self.queries is not None
-        stop = self.first_key + self.logits.shape[-1]
-        return Positions(self.queries, torch.arange(self.first_key, stop, device=self.logits.device))
-
-    def select_rows(self, rows: Tensor) -> "RowsBlock":
-        """Return the block with some of its rows."""
-        assert self.queries is not None
-        mask, states, positions = self.mask, self.hidden_states, self.given_positions
-        return replace(
-            self,
-            logits=self.logits[..., rows, :],
-            mask=None if mask is None else mask[..., rows, :],
-            hidden_states=None if states is None else states[..., rows, :],
-            queries=self.queries[rows],
-            given_positions=Positions(positions.query[rows], positions.key)
-            if isinstance(positions, Positions)
-            else positions,
-        )
 
 
 @dataclass(frozen=True)

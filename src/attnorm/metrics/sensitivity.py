@@ -23,9 +23,9 @@ from torch.nn.functional import pad
 
 from attnorm.engines.execution import in_threads, runs_asynchronously, sent_to
 from attnorm.metrics.call import AttentionCall, LogitBlock, logit_blocks
-from attnorm.metrics.normalized import Choice, RowsBlock, as_normalizer, resolve_normalizers, rows_block
+from attnorm.metrics.normalized import Choice, as_normalizer, resolve_normalizers, rows_block
 from attnorm.metrics.sampling import Source, of_each_source, sources_of
-from attnorm.normalizers.block import Block
+from attnorm.normalizers.block import Block, RowsBlock
 from attnorm.normalizers.contract import Map, Normalizer, ScaleRule, Sink, per_head
 from attnorm.normalizers.softmax import Softmax
 from attnorm.normalizers.softpick import Softpick

@@ -1,10 +1,8 @@
 """Images and sound as model inputs, and the image that a vision model sees, with its grid of patches."""
 
 import base64
-import importlib.util
 import inspect
-import struct
-import zlib
+import io
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -52,8 +50,6 @@ def _model_inputs(media: Media, loaded: LoadedModel) -> dict[str, Tensor]:
 def _processor(media: Media, loaded: LoadedModel) -> Any:
     import transformers
 
-    if media.kind == "image" and importlib.util.find_spec("PIL") is None:
-        raise ValueError(f"reading {media.path} needs Pillow, which is not installed. Run: pip install pillow")
     source = loaded.source if loaded.source is not None else loaded_from(loaded.model.config)
     try:
         processor = getattr(transformers, PROCESSORS[media.kind]).from_pretrained(
@@ -159,21 +155,12 @@ def picture_of(model_inputs: Mapping[str, Tensor], config: Any) -> PatchPicture 
 
 def _data_uri(pixels_CHW: Tensor) -> str:
     """Undo the normalization up to brightness and contrast: smallest value black, largest white."""
+    from PIL import Image
+
     step = ceil_div(max(pixels_CHW.shape[-2:]), LONGEST_SIDE)
     small = pixels_CHW[:, ::step, ::step].detach().float().cpu().nan_to_num()
     small = (small - small.min()) / (small.max() - small.min()).clamp(min=1e-6)
     bytes_HWC = (255 * small).round().to(torch.uint8).expand(3, -1, -1).permute(1, 2, 0).contiguous()
-    return "data:image/png;base64," + base64.b64encode(_png(bytes_HWC)).decode()
-
-
-def _png(bytes_HWC: Tensor) -> bytes:
-    """Return an RGB image as PNG; Pillow may not be installed."""
-    height, width, _ = bytes_HWC.shape
-    lines = b"".join(b"\0" + line.numpy().tobytes() for line in bytes_HWC)  # 0: no filter
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    parts = [_chunk(b"IHDR", header), _chunk(b"IDAT", zlib.compress(lines, 9)), _chunk(b"IEND", b"")]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
-
-
-def _chunk(kind: bytes, content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+    png = io.BytesIO()
+    Image.fromarray(bytes_HWC.numpy()).save(png, format="PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(png.getvalue()).decode()

@@ -296,17 +296,8 @@ def read_flex_attention(
     visible = _masked(block_mask, queries, keys, query.device)
     if not is_identity_score_mod(score_mod):
         visible = _scored(query, key, score_mod, scale, visible)
-    return AttentionCall(
-        layer=0,
-        kind=kind_of(visible, queries, keys, itself=queries == keys),
-        query_BHQD=query,
-        key_BGKD=key,
-        value_BGKE=value,
-        scale=float(scale),
-        causal=visible.causal,
-        mask=visible.mask,
-        bias=visible.bias,
-    )
+    kind = kind_of(visible, queries, keys, itself=queries == keys)
+    return _call(kind, query, key, value, float(scale), visible)
 
 
 def _masked(block_mask: tuple[Any, ...], queries: int, keys: int, device: torch.device) -> VisibleKeys:

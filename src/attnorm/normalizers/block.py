@@ -114,6 +114,41 @@ class Block:
         return weights if self.mask is None else torch.where(self.mask, weights, 0.0)
 
 
+@dataclass(frozen=True)
+class RowsBlock(Block):
+    """Some rows of an attention call.
+
+    queries: their positions without `given_positions`, or the position of the first of consecutive rows.
+    """
+
+    queries: Tensor | int = 0
+    first_key: int = 0
+
+    @property
+    def positions(self) -> Positions:
+        if self.given_positions is not None:
+            return Positions.of(self.given_positions, self.logits.shape, self.logits.device)
+        rows, keys = self.logits.shape[-2:]
+        device, first = self.logits.device, self.queries
+        queries = first if isinstance(first, Tensor) else torch.arange(first, first + rows, device=device)
+        return Positions(queries, torch.arange(self.first_key, self.first_key + keys, device=device))
+
+    def select_rows(self, rows: Tensor) -> "RowsBlock":
+        """Return the block with some of its rows."""
+        assert isinstance(self.queries, Tensor)
+        mask, states, positions = self.mask, self.hidden_states, self.given_positions
+        return replace(
+            self,
+            logits=self.logits[..., rows, :],
+            mask=None if mask is None else mask[..., rows, :],
+            hidden_states=None if states is None else states[..., rows, :],
+            queries=self.queries[rows],
+            given_positions=Positions(positions.query[rows], positions.key)
+            if isinstance(positions, Positions)
+            else positions,
+        )
+
+
 def check_logits(logits: Tensor) -> None:
     if not isinstance(logits, Tensor):
         raise TypeError(f"logits must be a torch.Tensor, got {type(logits).__name__}")

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from attnorm.analysis.result import Analysis
 from attnorm.arithmetic import ceil_div
-from attnorm.figures import INK, LETTERING, PALE, tidy
+from attnorm.figures import INK, LETTERING, PALE, save, tidy
 from attnorm.metrics.catalogue import BY_NAME, PER_ROW, Metric
 from attnorm.report.views import (
     OTHER_COLOURS,
@@ -225,12 +225,8 @@ def worst_head(heads: pa.Table) -> tuple[int, int]:
 
 def _save_formats(draw: Callable[[], Figure], stem: Path) -> list[Path]:
     stem.parent.mkdir(parents=True, exist_ok=True)
-    svg, pdf = stem.parent / f"{stem.name}.svg", stem.parent / f"{stem.name}.pdf"
     with matplotlib.rc_context(STYLE):
-        figure = draw()
-        figure.savefig(svg, metadata={"Date": None})
-        figure.savefig(pdf, metadata={"CreationDate": None})
-    return [svg, pdf]
+        return save(draw(), stem, ("svg", "pdf"))
 
 
 COLOURS = LinearSegmentedColormap.from_list("attnorm", SCALE)
@@ -316,14 +312,12 @@ def _grid(heads: pa.Table, title: str, choice: Mapping[str, Any]) -> tuple[Figur
     figure = ShownFigure(figsize=(width, height), facecolor="white")
     across, down = cell * len(columns) / width, cell * len(layers) / height
     axes = figure.add_axes((LEFT / width, 1 - TOP / height - down, across, down))
-    axes.set_xlim(-0.5, len(columns) - 0.5)
-    axes.set_ylim(len(layers) - 0.5, -0.5)
+    axes.set(xlim=(-0.5, len(columns) - 0.5), ylim=(len(layers) - 0.5, -0.5))
     for values, ticks in ((columns, axes.set_xticks), (layers, axes.set_yticks)):
         tick_step = ceil_div(len(values), 24)
         ticks(range(0, len(values), tick_step), [str(value) for value in values[::tick_step]])
     axes.tick_params(length=0)
-    axes.set_xlabel("head")
-    axes.set_ylabel("layer")
+    axes.set(xlabel="head", ylabel="layer")
     for spine in axes.spines.values():
         spine.set_visible(False)
     axes.set_title(f"{title}\n{_describe_choice(choice)}", fontsize=8, loc="left")

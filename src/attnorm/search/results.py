@@ -161,8 +161,7 @@ def _draw(plan: SearchPlan, result: SearchResult) -> Figure:
     if second:
         front = sorted([trial.values[second], trial.values[first]] for trial in result.front)
         axes.plot(*zip(*front, strict=True), color="#1c6b52", lw=1, label="Pareto front")
-    axes.set_xlabel(second or "trial")
-    axes.set_ylabel(first)
+    axes.set(xlabel=second or "trial", ylabel=first)
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     return figure

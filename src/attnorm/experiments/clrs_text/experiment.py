@@ -44,8 +44,9 @@ from attnorm.experiments.experiment import (
     Outcome,
     ProgressCallback,
     Verdict,
+    judge,
 )
-from attnorm.figures import CORRECTED, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
+from attnorm.figures import CORRECTED, MEASURED, NULL, PALE, PRINTED, note, panel, tidy
 from attnorm.training.clrs.evaluate import OWN, REFITTED
 
 ALGORITHMS = 30
@@ -201,7 +202,7 @@ def findings_of(results: ClrsResults, comparisons: Comparisons) -> tuple[Experim
                 f"On CLRS-Text adaptive temperature must be introduced in training; inference alone is not enough "
                 f"({PAPER}).",
                 f"softmax models tested with it: {_describe_ranges(comparisons, at_test)}",
-                "not tested" if unjudged else "does not" if helps else "reproduces",
+                "not tested" if unjudged else judge(not helps),
                 unjudged,
             )
         )
@@ -376,7 +377,7 @@ def _draw_accuracy(results: ClrsResults, drawn: Drawn, about: str) -> Figure:
     columns = min(COLUMNS, max(2, count))
     rows = ceil_div(count, columns)
     width, height = 2.1 * columns + 0.7, 1.1 + 1.75 * rows  # inches
-    figure = Figure(figsize=(width, height), facecolor="white")
+    figure = Figure(figsize=(width, height))
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     sizes = sorted(size for group in results.sizes.values() for size in group)
     for index, axes in enumerate(grid.flat):
@@ -427,7 +428,7 @@ def _mark_training(axes: Axes, results: ClrsResults) -> None:
 def _draw_entropies(results: ClrsResults, groups: list[Drawn], about: str) -> Figure:
     """Draw the mean entropy of answer rows against size, in nats and as a share of the uniform row's."""
     height = 0.7 + 2.9 * len(groups)  # inches
-    figure = Figure(figsize=(8.6, height), facecolor="white")
+    figure = Figure(figsize=(8.6, height))
     grid = figure.subplots(len(groups), 2, sharex=True, squeeze=False)
     columns = (
         ("entropy_nats", "Entropy of answer rows (nats)"),
@@ -441,8 +442,7 @@ def _draw_entropies(results: ClrsResults, groups: list[Drawn], about: str) -> Fi
                 means = variant.mean_entropy(name)
                 axes.plot(list(means), list(means.values()), **look, label=variant.name)
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-            letter(axes, next(letters), title)
-            tidy(axes)
+            panel(axes, next(letters), title)
         row[0].legend(loc="best", fontsize=7)
     for axes in grid[-1]:
         axes.set_xlabel("problem size (grey: those of the training)")

@@ -13,10 +13,11 @@ next call there continues. Several processes may work in one folder: each takes 
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from attnorm.experiments.experiment import ProgressCallback, no_progress
 from attnorm.files import append_jsonl, read_jsonl
 from attnorm.provenance import file_hash, settings_hash
 from attnorm.run_folder import lock, try_lock
@@ -224,7 +225,7 @@ def run_items(
     minutes: float | None = None,
     device: str | None = None,
     log: Log = lambda words: None,
-    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    progress: ProgressCallback = no_progress,
 ) -> bool:
     """Train and test the missing items in order; return whether all are finished.
 
@@ -237,7 +238,7 @@ def run_items(
     for number, item in enumerate(planned):
         with try_lock(workspace.folder / LOCKS / f"{item.name}.lock") as acquired:
             lines = workspace.lines()
-            if any(_line_key(line) == _item_key(item) for line in lines):
+            if any(_line_key(line) == astuple(item) for line in lines):
                 continue
             progress(item.name, number, len(planned))
             rate = item.learning_rate or best_rate(lines, plan, item.label)
@@ -263,10 +264,6 @@ def run_items(
             log(f"{item.name}: held-out loss {line['held_out_loss']}, {line['wall_seconds']} s {line['problem'] or ''}")
     progress("", len(planned), len(planned))
     return finished
-
-
-def _item_key(item: ClrsItem) -> tuple[Any, ...]:
-    return item.stage, item.label, item.seed, item.learning_rate
 
 
 def _expected_seconds(lines: Sequence[Line], item: ClrsItem) -> float:

@@ -33,7 +33,6 @@ from attnorm.experiments.dispersion.measure import (
     kv_effect,
     main_lengths,
     measure,
-    median,
     share,
 )
 from attnorm.experiments.experiment import (
@@ -42,7 +41,8 @@ from attnorm.experiments.experiment import (
     ExperimentSubject,
     Outcome,
     ProgressCallback,
-    Verdict,
+    judge,
+    median,
 )
 from attnorm.models.describe import longest_context
 
@@ -74,7 +74,7 @@ def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> 
     groups = kv_effect(heads[main, RUNS], np.random.default_rng(subject.seed))
 
     findings = judge_claims(heads, curves, ceilings, groups, far)
-    about = f"{name}, {subject.passages()[0].name}, {main:,} tokens, {rows} rows per head, binned by n"
+    about = f"{subject.model_and_text()}, {main:,} tokens, {rows} rows per head, binned by n"
     curve = curves[main, RUNS]
     return Outcome(
         summary=summary(heads, ceilings, far),
@@ -165,7 +165,7 @@ def _judge_entropy(table: pa.Table, curves: pa.Table) -> ExperimentFinding:
     )
     climbing = float(np.mean(rising)) if rising is not None else float("nan")
     slope = median(column(table, "entropy_slope"))
-    verdict: Verdict = "reproduces" if ratios[1] > 0.9 else "partly" if slope > 0 else "does not"
+    verdict = judge(ratios[1] > 0.9, partly=slope > 0)
     return ExperimentFinding(
         claim="Entropy should climb toward its maximum as the context grows (rate test, comments on [M])",
         ours=f"it grows by {slope:.2f} nats per e-fold of n (median head; uniform attention: 1); entropy / log n "
@@ -180,7 +180,7 @@ def _judge_rate(table: pa.Table) -> ExperimentFinding:
     slopes, errors = column(table, "gap_slope"), column(table, "gap_slope_error")
     low, middle, high = np.nanquantile(slopes, (0.25, 0.5, 0.75))
     predicted = float(np.nanmean(np.abs(slopes) <= 2 * errors))
-    verdict: Verdict = "reproduces" if abs(middle) < 0.1 else "partly" if middle < 0.5 else "does not"
+    verdict = judge(abs(middle) < 0.1, partly=middle < 0.5)
     return ExperimentFinding(
         claim="... at the rate that theory predicts: the effective gap stays constant, slope 0 (Theorem 2.2 [V])",
         ours=f"slope {middle:.2f} (quartiles {low:.2f} and {high:.2f}); {predicted:.0%} of the heads within two "
@@ -194,7 +194,7 @@ def _judge_rate(table: pa.Table) -> ExperimentFinding:
 def _judge_vanishing(table: pa.Table) -> ExperimentFinding:
     slopes = column(table, "weight_slope")
     middle = median(slopes)
-    verdict: Verdict = "reproduces" if middle < AS_1_OVER_N else "partly" if middle < NOT_AT_ALL else "does not"
+    verdict = judge(middle < AS_1_OVER_N, partly=middle < NOT_AT_ALL)
     return ExperimentFinding(
         claim="Attention weights collapse toward 1/L (introduction [M], Lemma 1)",
         ours=f"the largest weight falls as n^({middle:.2f}) in the median head; as 1/n or faster in "
@@ -213,7 +213,7 @@ def _judge_ceiling(ceilings: pa.Table, main: int) -> ExperimentFinding:
         return ", ".join(known) or "at none of these lengths"
 
     last = _shares(ceilings, main, RUNS, "all keys", "growing")["1M"]
-    verdict: Verdict = "reproduces" if last > 0.9 else "partly" if last > 0.1 else "does not"
+    verdict = judge(last > 0.9, partly=last > 0.1)
     return ExperimentFinding(
         claim="The ceiling binds in long contexts (Lemma 2.1 [V]; is it binding for this workload?)",
         ours="heads for which no key can have half of the weight: measured "
@@ -252,7 +252,7 @@ def _judge_rotation(heads: Mapping[Key, pa.Table], main: int) -> ExperimentFindi
         ours=f"median slope {median(with_):.2f} with rotation, {median(without):.2f} from the same queries and keys "
         f"before it (median change per head {moved:.2f}); entropy / log n {entropy[0]:.2f} and {entropy[1]:.2f}, "
         f"spread {spread[0]:.1f} and {spread[1]:.1f} nats",
-        verdict="reproduces" if moved > 0.1 else "does not",
+        verdict=judge(moved > 0.1),
         why="a rotation changes no norm, so what differs is selection by position; it says nothing about a model "
         "that was trained without it",
     )
@@ -267,7 +267,7 @@ def _judge_groups(groups: Mapping[str, Any]) -> ExperimentFinding:
         claim=claim,
         ours=f"slopes of heads that share keys vary {ratio:.2f} times as much as those of a layer (random groups "
         f"{groups['random_groups']:.2f}, p = {p:.3f})",
-        verdict="reproduces" if p < 0.01 else "does not",
+        verdict=judge(p < 0.01),
         why="the keys set how far logits can spread, the queries what they make of it",
     )
 

@@ -12,7 +12,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter
 from attnorm.analysis.collect_rows import SHORTEST_IN_SLOPE
 from attnorm.experiments.dispersion.measure import CEILING_LENGTHS, CONTENT, KEYS, RUNS, Key, bins, column
 from attnorm.experiments.experiment import Floats
-from attnorm.figures import BARE, CORRECTED, INK, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
+from attnorm.figures import BARE, CORRECTED, DASHED, DOTTED, INK, MEASURED, NULL, PALE, PRINTED, note, panel, tidy
 from attnorm.theory.dispersion import horizon
 
 ROOM = {"left": 0.065, "right": 0.985, "top": 0.95, "bottom": 0.105, "wspace": 0.27, "hspace": 0.42}
@@ -21,7 +21,7 @@ ROOM = {"left": 0.065, "right": 0.985, "top": 0.95, "bottom": 0.105, "wspace": 0
 def overview(
     heads: Mapping[Key, pa.Table], curves: Mapping[Key, pa.Table], ceilings: pa.Table, main: int, about: str
 ) -> Figure:
-    drawing = Figure(figsize=(11.4, 6.6), facecolor="white")
+    drawing = Figure(figsize=(11.4, 6.6))
     panels = drawing.subplots(2, 3, gridspec_kw=ROOM)
     table = heads[main, RUNS]
     _draw_entropy(panels[0, 0], curves[main, RUNS])
@@ -39,16 +39,9 @@ def by_layer(curves: pa.Table, heads: pa.Table, quantity: str, about: str) -> Fi
     layers = sorted(set(curves.column("layer").to_pylist()))
     across = 6 if len(layers) > 4 else len(layers)
     down = math.ceil(len(layers) / across)
-    drawing = Figure(figsize=(11.4, 0.75 + 1.75 * down), facecolor="white")
     height = 0.75 + 1.75 * down
-    room = {
-        "left": 0.055,
-        "right": 0.985,
-        "top": 1 - 0.45 / height,
-        "bottom": 0.62 / height,
-        "wspace": 0.12,
-        "hspace": 0.3,
-    }
+    drawing = Figure(figsize=(11.4, height))
+    room = {**ROOM, "left": 0.055, "top": 1 - 0.45 / height, "bottom": 0.62 / height, "wspace": 0.12, "hspace": 0.3}
     panels = drawing.subplots(down, across, sharex=True, sharey=True, squeeze=False, gridspec_kw=room)
     name = "entropy_nats_q50" if quantity == "entropy" else "effective_gap_q50"
     for axes, layer in zip(panels.flat, layers, strict=False):
@@ -65,12 +58,8 @@ def by_layer(curves: pa.Table, heads: pa.Table, quantity: str, about: str) -> Fi
     title = "entropy (nats)" if quantity == "entropy" else "effective gap (nats)"
     drawing.supylabel(title, fontsize=9, x=0.008)
     drawing.supxlabel("visible keys n", fontsize=9, y=0.18 / height)
-    drawing.text(
-        0.055,
-        1 - 0.25 / height,
-        f"{title[0].upper()}{title[1:]} of every head against context length, by layer",
-        fontsize=9.5,
-    )
+    heading = f"{title[0].upper()}{title[1:]} of every head against context length, by layer"
+    drawing.text(0.055, 1 - 0.25 / height, heading, fontsize=9.5)
     note(drawing, f"{about}; dotted vertical line: the layer's median horizon, where it lies within the axis")
     return drawing
 
@@ -87,14 +76,8 @@ def _draw_layer(axes: Axes, curves: pa.Table, name: str, quantity: str) -> None:
         )
     for index, head in enumerate(sorted(set(curves.column("head").to_pylist()))):
         curve = curves.filter(pa.array(column(curves, "head") == head)).sort_by("n")
-        axes.plot(
-            column(curve, "n"),
-            column(curve, name),
-            color=INK,
-            linewidth=0.7,
-            alpha=0.75,
-            label="heads" if index == 0 else None,
-        )
+        label = "heads" if index == 0 else None
+        axes.plot(column(curve, "n"), column(curve, name), color=INK, linewidth=0.7, alpha=0.75, label=label)
     if quantity == "gap":
         first_n, first = next(entry for entry in bins(curves) if entry[0] >= SHORTEST_IN_SLOPE)
         start, ends = float(np.nanmedian(column(first, name))), np.array([first_n, n.max()])
@@ -113,7 +96,7 @@ def _draw_entropy(axes: Axes, curves: pa.Table) -> None:
     axes.plot(n, middle, **MEASURED, label="heads: median, 10 to 90 %")
     axes.plot(n, floor, **{**CORRECTED, **BARE}, label="floor that the spread allows (median)")
     axes.set_ylabel("entropy (nats)")
-    letter(axes, "a", "Entropy, its floor and log n")
+    panel(axes, "a", "Entropy, its floor and log n")
     _finish_length_panel(axes, n)
     axes.set_ylim(top=1.3 * math.log(n[-1]))
 
@@ -128,7 +111,7 @@ def _draw_gap(axes: Axes, curves: pa.Table) -> None:
     )
     axes.plot(n[start:], np.full(len(n) - start, middle[start]), **{**PRINTED, **BARE}, label="slope 0: disperses")
     axes.set_ylabel("effective gap (nats)")
-    letter(axes, "b", "The rate test: effective gap")
+    panel(axes, "b", "The rate test: effective gap")
     _finish_length_panel(axes, n)
     axes.set_ylim(top=float(np.max(high)) * 1.25)
 
@@ -150,16 +133,16 @@ def _draw_slopes(axes: Axes, heads: Mapping[Key, pa.Table], main: int) -> None:
         axes.plot(known, shares, **{**look, "markevery": max(1, len(known) // 8)}, label=label)
     top = 1.3  # room for the legend above the lines
     for slope in (0, 1):
-        axes.axvline(slope, ymax=1.02 / top, color=PALE, linewidth=0.8, linestyle=(0, (4, 3)))
+        axes.axvline(slope, ymax=1.02 / top, **DASHED)
     all_slopes = np.concatenate([slopes[np.isfinite(slopes)] for _, slopes, _ in lines])
-    axes.set_xlim(min(-0.1, float(all_slopes.min()) - 0.05), max(1.1, float(all_slopes.max()) + 0.05))
-    axes.set_ylim(0, top)
-    axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
-    axes.set_xlabel("slope on log n (0: disperses, 1: keeps up)")
-    axes.set_ylabel("share of heads up to this slope")
-    letter(axes, "c", "Slopes of the gap over heads")
+    axes.set(
+        xlim=(min(-0.1, float(all_slopes.min()) - 0.05), max(1.1, float(all_slopes.max()) + 0.05)),
+        ylim=(0, top),
+        yticks=[0, 0.25, 0.5, 0.75, 1],
+    )
+    axes.set(xlabel="slope on log n (0: disperses, 1: keeps up)", ylabel="share of heads up to this slope")
+    panel(axes, "c", "Slopes of the gap over heads")
     axes.legend(loc="upper left", fontsize=7, ncols=2, columnspacing=1.0)
-    tidy(axes)
 
 
 def _draw_bound_shares(axes: Axes, table: pa.Table, ceilings: pa.Table, main: int) -> None:
@@ -189,11 +172,9 @@ def _draw_bound_shares(axes: Axes, table: pa.Table, ceilings: pa.Table, main: in
     top = max(0.1, 1.9 * most)  # room for the legend above the lines
     axes.set_ylim(-0.02 * top, top)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.set_xlabel("visible keys n  (shaded: beyond what was measured)")
-    axes.set_ylabel("share of heads whose ceiling binds")
-    letter(axes, "d", "No key can have half of the weight")
+    axes.set(xlabel="visible keys n  (shaded: beyond what was measured)", ylabel="share of heads whose ceiling binds")
+    panel(axes, "d", "No key can have half of the weight")
     axes.legend(loc="upper left", fontsize=7)
-    tidy(axes)
 
 
 def _draw_slopes_by_layer(axes: Axes, table: pa.Table) -> None:
@@ -202,13 +183,10 @@ def _draw_slopes_by_layer(axes: Axes, table: pa.Table) -> None:
     middles = [(index, float(np.nanmedian(slope[layer == index]))) for index in np.unique(layer)]
     axes.plot(*zip(*middles, strict=True), **{**CORRECTED, **BARE}, label="median of the layer")
     for level in (0, 1):
-        axes.axhline(level, color=PALE, linewidth=0.8, linestyle=(0, (4, 3)))
-    axes.set_ylim(-1, 2)
-    axes.set_xlabel("layer")
-    axes.set_ylabel("slope of the gap on log n")
-    letter(axes, "e", "Slopes by layer")
+        axes.axhline(level, **DASHED)
+    axes.set(ylim=(-1, 2), xlabel="layer", ylabel="slope of the gap on log n")
+    panel(axes, "e", "Slopes by layer")
     axes.legend(loc="upper right", fontsize=7, ncols=2)
-    tidy(axes)
 
 
 def _draw_groups(axes: Axes, table: pa.Table) -> None:
@@ -220,29 +198,17 @@ def _draw_groups(axes: Axes, table: pa.Table) -> None:
         if (others := (layer == layer[index]) & (group == group[index]) & (np.arange(len(slope)) != index)).any()
     ]
     if pairs:
-        axes.scatter(
-            [own_slope for own_slope, _ in pairs],
-            [other for _, other in pairs],
-            s=11,
-            facecolor="white",
-            edgecolor=INK,
-            linewidth=0.7,
-        )
+        own, of_others = zip(*pairs, strict=True)
+        axes.scatter(own, of_others, s=11, facecolor="white", edgecolor=INK, linewidth=0.7)
         ends = (float(np.nanmin(pairs)) - 0.05, float(np.nanmax(pairs)) + 0.05)
         axes.plot(ends, ends, color=PALE, linewidth=1, linestyle=(0, (4, 3)))
-        axes.set_xlim(*ends)
-        axes.set_ylim(*ends)
-        axes.set_xlabel("slope of a head")
-        axes.set_ylabel("mean slope, others of its KV group")
-        letter(axes, "f", "Heads that share keys")
+        axes.set(xlim=ends, ylim=ends, xlabel="slope of a head", ylabel="mean slope, others of its KV group")
+        panel(axes, "f", "Heads that share keys")
     else:
         ratio = column(table, "entropy_ratio")
         axes.scatter(slope, ratio, s=14, facecolor="white", edgecolor=INK, linewidth=0.7)
-        axes.set_xlabel("slope of the gap on log n")
-        axes.set_ylabel("entropy / log n, longest rows")
-        axes.set_ylim(0, 1.02)
-        letter(axes, "f", "Slope and entropy (no shared keys)")
-    tidy(axes)
+        axes.set(xlabel="slope of the gap on log n", ylabel="entropy / log n, longest rows", ylim=(0, 1.02))
+        panel(axes, "f", "Slope and entropy (no shared keys)")
 
 
 def _band(curves: pa.Table, name: str) -> tuple[Floats, ...]:
@@ -258,7 +224,7 @@ def _finite(values: Floats) -> Floats:
 
 def _mark_position(axes: Axes, position: float, curves: pa.Table) -> None:
     if position < float(column(curves, "n").max()):
-        axes.axvline(position, color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
+        axes.axvline(position, **DOTTED)
 
 
 def _set_log_axis(axes: Axes) -> None:
@@ -269,7 +235,5 @@ def _set_log_axis(axes: Axes) -> None:
 
 def _finish_length_panel(axes: Axes, n: Floats) -> None:
     _set_log_axis(axes)
-    axes.set_xlim(n[0] * 0.9, n[-1] * 1.1)
-    axes.set_xlabel("visible keys n")
+    axes.set(xlim=(n[0] * 0.9, n[-1] * 1.1), xlabel="visible keys n")
     axes.legend(loc="upper left", fontsize=7)
-    tidy(axes)

@@ -174,11 +174,6 @@ def column(table: pa.Table, name: str) -> Floats:
     return np.asarray(table.column(name).to_numpy(zero_copy_only=False), dtype=np.float64)
 
 
-def median(values: Floats) -> float:
-    known = values[np.isfinite(values)]
-    return float(np.median(known)) if len(known) else float("nan")
-
-
 def share(values: Floats, above: float) -> float:
     """Return the share of the known values that are at least `above`."""
     known = values[~np.isnan(values)]

@@ -40,7 +40,7 @@ from attnorm.experiments.fig2.measure import (
     over_grid,
 )
 from attnorm.experiments.model_runs import LastRows, join_layers, last_rows
-from attnorm.figures import CORRECTED, INK, MEASURED, NULL, PALE, PRINTED, letter, note, tidy
+from attnorm.figures import CORRECTED, INK, MEASURED, NULL, PALE, PRINTED, note, panel
 from attnorm.metrics.vectors import Vectors
 
 PANEL_NS = (1, 5, 10, 20, 100)
@@ -73,13 +73,13 @@ def _run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) ->
     permuted: Distances | None = None
     for length in lengths:
         layers = _layers(subject, length, progress)
-        distances.append(_measure_grid(layers, sizes, progress, f"distances at {length} tokens"))
+        distances.append(_measure_grid(layers, sizes.ratio, progress, f"distances at {length} tokens"))
         by_length.append(at_point(layers, PANEL_N, sizes.draws, generator, sizes.heaviest))
         if length == panel_length:
             top_n = [N for N in PANEL_NS if length > N]
             by_n = [at_point(layers, N, sizes.draws, generator, sizes.heaviest) for N in top_n]
             with_permuted_weights = [layer.permuted(generator) for layer in layers]
-            permuted = _measure_grid(with_permuted_weights, sizes, progress, "the same with permuted weights")
+            permuted = _measure_grid(with_permuted_weights, sizes.ratio, progress, "the same with permuted weights")
     assert permuted is not None
     at_panel = next(candidate for candidate in distances if candidate.length == panel_length)
     result = Result(
@@ -93,10 +93,11 @@ def _run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) ->
         fewer_heads=fewer_heads(at_panel, sizes.resamples, subject.seed),
         choices=_choices(subject, panel_length, sizes, progress),
     )
+    setting = f"{subject.model_and_text()}; last row of every head, vectors: values"
     return Outcome(
         summary=summary(result),
         findings=findings(result),
-        figures={"fig2": paper_figure(result, _setting(subject)), "fig2_why": why_figure(result, _setting(subject))},
+        figures={"fig2": paper_figure(result, setting), "fig2_why": why_figure(result, setting)},
         tables=_tables(result),
         parameters={
             "lengths": lengths,
@@ -121,8 +122,9 @@ def _layers(
     return join_layers(layers_with_all_keys(layers, length))
 
 
-def _measure_grid(layers: list[LastRows], sizes: Fig2Sizes, progress: ProgressCallback, what: str) -> Distances:
-    grid = n_grid(layers[0].keys, sizes.ratio)
+def _measure_grid(layers: list[LastRows], ratio: float, progress: ProgressCallback, what: str) -> Distances:
+    """ratio: between two N of the grid."""
+    grid = n_grid(layers[0].keys, ratio)
     return over_grid(layers, grid, lambda done: progress(what, done, len(grid)))
 
 
@@ -146,8 +148,7 @@ def _choices(
 def _choice(
     layers: list[LastRows], sizes: Fig2Sizes, progress: ProgressCallback, what: str
 ) -> dict[str, float | int | str]:
-    grid = n_grid(layers[0].keys, max(sizes.ratio, 1.1))
-    distances = over_grid(layers, grid, lambda done: progress(what, done, len(grid)))
+    distances = _measure_grid(layers, max(sizes.ratio, 1.1), progress, what)
     return {"what": what, **{name: critical_of_pair(distances, name) for name in PAIRS}}
 
 
@@ -171,10 +172,6 @@ def _tables(result: Result) -> dict[str, pa.Table]:
     }
 
 
-def _setting(subject: ExperimentSubject) -> str:
-    return f"{subject.loaded().name}, {subject.passages()[0].name}; last row of every head, vectors: values"
-
-
 EXPERIMENT = Experiment(
     name="fig2",
     title="Figure 2: distances and critical N",
@@ -190,7 +187,7 @@ BARS: dict[str, Any] = {"capsize": 2.5, "elinewidth": 0.9}
 
 def paper_figure(result: Result, setting: str) -> Figure:
     """(a) against L, (b) against N, (c) critical N."""
-    figure = Figure(figsize=(11.4, 3.9), facecolor="white")
+    figure = Figure(figsize=(11.4, 3.9))
     a, b, c = figure.subplots(
         1, 3, gridspec_kw={"wspace": 0.3, "left": 0.06, "right": 0.99, "top": 0.73, "bottom": 0.17}
     )
@@ -199,18 +196,17 @@ def paper_figure(result: Result, setting: str) -> Figure:
     a.set_xlabel("context length $L$ (tokens)")
     _log2_ticks(a, [point.length for point in result.by_length])
     a.set_ylabel(r"distance $\tilde{d}$ (median over heads)")
-    letter(a, "a", f"$N$ = {N}")
+    panel(a, "a", f"$N$ = {N}")
     _draw_distances(b, result.by_n, [point.top_n for point in result.by_n])
     ends = (*a.get_ylim(), *b.get_ylim())
     for axes in (a, b):  # the same distances: one scale
         axes.set_ylim(min(ends), max(ends))
-    b.set_ylabel(r"distance $\tilde{d}$ (median over heads)")
-    b.set_xlabel("selected keys $N$")
+    b.set(ylabel=r"distance $\tilde{d}$ (median over heads)", xlabel="selected keys $N$")
     b.set_xticks([point.top_n for point in result.by_n], [str(point.top_n) for point in result.by_n])
     b.set_xticks([], minor=True)
-    letter(b, "b", f"$L$ = {result.length}")
+    panel(b, "b", f"$L$ = {result.length}")
     _draw_critical(c, result)
-    letter(c, "c", "critical $N$")
+    panel(c, "c", "critical $N$")
     handles, labels = a.get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper left", bbox_to_anchor=(0.05, 0.995), ncols=3)
     handles, labels = c.get_legend_handles_labels()
@@ -231,7 +227,6 @@ def _draw_distances(axes: Axes, points: tuple[Point, ...], x: list[int]) -> None
     axes.plot(x, medians("measured"), label=r"measured distance $\tilde{d}$", **MEASURED)
     axes.fill_between(x, medians("lower"), medians("upper"), color=CORRECTED["color"], alpha=0.2, linewidth=0)
     axes.plot(x, medians("upper"), label="expectation, random set, corrected (band: its bounds)", **CORRECTED)
-    tidy(axes)
 
 
 def _draw_critical(axes: Axes, result: Result) -> None:
@@ -255,17 +250,15 @@ def _draw_critical(axes: Axes, result: Result) -> None:
             fit = {key: look[key] for key in ("color", "linestyle", "linewidth")}
             fit_lengths = lengths[np.isfinite(values)]  # the points of the fit
             axes.plot(fit_lengths, law.coefficient * fit_lengths**law.exponent, label=label_text, **fit)
-    axes.set_xlabel("context length $L$ (tokens)")
-    axes.set_ylabel("critical $N$ (KS test, level 0.01)")
+    axes.set(xlabel="context length $L$ (tokens)", ylabel="critical $N$ (KS test, level 0.01)")
     _log2_ticks(axes, [int(length) for length in lengths])
     axes.set_yticks([1, 10, 100, 1000], ["1", "10", "100", "1000"])
     axes.set_ylim(bottom=0.8)
-    tidy(axes)
 
 
 def why_figure(result: Result, setting: str) -> Figure:
     """(a) the two ratios that are the same, (b) the test's statistic, (c) fewer heads."""
-    figure = Figure(figsize=(11.4, 3.9), facecolor="white")
+    figure = Figure(figsize=(11.4, 3.9))
     a, b, c = figure.subplots(
         1, 3, gridspec_kw={"wspace": 0.3, "left": 0.06, "right": 0.99, "top": 0.9, "bottom": 0.17}
     )
@@ -282,8 +275,7 @@ def _draw_ratios(axes: Axes, distances: Distances, critical: float) -> None:
     column = distances.column(top_n)
     x = distances.output[:, column] / distances.context[:, column]
     y = distances.printed[:, column] / distances.measured[:, column]
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+    axes.set(xscale="log", yscale="log")
     ends = [min(x.min(), y.min()) * 0.9, max(x.max(), y.max()) * 1.1]
     axes.plot(ends, ends, color=PALE, linewidth=0.8, linestyle="--", label="equal")
     axes.plot(x, y, "o", markersize=3.2, color=PRINTED["color"], alpha=0.55, markeredgewidth=0,
@@ -291,11 +283,11 @@ def _draw_ratios(axes: Axes, distances: Distances, critical: float) -> None:
     y = distances.upper[:, column] / distances.measured[:, column]
     axes.plot(x, y, "s", markersize=3, color=CORRECTED["color"], alpha=0.55, markeredgewidth=0,
               label="corrected, upper end")  # fmt: skip
-    axes.set_xlabel(r"whole output over selected part, $\|\bar{x}\| / \|s\|$")
-    axes.set_ylabel("expectation over measured distance")
+    axes.set(
+        xlabel=r"whole output over selected part, $\|\bar{x}\| / \|s\|$", ylabel="expectation over measured distance"
+    )
+    panel(axes, "a", f"one point per head, $N$ = {top_n}")
     axes.legend(loc="upper left", handletextpad=0.3)
-    letter(axes, "a", f"one point per head, $N$ = {top_n}")
-    tidy(axes)
 
 
 def _draw_statistics(axes: Axes, result: Result) -> None:
@@ -316,14 +308,11 @@ def _draw_statistics(axes: Axes, result: Result) -> None:
         axes.plot(distances.grid, ks_statistic(first, second), label=label, markevery=6, **look)
     threshold: dict[str, Any] = {"color": INK, "linewidth": 0.9, "linestyle": (0, (1, 2))}
     axes.axhline(ks_threshold(distances.heads), label="distinguished above this line", **threshold)
-    axes.set_ylim(0, 1.45)
-    axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+    axes.set(ylim=(0, 1.45), yticks=[0, 0.25, 0.5, 0.75, 1])
     _log2_ticks(axes, [4**power for power in range(6) if 4**power <= distances.length])
-    axes.set_xlabel("selected keys $N$")
-    axes.set_ylabel("Kolmogorov-Smirnov statistic")
+    axes.set(xlabel="selected keys $N$", ylabel="Kolmogorov-Smirnov statistic")
+    panel(axes, "b", "what the test compares")
     axes.legend(loc="upper right", fontsize=7.5, labelspacing=0.25)
-    letter(axes, "b", "what the test compares")
-    tidy(axes)
 
 
 def _draw_fewer_heads(axes: Axes, result: Result) -> None:
@@ -341,12 +330,9 @@ def _draw_fewer_heads(axes: Axes, result: Result) -> None:
         axes.errorbar(sizes, values, yerr=spread, label=label, **look, **BARS)
     _log2_ticks(axes, sizes)
     axes.set_yticks([1, 10, 100, 1000], ["1", "10", "100", "1000"])
-    axes.set_ylim(0.8, 2500)
-    axes.set_xlabel("heads in the test (random subsets)")
-    axes.set_ylabel("critical $N$")
+    axes.set(ylim=(0.8, 2500), xlabel="heads in the test (random subsets)", ylabel="critical $N$")
+    panel(axes, "c", "against the number of heads")
     axes.legend(loc="center right")
-    letter(axes, "c", "against the number of heads")
-    tidy(axes)
 
 
 def _log2_ticks(axes: Axes, values: list[int]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from attnorm.experiments.experiment import ExperimentFinding, Floats, Verdict
+from attnorm.experiments.experiment import ExperimentFinding, Floats, Verdict, judge
 from attnorm.experiments.fig2.measure import (
     LOWER,
     NORMS,
@@ -73,7 +73,7 @@ def _judge_linear_growth(result: Result) -> ExperimentFinding:
         for name in ("measured", "printed", "upper")
     )
     relative = [float(np.median(point.relative)) for point in result.by_length]
-    verdict: Verdict = "reproduces" if all(0.8 <= law.exponent <= 1.25 for law in (measured, printed)) else "does not"
+    verdict = judge(all(0.8 <= law.exponent <= 1.25 for law in (measured, printed)))
     return ExperimentFinding(
         f"Distance and expectation grow about linearly in L at N = {result.by_length[0].top_n} (Fig. 2a)",
         f"median distance ~ L^{measured.exponent:.2f}, printed expectation ~ L^{printed.exponent:.2f}, "
@@ -106,7 +106,7 @@ def _judge_upper_bound(result: Result) -> ExperimentFinding:
         "The upper bound for the true top-N set is safe but conservative (Fig. 2a, Theorem 1)",
         f"{broken} violations in {sum(len(point.measured) for point in points)} rows; at L = {last.length}, "
         f"N = {last.top_n} it is {loose:.1f} times the distance",
-        "reproduces" if broken == 0 else "does not",
+        judge(broken == 0),
         f"The O(Ld) form that needs no pairwise distances is {tight:.3f} times the distance.",
     )
 
@@ -121,7 +121,7 @@ def _judge_plateau(result: Result) -> ExperimentFinding:
         f"median distance at L = {result.length}: "
         + ", ".join(f"{value:,.0f} at N = {N}" for N, value in medians.items())
         + f"; {change:+.0%} from N = {start} to {last}",
-        "reproduces" if abs(change) <= 0.15 else "partly" if abs(change) <= 0.3 else "does not",
+        judge(abs(change) <= 0.15, partly=abs(change) <= 0.3),
         "||s|| stops growing once the top N hold most of the mass; the plateau is no collapse.",
     )
 
@@ -132,7 +132,7 @@ def _judge_tightening(result: Result) -> ExperimentFinding:
     return ExperimentFinding(
         "The bound tightens as N grows to 100 (Fig. 2b)",
         "printed bound over distance: " + ", ".join(f"{value:.1f} at N = {N}" for N, value in ratios.items()),
-        "reproduces" if last < 0.9 * first else "does not",
+        judge(last < 0.9 * first),
         "max ||x_j|| over the top N and d1 can only grow with N, and A (L - N) falls only near N = L.",
     )
 
@@ -145,7 +145,7 @@ def _judge_convergence(result: Result) -> ExperimentFinding:
         "As N approaches 100, true and expected distances converge (Fig. 2b)",
         f"at L = {last.length}, N = {last.top_n}: printed expectation {printed:.2f} of the distance, corrected "
         f"{low:.2f} to {high:.2f}",
-        "reproduces" if high >= 0.85 else "partly" if meets else "does not",
+        judge(high >= 0.85, partly=meets),
         "Only the misprinted expectation converges; the corrected one is far below." if meets else "",
     )
 
@@ -162,7 +162,7 @@ def _judge_critical_share(result: Result) -> ExperimentFinding:
         f"{low:.0f} to {high:.0f}); corrected: {result.critical(UPPER).top_n:g} to {result.critical(LOWER).top_n:g} "
         f"({result.critical(UPPER).share:.2f} to {result.critical(LOWER).share:.2f} "
         f"L){_describe_other_choices(result)}",
-        "reproduces" if close else "does not",
+        judge(close),
         "The text says about 0.06 L, the caption fewer than 6 %. The number depends on the misprint, on the model and "
         "on how many heads are tested.",
     )
@@ -245,7 +245,7 @@ def _judge_number_of_heads(result: Result) -> ExperimentFinding:
     return ExperimentFinding(
         claim,
         f"subsampled at L = {result.length}, printed expectation: {phrases}",
-        "does not" if depends else "reproduces",
+        judge(not depends),
         "A two-sample test sees gaps of about sqrt(-log(level / 2) / heads) only: with fewer heads the critical N is "
         "smaller.",
     )

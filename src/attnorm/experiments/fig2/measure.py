@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from attnorm.engines.execution import one_thread
-from attnorm.experiments.experiment import Floats
+from attnorm.experiments.experiment import Floats, median
 from attnorm.experiments.model_runs import LastRows
 from attnorm.theory.dispersion import least_squares_line
 from attnorm.theory.distance import (
@@ -248,12 +248,6 @@ def interval(values: Floats, confidence: float = 0.95) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def finite_median(values: Floats) -> float:
-    """Return the median without NaN; NaN if there are no other values."""
-    kept = values[np.isfinite(values)]
-    return float(np.median(kept)) if len(kept) else math.nan
-
-
 def power_law_over_heads(lengths: tuple[int, ...], critical: Floats, resampled: Floats) -> PowerLaw | None:
     """Fit c L^g to the critical N of each length; the interval of g comes from resampled heads (draws, lengths).
 
@@ -353,7 +347,7 @@ def fewer_heads(distances: Distances, draws: int, seed: int) -> list[dict[str, f
             power = rejection_rates(first, second, bootstrap_heads(distances.heads, size, draws, seed + 1))
             rows.append(
                 {
-                    "compared": pair, "heads": size, "critical_n": finite_median(drawn), "low": low, "high": high,
+                    "compared": pair, "heads": size, "critical_n": median(drawn), "low": low, "high": high,
                     "power_at_5": float(power[distances.column(PANEL_N)]), "resolution": ks_threshold(size),
                 }
             )  # fmt: skip

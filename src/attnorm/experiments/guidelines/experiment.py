@@ -37,18 +37,7 @@ from attnorm.experiments.guidelines.measure import (
     measure,
 )
 from attnorm.experiments.model_runs import judge_loss_change
-from attnorm.figures import (
-    BARE,
-    CORRECTED,
-    INK,
-    MEASURED,
-    NULL,
-    PALE,
-    PRINTED,
-    letter,
-    note,
-    tidy,
-)
+from attnorm.figures import BARE, CORRECTED, DASHED, DOTTED, INK, MEASURED, NULL, PALE, PRINTED, note, panel
 
 Answer = Literal["yes", "partly", "no"]
 AS_VERDICT: dict[Answer, Verdict] = {"yes": "reproduces", "partly": "partly", "no": "does not"}
@@ -59,15 +48,13 @@ LITTLE, MUCH = 0.02, 0.2  # nats per token: a negligible and a clear change of t
 
 
 def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
-    length = subject.lengths((QUICK_LENGTH,) if subject.quick else LENGTHS)[-1]
+    length = subject.longest_length(LENGTHS, QUICK_LENGTH)
     rows = 4 if subject.quick else 8
     windows = (length, QUICK_WINDOWS if subject.quick else WINDOWS)
     numbers = measure(subject, progress, length, rows, windows)
     findings = judge_claims(numbers)
 
-    about = (
-        f"{subject.loaded().name}, {subject.passages()[0].name}, {length:,} tokens, {rows} of the longest rows per head"
-    )
+    about = f"{subject.model_and_text()}, {length:,} tokens, {rows} of the longest rows per head"
     return Outcome(
         summary=_summary(findings, numbers.selected),
         findings=findings,
@@ -236,7 +223,7 @@ COVERED = 0.99  # by three heads, as printed
 
 
 def figure(numbers: GuidelineNumbers, about: str) -> Figure:
-    drawing = Figure(figsize=(11.4, 6.6), facecolor="white")
+    drawing = Figure(figsize=(11.4, 6.6))
     panels = drawing.subplots(2, 3, gridspec_kw=ROOM)
     _draw_loss(panels[0, 0], numbers.selected)
     _draw_heaviest_keys(panels[0, 1], numbers.selected)
@@ -258,9 +245,9 @@ def _draw_loss(axes: Axes, selected: Selected) -> None:
     )  # fmt: skip
     axes.axhline(0, color=PALE, linewidth=0.8)
     top, bottom = float(high.max()), min(0.0, float(low.min()))
-    axes.set_ylim(bottom - 0.14 * (top - bottom), top + 0.16 * (top - bottom))
-    axes.set_ylabel("change of the loss (nats per token)")
-    letter(axes, "a", "Guideline 1: loss with a smaller active set")
+    axes.set(ylim=(bottom - 0.14 * (top - bottom), top + 0.16 * (top - bottom)))
+    axes.set(ylabel="change of the loss (nats per token)")
+    panel(axes, "a", "Guideline 1: loss with a smaller active set")
     axes.legend(loc="upper right", fontsize=7)
     _format_share_axis(axes)
 
@@ -269,23 +256,20 @@ def _draw_heaviest_keys(axes: Axes, selected: Selected) -> None:
     axes.plot(SHARES, selected.mass, **CORRECTED, label="share of the weight on them")
     axes.plot(SHARES, selected.separability, **MEASURED, label="distinguishable, $N_s/N$")
     axes.plot(SHARES, selected.null, **NULL, label="distinguishable, weights permuted")
-    axes.set_ylim(0, 1.4)
-    axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
-    axes.set_ylabel("share, median over heads")
-    letter(axes, "b", "Guideline 1: the heaviest keys")
+    axes.set(ylim=(0, 1.4), yticks=[0, 0.25, 0.5, 0.75, 1], ylabel="share, median over heads")
+    panel(axes, "b", "Guideline 1: the heaviest keys")
     axes.legend(loc="upper left", fontsize=7)
     _format_share_axis(axes, top=1.03 / 1.4)
 
 
 def _format_share_axis(axes: Axes, top: float = 0.84) -> None:
     """Draw the axis of shares. top: height at which the paper's line ends, below the legend."""
-    axes.axvline(PAPERS_SHARE, ymax=top, color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
+    axes.axvline(PAPERS_SHARE, ymax=top, **DOTTED)
     axes.text(PAPERS_SHARE, 0.02, " 0.06 L", transform=axes.get_xaxis_transform(), fontsize=7.5, va="bottom")
     axes.set_xscale("log")
     axes.set_xticks([*SHARES, 1.0], [f"{share:.0%}" for share in (*SHARES, 1.0)], fontsize=7.5)
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("active set, share of the context")
-    tidy(axes)
 
 
 def _draw_early_sign(axes: Axes, early: EarlySign) -> None:
@@ -297,34 +281,31 @@ def _draw_early_sign(axes: Axes, early: EarlySign) -> None:
     for mask, style, label in groups:
         axes.scatter(early.entropy_before[mask], early.apart_after[mask], s=15, linewidth=0.8, label=label, **style)
     axes.axhline(PAPERS_LEVEL, color=PALE, linewidth=0.9, linestyle=(0, (4, 3)))
-    axes.set_xlim(0, 1.02)
-    axes.set_ylim(0, 1.25)
-    axes.set_xlabel("entropy / log n at a quarter of the length")
-    axes.set_ylabel(f"distinguishable at the length, $N_s/N$, N = {TOP_N}")
-    letter(axes, "c", f"Guideline 2 (AUC {early.area_under_curve(early.by_level):.2f} for 80 %)")
+    axes.set(xlim=(0, 1.02), ylim=(0, 1.25))
+    axes.set(
+        xlabel="entropy / log n at a quarter of the length",
+        ylabel=f"distinguishable at the length, $N_s/N$, N = {TOP_N}",
+    )
+    panel(axes, "c", f"Guideline 2 (AUC {early.area_under_curve(early.by_level):.2f} for 80 %)")
     axes.legend(loc="upper right", fontsize=7, ncols=2)
-    tidy(axes)
 
 
 def _draw_separability(axes: Axes, cooled: Cooled) -> None:
     low, centre, high = np.nanquantile(cooled.separability, (0.25, 0.5, 0.75), axis=1)
     axes.fill_between(TEMPERATURES, low, high, color=INK, alpha=0.15, linewidth=0)
     axes.plot(TEMPERATURES, centre, **MEASURED, label="median head, quartiles")
-    axes.set_ylim(0, 1.35)
-    axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
-    axes.axvline(1, ymax=BELOW_LEGEND, color=PALE, linewidth=0.8, linestyle=(0, (4, 3)))
-    axes.set_xscale("log")
-    axes.set_xlabel("temperature, 1 = as trained")
+    axes.set(ylim=(0, 1.35), yticks=[0, 0.25, 0.5, 0.75, 1])
+    axes.axvline(1, ymax=BELOW_LEGEND, **DASHED)
+    axes.set(xscale="log", xlabel="temperature, 1 = as trained", ylabel=f"distinguishable, $N_s/N$, N = {TOP_N}")
+    panel(axes, "d", "Guideline 3: separability")
     axes.legend(loc="upper left", fontsize=7)
-    axes.set_ylabel(f"distinguishable, $N_s/N$, N = {TOP_N}")
-    letter(axes, "d", "Guideline 3: separability")
     _mark_temperatures(axes, cooled)
 
 
 def _draw_jacobian_norms(axes: Axes, cooled: Cooled) -> None:
     draw_norms(axes, cooled.norm, "head")
     axes.set_ylabel("Jacobian norm, mean over rows")
-    letter(axes, "e", "Guideline 3: gradients")
+    panel(axes, "e", "Guideline 3: gradients")
     _mark_temperatures(axes, cooled)
 
 
@@ -332,13 +313,12 @@ def _mark_temperatures(axes: Axes, cooled: Cooled) -> None:
     """Mark the paper's T = 0.1, relative to the trained temperature and on raw logits."""
     for temperature, text in ((0.1, "T = 0.1"), (0.1 / cooled.trained_temperature, "0.1 on raw q·k")):
         if temperature > TEMPERATURES[0]:
-            axes.axvline(temperature, ymax=BELOW_LEGEND, color=INK, linewidth=0.9, linestyle=(0, (1, 2)))
+            axes.axvline(temperature, ymax=BELOW_LEGEND, **DOTTED)
             axes.text(
                 temperature, BELOW_LEGEND + 0.005, text, transform=axes.get_xaxis_transform(), fontsize=6.5,
                 va="bottom",
                 ha="center",
             )  # fmt: skip
-    tidy(axes)
 
 
 def _draw_coverage(axes: Axes, covered: Covered) -> None:
@@ -356,8 +336,6 @@ def _draw_coverage(axes: Axes, covered: Covered) -> None:
         axes.text(index, max(height, value + 0.03), f"{value:.1%}", ha="center", fontsize=8)
     axes.set_xticks(range(len(bars)), list(bars), fontsize=7.5)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.set_ylim(0, 1.25)
-    axes.set_ylabel(f"selected keys distinguished, N = {TOP_N}")
-    letter(axes, "f", "Do three heads cover 99 %?")
+    axes.set(ylim=(0, 1.25), ylabel=f"selected keys distinguished, N = {TOP_N}")
+    panel(axes, "f", "Do three heads cover 99 %?", grid=False)
     axes.legend(loc="upper right", fontsize=7)
-    tidy(axes, grid=False)

@@ -13,6 +13,7 @@ from attnorm.experiments.experiment import (
     Outcome,
     ProgressCallback,
     Verdict,
+    judge,
 )
 from attnorm.experiments.language_models import stages
 from attnorm.experiments.language_models.figure import comparison_figure, course_figure
@@ -93,7 +94,7 @@ def _findings(models: Sequence[LMContender], *, judge_claims: bool) -> tuple[Exp
 def _verdict(*differences: float) -> Verdict:
     """Return "reproduces" if the loss is clearly lower at the training length and beyond, "partly" if at one."""
     better = [difference < -NO_VERDICT for difference in differences]
-    return "reproduces" if all(better) else "partly" if any(better) else "does not"
+    return judge(all(better), partly=any(better))
 
 
 def _table(models: Sequence[LMContender]) -> pa.Table:

@@ -111,11 +111,10 @@ def _draw_keys(axes: Axes, models: Sequence[LMContender]) -> str:
             axes.text(50, row, "not measured", ha="center", va="center", color=PALE, fontsize=7)
     for length, look in zip(lengths, LOOKS, strict=False):
         axes.plot([], [], linestyle="", label=f"{length:,}", **look)
+    axes.set(xlabel="% of keys, every character right", xlim=(-4, 104))
     axes.legend(
         loc="lower center", bbox_to_anchor=(0.5, -0.02), ncols=len(lengths), columnspacing=0.8, handletextpad=0.1
     )
-    axes.set_xlabel("% of keys, every character right")
-    axes.set_xlim(-4, 104)
     _format_rows(axes, models, named=True)
     axes.set_ylim(len(models) + 0.4, -0.5)
     return "Pass keys found, by length"
@@ -157,8 +156,7 @@ def _draw_entropy(axes: Axes, models: Sequence[LMContender]) -> str:
         axes.plot(x, y, "o", color=INK, markersize=5, markerfacecolor=INK if trained else "white")
         numbers = ", ".join(str(row + 1) for row in rows)
         axes.annotate(numbers, (x, y), xytext=(5, 0), textcoords="offset points", va="center")
-    axes.set_xlabel("entropy / log n; numbers as in (d)")
-    axes.set_ylabel(f"% of keys in {length:,} tokens")
+    axes.set(xlabel="entropy / log n; numbers as in (d)", ylabel=f"% of keys in {length:,} tokens")
     axes.margins(x=0.12, y=0.08)
     tidy(axes)
     return "Sharper heads, better recall?"

@@ -89,9 +89,10 @@ def _contender(lines: Sequence[Line], normalizer: str, at_inference: str | None)
     of_variant = [line for line in of_normalizer if line.get("at_inference", at_inference) == at_inference]
     measured = [line for line in of_variant if line["stage"] == "measure"]
     needles = [line for line in of_variant if line["stage"] == "needle"]
-    main = [line for line in main_runs(of_normalizer) if not line["problem"]]
+    # What training says is said of the model as trained only.
+    main = [line for line in main_runs(of_normalizer) if not line["problem"]] if at_inference is None else []
+    first: Line = main[0] if main else {}
     statistics = [line["attention_statistics"]["mean"] for line in measured if line.get("attention_statistics")]
-    trained = at_inference is None
     return LMContender(
         normalizer,
         at_inference,
@@ -103,12 +104,12 @@ def _contender(lines: Sequence[Line], normalizer: str, at_inference: str | None)
         attention=_means(statistics),
         by_depth=_found_by_depth(needles),
         questions=sum(min(figures["questions"] for figures in line["by_length"].values()) for line in needles),
-        learning_rate=main[0]["learning_rate"] if main and trained else None,
-        tokens=main[0]["tokens"] if main and trained else None,
-        parameters=main[0]["parameters"] if main and trained else None,
-        tokens_per_second=_largest(main, "tokens_per_second") if trained else None,
-        peak_memory_bytes=_largest(main, "peak_memory_bytes") if trained else None,
-        computed=" and ".join(dict.fromkeys(line["attention"] for line in main)) if trained else "",
+        learning_rate=first.get("learning_rate"),
+        tokens=first.get("tokens"),
+        parameters=first.get("parameters"),
+        tokens_per_second=_largest(main, "tokens_per_second"),
+        peak_memory_bytes=_largest(main, "peak_memory_bytes"),
+        computed=" and ".join(dict.fromkeys(line["attention"] for line in main)),
     )
 
 
@@ -306,7 +307,7 @@ def cost_table(models: Sequence[LMContender]) -> str:
         "parameters",
         "learning rate",
     ]
-    return table(headings, rows) if rows else ""
+    return table(headings, rows)
 
 
 def attention_table(models: Sequence[LMContender]) -> str:
@@ -318,7 +319,7 @@ def attention_table(models: Sequence[LMContender]) -> str:
         ]
         for model in looked
     ]
-    return table(["normalizer", *(heading for heading, _ in ATTENTION.values())], rows) if rows else ""
+    return table(["normalizer", *(heading for heading, _ in ATTENTION.values())], rows)
 
 
 def recall_table(models: Sequence[LMContender]) -> str:
@@ -349,7 +350,7 @@ def learned_table(lines: Sequence[Line], models: Sequence[LMContender]) -> str:
         ]
         for parameter in learned_parameters(lines, lengths)
     ]
-    return table(["normalizer", "seed", "parameter", "mean", "smallest", "largest"], rows) if rows else ""
+    return table(["normalizer", "seed", "parameter", "mean", "smallest", "largest"], rows)
 
 
 def course_table(lines: Sequence[Line]) -> str:
@@ -361,7 +362,7 @@ def course_table(lines: Sequence[Line]) -> str:
         [run["normalizer"], str(run["seed"]), *(_number(course.get(tokens), "{:.3f}") for tokens in read)]
         for run, course in zip(runs, courses, strict=True)
     ]
-    return table(["normalizer", "seed", *(f"{tokens / 1e6:.1f} M" for tokens in read)], rows) if rows else ""
+    return table(["normalizer", "seed", *(f"{tokens / 1e6:.1f} M" for tokens in read)], rows)
 
 
 def rates_table(lines: Sequence[Line]) -> str:
@@ -376,7 +377,7 @@ def rates_table(lines: Sequence[Line]) -> str:
         rows.append(
             [name, *(f"**{cell}**" if ended.get(r) == best else cell for r, cell in zip(rates, cells, strict=True))]
         )
-    return table(["normalizer", *(f"{rate:g}" for rate in rates)], rows) if rows else ""
+    return table(["normalizer", *(f"{rate:g}" for rate in rates)], rows)
 
 
 def trials_table(lines: Sequence[Line]) -> str:
@@ -391,7 +392,7 @@ def trials_table(lines: Sequence[Line]) -> str:
         ]
         for line in tried
     ]
-    return table(["normalizer", "attention", "tokens/s", "peak GiB", "problem"], rows) if rows else ""
+    return table(["normalizer", "attention", "tokens/s", "peak GiB", "problem"], rows)
 
 
 def summary(models: Sequence[LMContender]) -> str:
@@ -437,7 +438,10 @@ def _describe_correlation(models: Sequence[LMContender]) -> str:
     )
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table; nothing if there are no rows."""
+    if not rows:
+        return ""
     lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 

@@ -13,8 +13,8 @@ import json
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -144,15 +144,12 @@ def needle(worker: Worker, normalizer: str, seed: int = 0) -> None:
     free_memory()
 
 
-@contextmanager
-def _with_normalizer(model: Any, instead: str | None, settings: LMSettings) -> Iterator[None]:
+def _with_normalizer(model: Any, instead: str | None, settings: LMSettings) -> AbstractContextManager[Any]:
     from attnorm.models.patch import swap
 
-    context: Any = (
-        nullcontext() if instead is None else swap(model, instead, warm_start=False, train_length=settings.context)
-    )
-    with context:
-        yield
+    if instead is None:
+        return nullcontext()
+    return swap(model, instead, warm_start=False, train_length=settings.context)
 
 
 STEPS = 2 * LOG_EVERY

@@ -267,6 +267,11 @@ def select_records(records: Sequence[Record], **columns: Any) -> list[Record]:
     return [record for record in records if all(record.get(name) == value for name, value in columns.items())]
 
 
+def distinct(records: Sequence[Record], column: str) -> list[Any]:
+    """Return the different values of a column, in the order of the records."""
+    return list(dict.fromkeys(record[column] for record in records))
+
+
 def values(records: Sequence[Record], number: Number) -> list[float]:
     """Return the number of every record that has one."""
     numbers = [number(record) for record in records]

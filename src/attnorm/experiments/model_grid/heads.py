@@ -13,19 +13,14 @@ import numpy as np
 import pyarrow as pa
 from matplotlib.figure import Figure
 
-from attnorm.experiments.experiment import (
-    Experiment,
-    ExperimentFinding,
-    Floats,
-    Outcome,
-    Verdict,
-)
+from attnorm.experiments.experiment import Experiment, ExperimentFinding, Floats, Outcome, judge
 from attnorm.experiments.model_grid.grid import (
     TINY,
     GridModel,
     GridPlan,
     Number,
     Record,
+    distinct,
     lengths_table,
     loss_at,
     mean,
@@ -36,7 +31,7 @@ from attnorm.experiments.model_grid.grid import (
     share_beyond_horizon,
     table,
 )
-from attnorm.figures import CORRECTED, MEASURED, PRINTED, letter, note, tidy
+from attnorm.figures import CORRECTED, MEASURED, PRINTED, note, panel
 
 NORMALIZERS = ("softmax", "entmax15", "ssmax")
 HEADS = (4, 8, 16, 32)
@@ -139,8 +134,8 @@ NUMBERS: dict[str, Number] = {
 
 def findings(records: Sequence[Record]) -> tuple[ExperimentFinding, ...]:
     """Compare most with fewest heads for each map, and every other map with softmax over all numbers of heads."""
-    counts = sorted({record["heads_per_layer"] for record in records})
-    maps = list(dict.fromkeys(record["map"] for record in records))
+    counts = sorted(distinct(records, "heads_per_layer"))
+    maps = distinct(records, "map")
     results = []
     for name in maps:
         few, many = (select_records(records, heads_per_layer=count, map=name) for count in (counts[0], counts[-1]))
@@ -158,7 +153,7 @@ def _finding(
 ) -> ExperimentFinding:
     share, above = ([mean(group, number) for group in (before, after)] for number in (separability, excess))
     rises = [later > earlier + CLEAR for earlier, later in (share, above)]
-    verdict: Verdict = "reproduces" if all(rises) else "partly" if any(rises) else "does not"
+    verdict = judge(all(rises), partly=any(rises))
     return ExperimentFinding(
         claim=claim,
         ours=f"Ns/N at N = {TOP_N}: {share[0]:.3f} with {first}, {share[1]:.3f} with {second}; above its null: "
@@ -170,7 +165,7 @@ def _finding(
 
 def summary(records: Sequence[Record]) -> str:
     sentences = []
-    for name in dict.fromkeys(record["map"] for record in records):
+    for name in distinct(records, "map"):
         by = {record["heads_per_layer"]: loss_at(record, 1) for record in select_records(records, map=name)}
         sentences.append(
             f"{name}: " + ", ".join(f"{value:.3f} with {count} heads" for count, value in by.items()) + "."
@@ -187,9 +182,9 @@ def figure(records: Sequence[Record]) -> Figure:
         ("keys that a head distinguishes", f"share of its {TOP_N} heaviest", separability, null),
         ("keys that a layer's heads cover", f"share of the row, {TOP_N} per head", union, independent),
     ]
-    counts = sorted({record["heads_per_layer"] for record in records})
+    counts = sorted(distinct(records, "heads_per_layer"))
     for axes, panel_letter, (title, label, number, chance) in zip(panels, "abc", numbers, strict=True):
-        for name in dict.fromkeys(record["map"] for record in records):
+        for name in distinct(records, "map"):
             groups = [select_records(records, heads_per_layer=count, map=name) for count in counts]
             bars = [np.nan_to_num(seed_deviation(group, number)) for group in groups]
             axes.errorbar(
@@ -200,10 +195,8 @@ def figure(records: Sequence[Record]) -> Figure:
                 axes.plot(counts, [mean(group, chance) for group in groups], **thin)
         axes.set_xscale("log", base=2)
         axes.set_xticks(counts, [str(count) for count in counts])
-        axes.set_xlabel("heads per layer")
-        axes.set_ylabel(label)
-        letter(axes, panel_letter, title)
-        tidy(axes)
+        axes.set(xlabel="heads per layer", ylabel=label)
+        panel(axes, panel_letter, title)
     panels[0].legend()
     note(
         drawn,

@@ -14,18 +14,14 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from attnorm.arithmetic import ceil_div
-from attnorm.experiments.experiment import (
-    Experiment,
-    ExperimentFinding,
-    Outcome,
-    Verdict,
-)
+from attnorm.experiments.experiment import Experiment, ExperimentFinding, Outcome, Verdict, judge
 from attnorm.experiments.model_grid.grid import (
     TINY,
     GridModel,
     GridPlan,
     Number,
     Record,
+    distinct,
     lengths_table,
     loss_at,
     mean,
@@ -38,7 +34,7 @@ from attnorm.experiments.model_grid.grid import (
     values_of_heads,
     variance_shares,
 )
-from attnorm.figures import CORRECTED, MEASURED, NULL, PRINTED, letter, note, tidy
+from attnorm.figures import CORRECTED, MEASURED, NULL, PRINTED, note, panel
 
 NORMALIZERS = ("softmax", "ssmax", "entmax15")
 LONGER = (1, 2, 4, 8)
@@ -133,12 +129,12 @@ def _describe_shares(shares: Mapping[str, float]) -> str:
 
 
 def _verdict(map_: float, positions: float) -> Verdict:
-    return "reproduces" if map_ > 2 * positions else "does not" if positions > 2 * map_ else "partly"
+    return judge(map_ > 2 * positions, partly=positions <= 2 * map_)
 
 
 def summary(records: Sequence[Record], times: int) -> str:
     sentences = []
-    for way in dict.fromkeys(record["positions"] for record in records):
+    for way in distinct(records, "positions"):
         by = {
             record["map"]: (loss_at(record, 1), loss_at(record, times))
             for record in select_records(records, positions=way)
@@ -152,7 +148,7 @@ def summary(records: Sequence[Record], times: int) -> str:
 
 
 def figure(records: Sequence[Record], longer: Sequence[int]) -> Figure:
-    maps = list(dict.fromkeys(record["map"] for record in records))
+    maps = distinct(records, "map")
     rows = ceil_div(len(maps) + 1, 2)
     drawn = Figure(figsize=(7.2, 2.8 * rows + 0.4))
     grid = drawn.subplots(rows, 2, squeeze=False).ravel()
@@ -167,10 +163,8 @@ def figure(records: Sequence[Record], longer: Sequence[int]) -> Figure:
             axes.plot(longer, [mean(group, partial(loss_at, times=times)) for times in longer], label=way, **look)
         axes.set_xscale("log", base=2)
         axes.set_xticks(longer, [f"{times}x" for times in longer])
-        axes.set_xlabel("length of the window, in training lengths")
-        axes.set_ylabel("nats per token")
-        letter(axes, panel_letter, name)
-        tidy(axes)
+        axes.set(xlabel="length of the window, in training lengths", ylabel="nats per token")
+        panel(axes, panel_letter, name)
     panels[0].legend()
     last = panels[-1]
     for index, (way, look) in enumerate(STYLES.items()):
@@ -182,8 +176,7 @@ def figure(records: Sequence[Record], longer: Sequence[int]) -> Figure:
         )  # fmt: skip
     last.set_xticks(range(len(maps)), maps)
     last.set_ylabel("slope, mean over heads")
-    letter(last, "abcdefgh"[len(maps)], "slope of the effective gap")
-    tidy(last)
+    panel(last, "abcdefgh"[len(maps)], "slope of the effective gap")
     note(
         drawn,
         "Learned positions end at the training length; bars: standard error over heads. attnorm reproduce positions",

@@ -30,6 +30,7 @@ from attnorm.experiments.model_grid.grid import (
     GridPlan,
     Number,
     Record,
+    distinct,
     lengths_table,
     loss,
     mean,
@@ -39,7 +40,7 @@ from attnorm.experiments.model_grid.grid import (
     table,
     values,
 )
-from attnorm.figures import CORRECTED, MEASURED, NULL, PRINTED, letter, note, tidy
+from attnorm.figures import CORRECTED, MEASURED, NULL, PRINTED, note, panel
 
 MAPS = {"softmax": "softmax", "entmax15": "entmax15", "kneemax": "kneemax+share=1"}  # name in the results -> map
 TEMPERATURES = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
@@ -139,7 +140,7 @@ def is_costly(records: Sequence[Record], map_: str, temperature: float) -> bool:
 def findings(records: Sequence[Record]) -> tuple[ExperimentFinding, ...]:
     """Judge two claims for each map: training diverges at low temperatures, and low temperatures increase the loss."""
     results = []
-    for map_ in dict.fromkeys(record["map"] for record in records):
+    for map_ in distinct(records, "map"):
         results += [_judge_stability(records, map_), _judge_loss(records, map_)]
     return tuple(results)
 
@@ -189,7 +190,7 @@ def _list_temperatures(temperatures: Sequence[float]) -> str:
 
 def summary(records: Sequence[Record]) -> str:
     sentences = []
-    for map_ in dict.fromkeys(record["map"] for record in records):
+    for map_ in distinct(records, "map"):
         by = {
             T: mean(select_records(records, map=map_, temperature=str(T)), loss)
             for T in fixed_temperatures(records, map_)
@@ -207,7 +208,7 @@ def summary(records: Sequence[Record]) -> str:
 def figure(records: Sequence[Record]) -> Figure:
     drawn = Figure(figsize=(10.5, 3.4))
     loss_axes, gradient_axes, norm_axes = drawn.subplots(1, 3)
-    for map_ in dict.fromkeys(record["map"] for record in records):
+    for map_ in distinct(records, "map"):
         T = fixed_temperatures(records, map_)
         groups = [select_records(records, map=map_, temperature=str(temperature)) for temperature in T]
         loss_axes.errorbar(
@@ -239,15 +240,12 @@ def figure(records: Sequence[Record]) -> Figure:
     for axes, panel_letter, title, label in zip(
         (loss_axes, gradient_axes, norm_axes), "abc", titles, labels, strict=True
     ):
-        axes.set_xscale("log")
-        axes.set_xlabel("temperature T")
-        axes.set_ylabel(label)
-        letter(axes, panel_letter, title)
-        tidy(axes)
+        axes.set(xscale="log", xlabel="temperature T", ylabel=label)
+        panel(axes, panel_letter, title)
     gradient_axes.set_ylim(bottom=0)
     norm_axes.set_yscale("log")
     norm_axes.legend()
-    seeds = len({record["seed"] for record in records})
+    seeds = len(distinct(records, "seed"))
     legend = "bars: range of the seeds; crosses: a run diverged; thin lines in (b): after the warmup"
     note(drawn, f"Means over {seeds} seed{'s' * (seeds > 1)}, {legend}. attnorm reproduce temperature")
     drawn.tight_layout(rect=(0, 0.04, 1, 1))
@@ -264,7 +262,7 @@ def _distances_to_extremes(groups: Sequence[Sequence[Record]], number: Number) -
 
 def course_figure(records: Sequence[Record]) -> Figure:
     """Loss, gradient norm and Jacobian norm during training, one column per map and one line per temperature."""
-    maps = list(dict.fromkeys(record["map"] for record in records))
+    maps = distinct(records, "map")
     rows = {"training loss": _mean_losses, "norm of the gradient": _mean_gradients, "Jacobian norm": _mean_norms}
     drawn = Figure(figsize=(3.5 * len(maps), 2.6 * len(rows)))
     panels = drawn.subplots(len(rows), len(maps), squeeze=False, sharey="row")
@@ -276,13 +274,11 @@ def course_figure(records: Sequence[Record]) -> Figure:
             for T, shade in zip(temperatures, shades, strict=True):
                 group = select_records(records, map=map_, temperature=str(T))
                 axes.plot(*course(group), color=shade, label=f"T = {T:g}", linewidth=1.3)
-            letter(axes, next(letters), f"{map_}: {title}")
-            tidy(axes)
+            panel(axes, next(letters), f"{map_}: {title}")
     for axes, label in zip(panels[:, 0], ("nats per token", "before clipping at 1", "mean over heads"), strict=True):
         axes.set_ylabel(label)
     for axes in panels[-1]:
-        axes.set_yscale("log")
-        axes.set_xlabel("training steps")
+        axes.set(yscale="log", xlabel="training steps")
     panels[0, -1].legend()
     note(drawn, "Means over seeds; the loss without the warmup. attnorm reproduce temperature")
     drawn.tight_layout(rect=(0, 0.03, 1, 1))

@@ -15,8 +15,8 @@ from attnorm.experiments.experiment import (
     ExperimentSubject,
     Outcome,
     ProgressCallback,
-    Verdict,
     copied_records,
+    judge,
     untested,
 )
 from attnorm.experiments.retrieval import figure as figures
@@ -189,7 +189,7 @@ def _judge_fall(numbers: RetrievalNumbers) -> ExperimentFinding | None:
     if not percents.keys() & PRINTED_SOFTMAX.keys():
         return None
     off = _largest_difference(percents)
-    verdict: Verdict = "reproduces" if off <= CLOSE else "partly" if off <= NEAR else "does not"
+    verdict = judge(off <= CLOSE, partly=off <= NEAR)
     why = []
     steps = f"{RetrievalRecipe.steps:,}"
     if numbers.as_in_the_paper[0] == "steps" and (short := numbers.percents("paper", BASELINE)):
@@ -221,7 +221,7 @@ def _judge_adaptive(numbers: RetrievalNumbers) -> ExperimentFinding | None:
         return None
     gains = {line.row.size: line.difference for line in lines if line.difference}
     better = [size for size, gain in gains.items() if gain.mean.value > 0 and gain.p < SIGNIFICANT]
-    verdict: Verdict = "reproduces" if len(better) == len(gains) else "partly" if better else "does not"
+    verdict = judge(len(better) == len(gains), partly=better)
     phrases = ", ".join(
         f"{100 * gain.mean.value:+.1f} at {size:,} (p = {gain.p:.1g})" for size, gain in sorted(gains.items())
     )
@@ -240,7 +240,7 @@ def _judge_cause(numbers: RetrievalNumbers) -> ExperimentFinding | None:
         return None
     size, wrong, dispersed, hard = split
     share = dispersed / max(wrong + dispersed, 1e-9)
-    verdict: Verdict = "reproduces" if share >= REPRODUCES_FROM else "partly" if share >= PARTLY_FROM else "does not"
+    verdict = judge(share >= REPRODUCES_FROM, partly=share >= PARTLY_FROM)
     scale = numbers.scale(*numbers.as_in_the_paper)
     why = "The two best priorities are 1/(n + 1) apart on average" + (
         f", and the class moves a logit by as much as {scale.leak:.1g} in priority: from about {1 / scale.leak:,.0f} "

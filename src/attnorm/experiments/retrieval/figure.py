@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from attnorm.arithmetic import ceil_div
 from attnorm.experiments.retrieval.plan import BASELINE, GOALS, PRINTED_SOFTMAX, Section
 from attnorm.experiments.retrieval.results import RetrievalLine, Scale
-from attnorm.figures import CORRECTED, INK, MEASURED, NULL, PALE, PRINTED, letter, note, place_labels, tidy
+from attnorm.figures import CORRECTED, INK, MEASURED, NULL, PALE, PRINTED, note, panel, place_labels, tidy
 from attnorm.training.retrieval.evaluate import OWN
 
 CHANCE = 10.0  # %
@@ -50,7 +50,7 @@ def draw_figures(lines: Sequence[RetrievalLine], scales: Sequence[Scale], about:
 def accuracy(lines: Sequence[RetrievalLine], about: str) -> Figure:
     """Draw accuracy against set size: the paper's recipe on the left, ours on the right."""
     panels = [(section, title) for section, title in PANELS.items() if any(line.section == section for line in lines)]
-    figure = Figure(figsize=(6.0 * len(panels), 5.2), facecolor="white")
+    figure = Figure(figsize=(6.0 * len(panels), 5.2))
     for index, (section, title) in enumerate(panels):
         axes = figure.add_axes(((0.11 + index) / len(panels), 0.13, 0.69 / len(panels), 0.78))
         section_lines = [line for line in lines if line.section == section]
@@ -68,14 +68,14 @@ def accuracy(lines: Sequence[RetrievalLine], about: str) -> Figure:
         axes.plot(list(shown), list(shown.values()), **(AS_PRINTED if section == "paper" else GOAL))
         _list_beside(axes, [line for line in section_lines if line.row.tested_with == OWN])
         axes.legend(loc="upper right" if section == "paper" else "lower left", fontsize=7.5)
-        letter(axes, "ab"[index], title)
+        panel(axes, "ab"[index], title)
     note(figure, f"{about}. Bars: 95 % confidence. Grey: other normalizers, trained and tested with themselves.")
     return figure
 
 
 def parts(lines: Sequence[RetrievalLine], about: str) -> Figure:
     """Draw softmax with the paper's recipe, each part of ours alone, ours without each part, and ours."""
-    figure = Figure(figsize=(9.2, 4.8), facecolor="white")
+    figure = Figure(figsize=(9.2, 4.8))
     axes = figure.add_axes((0.07, 0.14, 0.56, 0.77))
     part_lines = [line for line in lines if line.section == "parts" and line.row.tested_with == OWN]
     _draw_sizes(axes, part_lines)
@@ -100,7 +100,7 @@ def errors(lines: Sequence[RetrievalLine], about: str) -> Figure:
     panels = [(section, label) for section, label in ranked if section == "paper" or label == BASELINE]
     across = min(6, max(1, len(panels)))
     down = ceil_div(len(panels), across)
-    figure = Figure(figsize=(1.9 * across + 0.8, 1.75 * down + 1.0), facecolor="white", layout="constrained")
+    figure = Figure(figsize=(1.9 * across + 0.8, 1.75 * down + 1.0), layout="constrained")
     grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
@@ -131,31 +131,30 @@ def scale(scales: Sequence[Scale], about: str) -> Figure:
     """Draw margins in logits by size: delivered, needed by the normalizer, and added by the class."""
     candidates = [("paper", BASELINE), ("paper", "ssmax"), ("paper", "entmax15"), ("ours", BASELINE)]
     panels = [
-        panel
+        of_training
         for section, label in candidates
-        if (panel := [s for s in scales if (s.training.section, s.training.label) == (section, label)])
+        if (of_training := [s for s in scales if (s.training.section, s.training.label) == (section, label)])
     ]
-    figure = Figure(figsize=(3.0 * len(panels) + 0.6, 3.7), facecolor="white", layout="constrained")
+    figure = Figure(figsize=(3.0 * len(panels) + 0.6, 3.7), layout="constrained")
     grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axes, panel, panel_letter in zip(grid, panels, "abcd", strict=False):
-        sizes = [s.size for s in panel]
-        noise = [(s.size, s.class_noise) for s in panel if s.class_noise is not None]
-        axes.plot(sizes, [s.delivered for s in panel], **MEASURED, label="delivered: slope / (n + 1)")
-        needed = [(s.size, s.needed) for s in panel if s.needed is not None]
+    for axes, of_training, panel_letter in zip(grid, panels, "abcd", strict=False):
+        sizes = [s.size for s in of_training]
+        noise = [(s.size, s.class_noise) for s in of_training if s.class_noise is not None]
+        axes.plot(sizes, [s.delivered for s in of_training], **MEASURED, label="delivered: slope / (n + 1)")
+        needed = [(s.size, s.needed) for s in of_training if s.needed is not None]
         if needed:
             axes.plot(*zip(*needed, strict=True), **CORRECTED, label="needed for half of the weight")
         if noise:
             where, height = zip(*noise, strict=True)
-            bottom = min(*height, *(s.delivered for s in panel)) / 3
+            bottom = min(*height, *(s.delivered for s in of_training)) / 3
             axes.fill_between(where, bottom, height, color=WRONG, alpha=0.13, linewidth=0)
             axes.plot(where, height, color=WRONG, linestyle=":", linewidth=1.7, label="added by the class (1 s.d.)")
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(sizes, [_short(size) for size in sizes], rotation=45, fontsize=7.5)
         axes.set_xticks([], minor=True)
-        recipe = "our recipe" if panel[0].training.section == "ours" else "paper's recipe"
-        letter(axes, panel_letter, f"{panel[0].training.label}, {recipe}")
-        tidy(axes)
+        recipe = "our recipe" if of_training[0].training.section == "ours" else "paper's recipe"
+        panel(axes, panel_letter, f"{of_training[0].training.label}, {recipe}")
     grid[0].set_ylabel("margin between the two best, logits")
     grid[0].legend(loc="lower left", fontsize=7.5)
     figure.supxlabel(
@@ -171,7 +170,7 @@ def tasks(lines: Sequence[RetrievalLine], about: str) -> Figure:
     }
     several = [name for name in by_section["ours"] if sum(name in by_name for by_name in by_section.values()) > 1]
     names = sorted(several, key=lambda name: (name != BASELINE, -by_section["ours"][name].accuracy))
-    figure = Figure(figsize=(6.6, 0.3 * len(names) + 1.7), facecolor="white", layout="constrained")
+    figure = Figure(figsize=(6.6, 0.3 * len(names) + 1.7), layout="constrained")
     axes = figure.subplots()
     for section, (title, colour, marker) in TASKS.items():
         points = [
@@ -187,9 +186,7 @@ def tasks(lines: Sequence[RetrievalLine], about: str) -> Figure:
         )  # fmt: skip
     axes.axvline(CHANCE, color=PALE, linewidth=0.8, linestyle=(0, (1, 3)))
     axes.set_yticks(range(len(names)), [_name(name) for name in names])
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_xlim(0, 101)
-    axes.set_xlabel("right answers, %")
+    axes.set(ylim=(len(names) - 0.5, -0.5), xlim=(0, 101), xlabel="right answers, %")
     figure.legend(loc="outside upper center", ncols=3)
     tidy(axes)
     figure.supxlabel(f"{about}. Dots: chance.", fontsize=6.5, color=PALE)
@@ -225,11 +222,9 @@ def _draw_sizes(axes: Axes, lines: Sequence[RetrievalLine]) -> list[int]:
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize=7.5)
     axes.set_xticks([], minor=True)
-    axes.set_xlim(sizes[0] * 0.8, sizes[-1] * 1.15)
-    axes.set_ylim(0, 102)
+    axes.set(xlim=(sizes[0] * 0.8, sizes[-1] * 1.15), ylim=(0, 102))
     axes.axhline(CHANCE, color=PALE, linewidth=0.8, linestyle=(0, (1, 3)))
-    axes.set_xlabel("items in the set")
-    axes.set_ylabel("right answers, %")
+    axes.set(xlabel="items in the set", ylabel="right answers, %")
     tidy(axes)
     return sizes
 

@@ -192,6 +192,8 @@ def sample_text(model: Any, tokenizer: Any, *, tokens: int, seed: int = 0, cache
 
 QUOTED = 600  # characters of generated text
 
+_FRONT_MATTER = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- attnorm\n---"
+
 _LOADING = """\
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -212,15 +214,11 @@ tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 def model_card(record: dict[str, Any], sample: str = "") -> str:
     """Return README.md for the record of a finished run."""
     run, result = record["run"], record["result"]
-    parts = [_front_matter(), _introduction(run, result), _figures(result), _data(run, result), _recipe(run, result)]
+    parts = [_FRONT_MATTER, _introduction(run, result), _figures(result), _data(run, result), _recipe(run, result)]
     if sample:
         parts.append(_quote(sample))
     parts.append(_limits())
     return "\n\n".join(part.strip() for part in parts) + "\n"
-
-
-def _front_matter() -> str:
-    return "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- attnorm\n---"
 
 
 def _introduction(run: dict[str, Any], result: dict[str, Any]) -> str:
