@@ -12,6 +12,7 @@ import torch
 from attnorm.normalizers.kneemax import Kneemax
 from attnorm.normalizers.softmax import Softmax
 from attnorm.theory import claims, dispersion, distance, frontier, geometry, gradient, verify
+from attnorm.theory.catalogue import normalizers
 from attnorm.theory.dispersion import Bounds
 
 CLAIMS = {claim.id: claim for claim in claims()}
@@ -73,6 +74,10 @@ def looser_markov(formula: Any) -> Callable[..., Any]:
         )
 
     return mutant
+
+
+def with_another_knee(factor: float) -> Callable[[Any], Callable[..., Any]]:
+    return lambda formula: lambda share=None, *, knee=None: formula(share, knee=knee and factor * knee)
 
 
 def only_many_keys(formula: Any) -> Callable[..., Any]:
@@ -149,6 +154,9 @@ OTHERS = [
     Mutant("gap-for-weight", frontier, "kneemax_gap", "more", times(1.01)),
     Mutant("kneemax-weight-exact", frontier, "kneemax_weight", "less", times(0.99)),
     Mutant("kneemax-weight-any-row", frontier, "kneemax_weight", "less", times(0.99)),
+    Mutant("kneemax-fixed-weight", normalizers, "kneemax", "knee too high", with_another_knee(1.01)),
+    Mutant("kneemax-fixed-zeros-certain", normalizers, "kneemax", "knee too high", with_another_knee(1.01)),
+    Mutant("kneemax-fixed-zeros-none", normalizers, "kneemax", "knee too low", with_another_knee(0.99)),
     Mutant("lipschitz-softmax", Softmax, "lipschitz", "more", times(1.01)),
     Mutant("lipschitz-kneemax", Kneemax, "lipschitz", "more", times(1.01)),
 ]  # fmt: skip

@@ -52,6 +52,24 @@ def test_the_largest_eigenvalue_is_that_of_the_matrix(name: str, sink: float | N
     assert float(single) == pytest.approx(float(found), rel=1e-5, abs=1e-7)
 
 
+CLUSTERS = {
+    torch.float32: [1.0, 0.995668530, 0.991672575],
+    torch.float64: [1.0, 1 - 1.2e-7, 1 - 2.2e-7, 1 - 5e-7, 1 - 1.3e-6, 1 - 2.3e-6, 1 - 8e-6, 0.9, 0.7, 1e-6],
+}
+
+
+@pytest.mark.parametrize("dtype", CLUSTERS)
+def test_nearly_equal_entries_take_the_passes_that_their_distances_need(dtype: torch.dtype) -> None:
+    u = torch.tensor(CLUSTERS[dtype], dtype=dtype)
+    below = (u.max() - u).double().sort().values
+    low, high = below[1], torch.zeros_like(below[0])
+    for _ in range(200):  # bisection on the distance of the root from the largest entry
+        middle = (low + high) / 2
+        total = ((1 - below[1:]) / (below[1:] - middle)).sum() - 1 / middle
+        low, high = (middle, high) if total > 0 else (low, middle)
+    assert abs(float(rank_one_eigenvalue(u)) / float(1 - middle) - 1) <= 4 * torch.finfo(dtype).eps
+
+
 def test_rows_of_less_precision_than_a_sink_that_they_do_not_hold() -> None:
     first, sink = torch.ones(1, 1, dtype=torch.float64), torch.full((1, 1), 1e-46, dtype=torch.float64)
     found = rank_one_root(first, torch.zeros_like(first), torch.zeros(1, 3), sink)

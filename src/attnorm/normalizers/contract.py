@@ -85,7 +85,10 @@ class Map(nn.Module):
         raise NotImplementedError
 
     def lipschitz(self, n: int) -> float | None:
-        """Return the largest l2 -> l2 norm of the Jacobian over all rows of n visible keys; None if unknown."""
+        """Return a bound on the l2 -> l2 norm of the Jacobian over all rows of n visible keys; None if none is known.
+
+        It is the largest norm, except for a learned alpha of entmax and a knee of kneemax that no two weights reach.
+        """
         return None
 
     def slopes(self, block: Block, weights: Tensor) -> Tensor:
@@ -384,7 +387,10 @@ class Normalizer(Part):
         )
 
     def lipschitz(self, n: int) -> float | None:
-        """Return the largest l2 -> l2 norm of d weights / d logits over rows of n visible keys; None if unknown."""
+        """Return a bound on the norm of d weights / d logits over rows of n visible keys; None if none is known.
+
+        Without a sink, and rules other than scale rules, it is the largest norm if that of the map is.
+        """
         if not all(selection.continuous for selection in self.selections):
             return None
         possible_keys = range(1, n + 1) if self.selections else (n,)  # a selection may keep any number of keys

@@ -16,7 +16,8 @@ from attnorm.engines.execution import runs_asynchronously
 # Largest relative error after 0, 1, 2, 3, 4 passes over 200,000 adversarial rows: 8e-2, 1e-3, 3e-7, 2e-14, 7e-16.
 PASSES_FLOAT32 = 3
 PASSES_FLOAT64 = 4
-# Each pass squares the relative error, times less than 10: after a step as small as this no other is needed.
+# A pass squares the relative error of d, not that of x = u_2 + d. After a step below this share of sqrt(d x) the error
+# of x is about its square.
 ENOUGH_FLOAT32 = 3e-4
 ENOUGH_FLOAT64 = 2e-8
 # Rows are taken in blocks of about this many numbers, so that temporaries stay in the cache.
@@ -89,7 +90,7 @@ def rank_one_root(
         slope = d / x * (value + sum_of_squares(terms).to(first.dtype))
         before, d = d, rational_step(first, width, d, value, slope)
         # NaN: the two largest are equal.
-        if not runs_asynchronously(d) and not bool(((d - before).abs() > enough * x).any()):
+        if not runs_asynchronously(d) and not bool(((d - before).abs() > enough * (d.sqrt() * x.sqrt())).any()):
             break
     value = torch.where(second < first, second + d, first)
     return torch.where((second if at_zero is None else second + at_zero) > 0, value, 0.0)

@@ -149,8 +149,8 @@ CLAIMS = [
     claim(
         id="theorem-1-any-set",
         proof=FIXED,
-        source="Mudarisov et al., Theorem 1 (fixed set)",
-        form="printed",
+        source="a reading of Mudarisov et al., Theorem 1 (fixed set)",
+        form="added",
         statement="the printed bound of Theorem 1 for a fixed set I of N keys",
         domain="any set I (tested: the N lightest keys)",
         status="false",

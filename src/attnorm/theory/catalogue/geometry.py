@@ -348,10 +348,10 @@ def _union(case: ClaimCase) -> Tensor:
 COVERAGE_CLAIMS = [
     on_several_heads(
         id="head-coverage",
-        source="Mudarisov et al., Discussion",
-        form="printed",
+        source="a reading of Mudarisov et al., Discussion",
+        form="added",
         statement="H heads cover 1 - (1-p)^H of the keys (three heads at p = 0.8: 99 %)",
-        domain="independent heads; tested on heads of any kind",
+        domain="heads of any kind; the paper assumes independent ones, for which it holds",
         status="false",
         counterexample="identical heads cover no more than one of them",
         correction="head-coverage-bounds",

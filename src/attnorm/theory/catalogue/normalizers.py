@@ -10,6 +10,7 @@ built from its declarations, so new ones are searched like the papers':
   w <= 1/n + K g (n-1)/n: the weight w of a key whose logit is g above otherwise equal ones.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.entmax import entmax_rows
-from attnorm.normalizers.kneemax import kneemax
+from attnorm.normalizers.kneemax import DEFAULT_KNEE, kneemax
 from attnorm.normalizers.registry import available, entries, get
 from attnorm.theory import frontier
 from attnorm.theory.catalogue.claim import (
@@ -38,8 +39,9 @@ from attnorm.theory.frontier import outside_the_law
 from attnorm.theory.gradient import jacobian_norm
 
 DOC = "docs/theory/kneemax.md"
-GRADIENT, KEPT, ZEROS, DISTANCE = (
-    f"{DOC}#theorem-{name}" for name in ("2-gradient", "3-weight-kept", "4-zeros", "6-a-penalty-on-the-distance")
+GRADIENT, KEPT, ZEROS, FIXED, DISTANCE = (
+    f"{DOC}#theorem-{name}"
+    for name in ("2-gradient", "3-weight-kept", "4-zeros", "5-a-fixed-knee", "6-a-penalty-on-the-distance")
 )
 
 kneemax_claim = partial(
@@ -47,6 +49,7 @@ kneemax_claim = partial(
 )
 
 ROUNDING = 1e-9  # of weights
+KNEE = DEFAULT_KNEE  # that of nearmax too
 
 
 def _for_each(values: Tensor, formula: Callable[..., float], *arguments: int) -> Tensor:
@@ -62,9 +65,10 @@ def _rows_with_a_leader(keys: int, gaps: Tensor) -> Tensor:
     return torch.where(torch.arange(keys) == 0, gaps[:, None], 0.0)
 
 
-def _weights(case: ClaimCase, logits: Tensor) -> Tensor:
+def _weights(case: ClaimCase, logits: Tensor, knee: float | None = None) -> Tensor:
+    """Weights of kneemax with this knee, or with share 1."""
     # The temperature is divided out in float64: a parameter would hold it in float32.
-    weights: Tensor = kneemax(share=1.0)(logits / case.temperature)
+    weights: Tensor = kneemax(None if knee else 1.0, knee=knee)(logits / case.temperature)
     return weights
 
 
@@ -106,26 +110,35 @@ def _norm(case: ClaimCase) -> Tensor:
     return between(norm, (1 - weights.amax(-1)).clamp(min=0).sqrt() - 1e-6, torch.ones_like(norm))
 
 
-def _certain_zero(case: ClaimCase) -> Tensor:
+def _kept_with_knee(case: ClaimCase) -> Tensor:
+    """On half of the rows one key leads equal ones by less, often little less, than what gives it all of the weight."""
+    lead = 2 * (1 + KNEE) * (1 - (case.dial / (1 + case.dial)) ** 8)
+    leads = _rows_with_a_leader(case.keys, lead * case.temperature)
+    logits = torch.where((case.pick % 2 == 0)[:, None], leads, case.logits)
+    top = (logits / case.temperature).topk(2, dim=-1).values
+    half = (top[:, 0] - top[:, 1]) / 2
+    least = torch.where(half <= 2 * KNEE, half.square() / (4 * KNEE), half - KNEE).clamp(max=1)
+    return at_least(_weights(case, logits, KNEE).amax(-1), least - ROUNDING)
+
+
+def _certain_zero(case: ClaimCase, knee: float | None = None) -> Tensor:
     """The deepest key that still has weight, against the depth from which on none has any."""
     depth = case.logits.amax(-1, keepdim=True) - case.logits
-    deepest = torch.where(_weights(case, case.logits) > 0, depth, 0.0).amax(-1)
-    return at_most(deepest, torch.full_like(deepest, 2 * case.temperature * (1 + 1 / case.keys)))
+    deepest = torch.where(_weights(case, case.logits, knee) > 0, depth, 0.0).amax(-1)
+    return at_most(deepest, torch.full_like(deepest, 2 * case.temperature * (1 + (knee or 1 / case.keys))))
 
 
-def _no_zero(case: ClaimCase) -> Tensor:
+def _no_zero(case: ClaimCase, knee: float | None = None) -> Tensor:
     """Where a key has no weight: the spread below which that cannot be, against the spread of the row."""
     n = case.keys
-    least = torch.full_like(case.dial, 2 * case.temperature * (1 / n + 1 / (n - 1)))
+    reach = 1 / n + 1 / (n - 1) if knee is None else 2 * math.sqrt(knee / (n - 1))
+    least = torch.full_like(case.dial, 2 * case.temperature * reach)
     # On some rows one key lies as far below equal ones as makes the first zero, up to 0.1 %.
     depth = least * (1 + 1e-3 * case.dial.log().clamp(-1, 1))
     last = torch.where(torch.arange(n) < n - 1, depth[:, None], 0.0)
     logits = torch.where((case.pick % 4 == 0)[:, None], last, case.logits)
-    has_zero = (_weights(case, logits) == 0).any(-1)
+    has_zero = (_weights(case, logits, knee) == 0).any(-1)
     return torch.where(has_zero, at_least(_spread(logits), least), torch.nan)
-
-
-KNEE = 0.25  # of nearmax
 
 
 def _distances(case: ClaimCase) -> Tensor:
@@ -218,6 +231,33 @@ KNEEMAX_CLAIMS = [
         statement="no key has weight 0 while the spread is below 2T(1/n + 1/(n-1))",
         ratio=_no_zero,
         differentiable=False,
+        attained=(NEARLY,),
+    ),
+    kneemax_claim(
+        id="kneemax-fixed-weight",
+        proof=FIXED,
+        domain="kneemax as it is by default, knee 1/4",
+        statement="a leader by g keeps at least min(1, phi(g/2T)), for every n",
+        ratio=_kept_with_knee,
+        differentiable=False,
+    ),
+    kneemax_claim(
+        id="kneemax-fixed-zeros-certain",
+        proof=FIXED,
+        domain="kneemax as it is by default, knee k = 1/4",
+        statement="a key 2T(1 + k) below the largest logit has weight exactly 0",
+        ratio=partial(_certain_zero, knee=KNEE),
+        differentiable=False,
+        attained=(NEARLY,),
+    ),
+    kneemax_claim(
+        id="kneemax-fixed-zeros-none",
+        proof=FIXED,
+        domain="kneemax as it is by default, knee k = 1/4, n >= 5",
+        statement="no key has weight 0 while the spread is below 4T sqrt(k/(n-1))",
+        ratio=partial(_no_zero, knee=KNEE),
+        differentiable=False,
+        sizes=CaseSizes(least_keys=6),
         attained=(NEARLY,),
     ),
     kneemax_claim(
