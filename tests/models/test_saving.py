@@ -79,6 +79,14 @@ def test_a_saved_model_of_any_family_comes_back_as_it_was(family: str, tmp_path:
     assert_close(quiet_logits(again, ids), expected)
 
 
+def test_others_may_read_the_weights_if_they_may_read_the_config(tmp_path: Path) -> None:
+    model = llama()
+    patch(model, "ssmax")
+    save_pretrained(model, tmp_path)
+    modes = {path.stat().st_mode for path in (tmp_path / "config.json", tmp_path / "model.safetensors")}
+    assert len(modes) == 1
+
+
 def test_both_ways_of_loading_name_the_same_loss(tmp_path: Path) -> None:
     """A Trainer divides by other numbers of tokens where it does not know the loss."""
     model = tiny("gpt2")

@@ -75,6 +75,28 @@ def trials_of(out: Path) -> list[Any]:
     return optuna.load_study(study_name="search", storage=open_storage(out, None)).get_trials()
 
 
+def test_the_same_command_tries_failed_trials_again(
+    plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inline(monkeypatch, worker_dies_at=(1, 3))
+    planned, out = read_search_plan(plan), tmp_path / "out"
+    first = search(planned, out, retries=0)
+    assert [trial.state for trial in first.trials] == ["fail", "complete", "fail", "complete"]
+    inline(monkeypatch)
+    again = search(planned, out)
+    assert [trial.state for trial in again.trials] == ["complete"] * 4
+    assert sorted(trial.item for trial in again.trials) == sorted(trial.item for trial in first.trials)
+    assert search(planned, out) == again  # nothing is left to try
+
+
+def test_a_trial_that_diverged_is_not_tried_again(plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan.write_text(PLAN.replace("[0.003, 0.03]", "[1e30, 1e31]"))
+    inline(monkeypatch)
+    first = search(read_search_plan(plan), tmp_path / "out")
+    assert [trial.state for trial in first.trials] == ["fail"] * 4
+    assert search(read_search_plan(plan), tmp_path / "out") == first
+
+
 def test_a_search_ends_with_a_recipe_that_patch_and_training_accept(
     plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,6 +52,20 @@ def test_an_item_is_identified_by_the_content_of_its_files(plan_file: Write, tmp
     assert set(before[2:]).isdisjoint(after[2:])
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_an_item_is_identified_by_the_content_of_its_model(plan_file: Write, tmp_path: Path, name: str) -> None:
+    model = tmp_path / "mine"
+    model.mkdir()
+    for file in ("config.json", "model.safetensors", "tokenizer.json", "README.md"):
+        (model / file).write_bytes(b"first")
+    path = plan_file('command="analyze"\n[grid]\nlength=[8]\nmodel=["mine"]')
+    before = ids(read_plan(path))
+    (model / "README.md").write_bytes(b"other")
+    assert ids(read_plan(path)) == before
+    (model / name).write_bytes(b"again")  # as many bytes, as after another training
+    assert ids(read_plan(path)) != before
+
+
 def test_items_of_one_model_are_neighbours(plan_file: Write) -> None:
     plan = read_plan(plan_file('command="analyze"\n[grid]\nlength=[8, 9]\nmodel=["gpt2", "bundled"]'))
     assert [item.varied["model"] for item in plan.items] == ["gpt2", "gpt2", "bundled", "bundled"]

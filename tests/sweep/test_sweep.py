@@ -217,7 +217,7 @@ def test_a_changed_text_in_the_plan_is_another_plan(tmp_path: Path) -> None:
     path.write_text("command='analyze'\n[grid]\nmodel=['bundled']\ntext=['a.txt']")
     open_sweep(tmp_path / "out", read_plan(path))
     (tmp_path / "a.txt").write_text("two\n")
-    with pytest.raises(ValueError, match="another sweep"):
+    with pytest.raises(ValueError, match="another content"):
         open_sweep(tmp_path / "out", read_plan(path))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from attnorm.experiments.clrs_text.results import SAME_QUESTIONS
 from attnorm.metrics.rows import measure_rows
@@ -241,6 +242,16 @@ def test_a_run_that_ran_out_of_time_resumes_to_the_same_result(data: ClrsData, t
     assert train_clrs(tmp_path / "parts", ClrsBase(), recipe, data, tests, device="cpu") == parts
     with pytest.raises(ValueError, match="seed is 1 here and 0 there"):
         train_clrs(tmp_path / "parts", ClrsBase(), replace(recipe, seed=1), data, tests, device="cpu")
+
+
+def test_the_model_of_a_finished_run_is_saved_if_a_later_call_asks(data: ClrsData, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"device": "cpu", "checkpoint_every": TINY.steps}
+    first = train_clrs(tmp_path, ClrsBase(), TINY, data, ClrsTests(observed=0), **options)
+    assert train_clrs(tmp_path, ClrsBase(), TINY, data, ClrsTests(observed=0), save_model=True, **options) == first
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    (checkpoint,) = finished_checkpoints(tmp_path / "checkpoints")
+    trained = load_file(checkpoint / "model.safetensors")
+    assert all(torch.equal(saved[name], trained[name]) for name in saved)
 
 
 @pytest.mark.parametrize("asked", [False, True])

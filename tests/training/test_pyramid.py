@@ -1,5 +1,6 @@
 """The pyramid of `train vision`: its shape, where the normalizer is, learned landmarks, and the saved folder."""
 
+import errno
 import json
 import re
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from typer.testing import CliRunner
 
 import attnorm
@@ -86,6 +88,21 @@ def test_a_trained_pyramid_is_saved_with_its_landmarks(tmp_path: Path) -> None:
     start = build_model(chosen, images.train.classes, SIDE).state_dict()
     name = next(name for name in start if name.endswith("sampling"))
     assert not torch.equal(again.state_dict()[name], start[name])
+
+
+def test_a_full_disk_leaves_no_half_written_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, record = train_vit(settings(), generated_textures(32, 16, SIDE), torch.device("cpu"))
+
+    def fill_the_disk(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(model, "save_pretrained", fill_the_disk)
+    with pytest.raises(OSError, match="No space left") as full:
+        save_vit(model, record, SIDE, tmp_path / "run")
+    assert full.value.errno == errno.ENOSPC
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_older_records_stay_valid() -> None:

@@ -18,7 +18,7 @@ from attnorm.run_folder import read_record
 from attnorm.text import render_page
 
 SIGNIFICANT = 0.05
-WIDTH = 200  # of the drawing of an interval
+WIDTH = 110
 RECORD = "evaluation.json"
 PARTS = "parts"
 PAGE = "evaluation.html"

@@ -6,6 +6,7 @@ restores them. Transformers' own from_pretrained loads the model with softmax an
 """
 
 import os
+import re
 import reprlib
 import warnings
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from transformers import AutoConfig, PreTrainedModel
@@ -90,11 +92,27 @@ def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], **optio
     if folder.is_file():
         raise NotADirectoryError(f"expected a folder, got the file {folder}")
     state = options.pop("state_dict", None) or model.state_dict()
-    with _digest_in_config(model, state):
+    with _digest_in_config(model, state), ordinary_files(folder):
         model.save_pretrained(folder, state_dict=state, **options)
     if options.get("is_main_process", True):
         remove_format_1(folder)
         write_card(folder, model)
+
+
+@contextmanager
+def ordinary_files(folder: Path) -> Iterator[None]:
+    """Treat the weights that the block saves like other files: permissions as of the config, disk errors as OSError.
+
+    safetensors lets only the owner read them, and raises errors of its own.
+    """
+    try:
+        yield
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error)) from None
+    if (config := folder / CONFIG).is_file():
+        for weights in folder.glob("*.safetensors"):
+            weights.chmod(config.stat().st_mode)
 
 
 def from_pretrained(

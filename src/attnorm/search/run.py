@@ -45,6 +45,7 @@ STUDY, PRUNING = "search", "search-pruning"
 HOW = "search"  # key of an item's values that says where its studies are
 STARTUP_TRIALS = 5  # that run to their end before any is pruned
 JOURNAL = "study.journal"
+REPLACES, DIVERGED = "replaces", "diverged"  # attributes of trials: the failed trial that this one tries again; true
 
 
 def search(
@@ -73,8 +74,10 @@ def search(
         _open_folder(out, plan)
         study = _open_study(out, plan, storage)
         items: dict[int, Item] = {}
+        replaced = _retry_failed(study)
         for trial in study.get_trials(deepcopy=False):
-            _add_item(plan, study, trial, items, storage)
+            if trial.number not in replaced:
+                _add_item(plan, study, trial, items, storage)
         if len(items) < plan.trials or _running_trials(study):
             work = work_in(out, on, plan.resources.threads, run_trial)
             engine = open_engine(on, out, plan.resources, work, workers=workers, address=address, slurm=plan.slurm)
@@ -124,6 +127,23 @@ def _open_study(out: Path, plan: SearchPlan, url: str | None) -> Any:
     for parameters in uniform_parameters(plan):  # a driver may have ended after the first ones
         study.enqueue_trial(parameters, skip_if_exists=True)
     return study
+
+
+def _retry_failed(study: Any) -> set[int]:
+    """Queue the parameters of every failed trial again; return the trials that others replace.
+
+    A full disk or a killed worker says nothing about a recipe. A trial that diverged would diverge again.
+    """
+    from optuna.trial import TrialState
+
+    trials = study.get_trials(deepcopy=False)
+    replaced = {trial.user_attrs[REPLACES] for trial in trials if REPLACES in trial.user_attrs}
+    for trial in trials:
+        lasting = DIVERGED in trial.user_attrs or "learning_rate" not in trial.params or trial.number in replaced
+        if trial.state == TrialState.FAIL and not lasting:
+            study.enqueue_trial(trial.params, user_attrs={REPLACES: trial.number})
+            replaced.add(trial.number)
+    return replaced
 
 
 def uniform_parameters(plan: SearchPlan) -> list[dict[str, Any]]:
@@ -218,9 +238,11 @@ def _new_trial(plan: SearchPlan, study: Any, items: dict[int, Item], storage: st
 
 
 def _tell_study(plan: SearchPlan, study: Any, number: int, outcome: Outcome) -> None:
-    from optuna.trial import TrialState
+    from optuna.trial import Trial, TrialState
 
     if outcome.error:
+        if outcome.diverged:
+            Trial(study, study.get_trials(deepcopy=False)[number]._trial_id).set_user_attr(DIVERGED, True)
         study.tell(number, state=TrialState.FAIL)
     elif outcome.pruned:
         study.tell(number, state=TrialState.PRUNED)

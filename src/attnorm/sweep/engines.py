@@ -39,6 +39,7 @@ class Outcome:
     seconds: float = 0.0
     pruned: bool = False
     found: bool = False  # it was finished before
+    diverged: bool = False  # the error is that its loss is not finite
 
 
 Work = Callable[[list[dict[str, Any]]], list[Outcome]]

@@ -96,7 +96,7 @@ def open_sweep(out: Path, plan: Plan, *, extend: bool = False) -> None:
     elif not extend:
         remedy = "Choose another folder, or add --extend to run this plan here; finished items of both are kept"
         current, previous = (
-            {"command": command, **_flatten(content), "content of the items": sorted(keys)}
+            {"command": command, **_flatten(content), "the plan": tuple(sorted(keys))}
             for command, content, keys in (
                 (plan.command, plan.content, items), (record["command"], record["content"], record["items"]),
             )
@@ -112,6 +112,8 @@ def _flatten(content: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _shorten(value: Any) -> str:
+    if isinstance(value, tuple):  # the names of the items: hashes of values and files
+        return f"{len(value):,} items"
     text = "missing" if value is None else str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 

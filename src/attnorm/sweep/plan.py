@@ -17,6 +17,7 @@ import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from attnorm.text import did_you_mean
 MAX_ITEMS = 100_000
 ID_LENGTH = 16
 TABLES = ("grid", "options", "resources", "slurm")
+MODEL_FILES = ("*config.json", "*.safetensors", "*.bin", "tokenizer*", "vocab*", "merges.txt")
 
 
 @dataclass(frozen=True)
@@ -226,12 +228,19 @@ KINDS: dict[str, tuple[str, Any]] = {
 
 
 def _model_identity(path: Path) -> dict[str, Any]:
-    """Identify a local model by its config and the sizes of its weight files: reading all weights takes too long."""
-    if path.is_file():
-        return {"name": path.name, "bytes": path.stat().st_size}
-    config = path / "config.json"
-    sizes = {file.name: file.stat().st_size for file in sorted(path.glob("*.safetensors"))}
-    return {"name": path.name, "config": file_hash(config) if config.is_file() else None, "weights": sizes}
+    """Identify a local model by what is loaded from it: a model that was trained again has files of the same sizes."""
+    files = [path] if path.is_file() else sorted({file for name in MODEL_FILES for file in path.glob(name)})
+    stated = ((file, file.stat()) for file in files if file.is_file())
+    return {
+        "name": path.name,
+        "files": {file.name: _hash_once(file, at.st_size, at.st_mtime_ns) for file, at in stated},
+    }
+
+
+@cache
+def _hash_once(path: Path, size: int, modified: int) -> str:
+    """Hash the file once per plan, not once per item."""
+    return file_hash(path)
 
 
 def read_resources(where: str, table: Mapping[str, Any]) -> Resources:

@@ -43,6 +43,7 @@ from attnorm.sweep.folder import (
 )
 from attnorm.sweep.plan import Item, Plan
 from attnorm.sweep.tasks import TASKS, models_loaded
+from attnorm.training.checkpoints import NotFiniteError
 
 RETRIES = 3
 MERGE_SECONDS = 60  # between two versions of the table and the page while items run
@@ -222,7 +223,8 @@ def run_item(out: Path, item: Item, hook: Hook | None = None) -> Outcome:
             words = describe_error(error)
             with suppress(OSError):  # the disk may be full; the driver records the failure too
                 write_failure(out, item, words, socket.gethostname())
-            return Outcome(item.id, words, seconds=round(time.monotonic() - started, 3))
+            diverged = isinstance(error, NotFiniteError)
+            return Outcome(item.id, words, seconds=round(time.monotonic() - started, 3), diverged=diverged)
         return Outcome(item.id, "", rows, seconds, pruned)
 
 

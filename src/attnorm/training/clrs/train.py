@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F
 
-from attnorm.files import write_json
+from attnorm.files import atomic_replace, write_json
 from attnorm.normalizers.spec import parse_spec, state_options
 from attnorm.provenance import file_hash
 from attnorm.run_folder import only_process
@@ -246,7 +246,7 @@ def train_clrs(
     }  # fmt: skip
     with only_process(out):
         record = open_run(out, identity, resume=True)
-        if record["result"]:
+        if record["result"] and (not save_model or (out / MODEL).is_dir()):
             return {**record, "result": read_result(record["result"])}
         with accelerated(torch_device, recipe.dtype) as accelerator, StopRequest() as stop:
             run = ClrsRun(out, base, recipe, data, accelerator, attention=attention, compiled=compiled)
@@ -257,21 +257,24 @@ def train_clrs(
             raise TrainingInterrupted(run.step)
         if run.step < recipe.steps:
             raise OutOfTimeError
-        report("testing", 0, 1, None)
-        result = {
-            "steps": run.step, "tokens": run.tokens, "training_seconds": round(run.seconds, 1),
-            **measure(run, tests),
-            **speed_and_memory(out / METRICS), "learned": learned_values(run.model),
-            "parameters": count_parameters(run.model),
-            **machine(torch_device),
-        }  # fmt: skip
+        result = read_result(record["result"]) if record["result"] else None
+        if result is None:
+            report("testing", 0, 1, None)
+            result = {
+                "steps": run.step, "tokens": run.tokens, "training_seconds": round(run.seconds, 1),
+                **measure(run, tests),
+                **speed_and_memory(out / METRICS), "learned": learned_values(run.model),
+                "parameters": count_parameters(run.model),
+                **machine(torch_device),
+            }  # fmt: skip
         if save_model:
             from attnorm.models.saving import save_pretrained
 
-            save_pretrained(run.model, out / MODEL)
-        record = {**record, "result": result}
-        write_json(out / RECORD, record)
-    return record
+            with atomic_replace(out / MODEL) as draft:
+                save_pretrained(run.model, draft)
+        if not record["result"]:
+            write_json(out / RECORD, {**record, "result": result})
+    return {**record, "result": result}
 
 
 def measure(run: "ClrsRun", tests: ClrsTests) -> dict[str, Any]:

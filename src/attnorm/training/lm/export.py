@@ -4,7 +4,6 @@ The card says what the model is, what it was trained on, and its loss next to ba
 """
 
 import copy
-import errno
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -92,20 +91,14 @@ def export(
 
 def _save_pretrained(out: Path, model: Any, tokenizer: Any) -> None:
     """Save through a temporary folder: each file is replaced atomically."""
-    from safetensors import SafetensorError
-
     from attnorm.models.saving import save_pretrained
 
     half = rounded(model, torch.float16)
     draft = out / ".export"
     draft.mkdir(parents=True, exist_ok=True)
-    try:
-        save_pretrained(half, draft)
-    except SafetensorError as error:
-        raise OSError(errno.EIO, str(error), str(draft)) from None
+    save_pretrained(half, draft)
     tokenizer.save_pretrained(draft)
     for path in sorted(draft.iterdir()):
-        path.chmod(0o644)  # safetensors makes them readable by their owner only
         path.replace(out / path.name)
     draft.rmdir()
 

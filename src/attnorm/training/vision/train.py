@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from attnorm.files import write_json, write_text
+from attnorm.files import atomic_replace, write_json, write_text
 from attnorm.models.load import silence_transformers
 from attnorm.models.patch_state import patched_modules
 from attnorm.models.private_names import replace_compiled_call
+from attnorm.models.saving import ordinary_files
 from attnorm.normalizers.registry import entries
 from attnorm.normalizers.spec import parse_spec
 from attnorm.provenance import package_versions
@@ -192,13 +193,14 @@ def save_vit(model: Any, record: Record, side: int, folder: Path, *, images: str
 
     images: the source of the images, for the card. command: the command line, for the card.
     """
-    with silence_transformers():
+    with silence_transformers(), atomic_replace(folder) as draft:
         from transformers import ViTImageProcessor  # without torchvision the import has a notice
 
-        model.save_pretrained(folder)
-        ViTImageProcessor(size={"height": side, "width": side}).save_pretrained(folder)
-    write_text(folder / "README.md", model_card(record, list(model.config.id2label.values()), side, images, command))
-    write_json(folder / "vision.json", record)
+        with ordinary_files(draft):
+            model.save_pretrained(draft)
+        ViTImageProcessor(size={"height": side, "width": side}).save_pretrained(draft)
+        write_text(draft / "README.md", model_card(record, list(model.config.id2label.values()), side, images, command))
+        write_json(draft / "vision.json", record)
 
 
 def model_card(record: Record, classes: Sequence[str], side: int, images: str, command: str) -> str:
