@@ -816,6 +816,7 @@ def test_an_empty_analysis_has_a_verdict_too() -> None:
         (999_700.5, "1 million"),
         (27_232_100, "27.2 million"),
         (2.1e15, "2.1 × 10¹⁵"),
+        (math.inf, "infinitely many"),
     ],
 )
 def test_lengths_are_told_as_people_say_them(count: float, words: str) -> None:

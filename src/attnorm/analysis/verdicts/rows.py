@@ -51,11 +51,13 @@ def number(row: Row, name: str) -> float | None:
 
 
 def format_keys(count: float) -> str:
-    """Format a number of keys: 8.4, 512, 2,190, 473,000, 27.2 million, 2.1 × 10¹⁵.
+    """Format a number of keys: 8.4, 512, 2,190, 473,000, 27.2 million, 2.1 × 10¹⁵, infinitely many.
 
     Measured numbers have three digits at most, as rounding errors change further ones. Whole numbers below a million,
     such as lengths, are exact.
     """
+    if math.isinf(count):
+        return "infinitely many"
     rounded = float(f"{count:.3g}")
     if rounded >= 1e12:
         return power_of_ten(count)
