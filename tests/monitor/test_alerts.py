@@ -1,7 +1,6 @@
 """Alerts: each at its threshold, once per layer and occasion, in words, in the log keys and in monitor.alerts."""
 
 import math
-import os
 import runpy
 import warnings
 from collections.abc import Callable
@@ -153,9 +152,6 @@ with AttentionMonitor(every=1).step(model):
 """
 
 
-@pytest.mark.skipif(
-    os.environ.get("ATTNORM_CHECK_ANNOTATIONS") == "everywhere", reason="checks stand between a function and its caller"
-)
 def test_a_warning_points_to_the_training_loop(tmp_path: Path) -> None:
     script = tmp_path / "loop.py"
     script.write_text(LOOP)

@@ -155,7 +155,7 @@ def _wording(loaded: LoadedModel) -> Wording:
 
 def score_perplexity(loaded: LoadedModel, tokens: TokenIds, length: int, limit: int) -> Scores:
     """Nats per token of up to `limit` windows, spread over the text."""
-    windows = [w for w in validation_windows(tokens, length, limit) if len(w) == length + 1]  # type: ignore[arg-type]
+    windows = [w for w in validation_windows(tokens, length, limit) if len(w) == length + 1]
     scores, names = [], []
     for window in windows:
         inputs = {"input_ids": window[None].to(loaded.model.device)}
@@ -177,7 +177,7 @@ def score_pass_keys(loaded: LoadedModel, tokens: TokenIds, length: int, limit: i
         if not count:
             continue
         puzzles = puzzles_at(
-            tokens, wording, characters=task.characters, seed=seed, count=math.ceil(count), length=length + 1,  # type: ignore[arg-type]
+            tokens, wording, characters=task.characters, seed=seed, count=math.ceil(count), length=length + 1,
             depth=depth,
         )  # fmt: skip
         for start in range(count):

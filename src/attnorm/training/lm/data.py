@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Int64
+from numpy.typing import NDArray
 
 from attnorm.analysis.settings import passage
 from attnorm.files import atomic_replace, open_text, write_json
@@ -34,7 +35,7 @@ END_OF_TEXT = "<|endoftext|>"
 SAMPLE_PIECES = 1024
 SAMPLE_PIECE = 2**15  # characters; with the number of pieces: 32 MiB at most
 SPLIT = r"'(?:[sdmt]|ll|ve|re)|\n+| ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|[^\S\n]+(?!\S)|[^\S\n]+"
-Tokens = np.ndarray[Any, np.dtype[np.uint16]]
+Tokens = NDArray[np.integer[Any]]  # uint16 where they are stored
 AT_ONCE = 64  # pieces that the tokenizer's threads share
 
 
