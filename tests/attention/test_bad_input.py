@@ -84,6 +84,7 @@ CALLS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "a mask without heads": (
         {"mask": torch.ones(2, 5, 5, dtype=torch.bool)}, ValueError, ["(2, 5, 5)", "mask[:, None]"],
     ),
+    "a scale in an array": ({"scale": np.array([0.5])}, ValueError, ["finite number", "array([0.5])"]),
     "a scale that is no number": ({"scale": "1/8"}, ValueError, ["'1/8'", "finite number", "leave it out"]),
     "unknown engine": ({"engine": "flash"}, ValueError, ["'flash'", *ENGINES]),
     "misspelled engine": ({"engine": "tritn"}, ValueError, ["'tritn'", "did you mean 'triton'"]),

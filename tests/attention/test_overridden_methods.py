@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnorm import attention, attention_statistics, normalize
 from attnorm.attention import _computation
@@ -53,6 +53,29 @@ class NoEntropy(EntropyRule):
         return block.logits * 2
 
 
+class Squaring:
+    def forward(self, block: Block) -> Tensor:
+        return block.logits**2
+
+
+class SquaredByMixin(Squaring, LogLengthScale):
+    pass
+
+
+class NoPart(nn.Module):
+    shift_invariant, permutation_equivariant, swap_untrained, length = False, True, True, ""
+    forward = Squaring.forward
+
+
+class WeightsOfSquares:
+    def forward(self, block: Block) -> Tensor:
+        return torch.sigmoid(block.logits**2)
+
+
+class SigmoidByMixin(WeightsOfSquares, Sigmoid):
+    pass
+
+
 class TheOtherKeys(TopK):
     def forward(self, block: Block) -> Tensor:
         return ~super().forward(block)
@@ -64,6 +87,9 @@ OVERRIDING = {
     "sink": Normalizer(Softmax(), sink=HalfBesideTheSink()),
     "logit rule": Normalizer(Softmax(), scale=[NoEntropy()]),
     "scale rule": Normalizer(Softmax(), scale=[SquareAdded(0.43)]),
+    "mixin": Normalizer(Softmax(), scale=[SquaredByMixin(0.43)]),  # type: ignore[arg-type]
+    "no part": Normalizer(Softmax(), scale=[NoPart()]),  # type: ignore[list-item]
+    "map by mixin": Normalizer(SigmoidByMixin()),  # type: ignore[arg-type]
     "factor": Normalizer(Softmax(), scale=[ThreeTimesTheFactor(0.43)]),
     "selection": Normalizer(Softmax(), select=[TheOtherKeys(4)]),
 }

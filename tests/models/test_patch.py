@@ -34,6 +34,9 @@ from attnorm.models.observe import observe
 from attnorm.models.patch import patch, swap, unpatch
 from attnorm.models.patch_state import device_of, normalizer_of, patched_modules, recipe_of
 from attnorm.models.patched_attention import patched_attention
+from attnorm.normalizers.block import Block
+from attnorm.normalizers.contract import Normalizer
+from attnorm.normalizers.softmax import Softmax
 from tests.models.dense import visible
 from tests.models.tiny import FAMILIES, llama, quiet_logits, tiny, tokens
 
@@ -652,3 +655,13 @@ def test_a_layer_runs_no_operation_without_effect() -> None:
     assert rest == ["transpose", "clone"]
     assert not {"cat", "zeros", "arange", "bitwise_or", "view"} & {*found["softmax", False]}
     assert not {"view", "constant_pad_nd", "cat"} & {*found["ssmax", True]}
+
+
+def test_methods_that_a_normalizer_overrides_are_not_lost_beside_the_sinks_of_a_model() -> None:
+    class Halved(Normalizer):
+        def weights(self, block: Block) -> Tensor:
+            return super().weights(block) / 2
+
+    model = FAMILIES["gpt_oss"]().eval()
+    with swap(model, Halved(Softmax())), pytest.raises(ValueError, match="Halved"):
+        model(tokens())

@@ -87,6 +87,14 @@ def test_others_may_read_the_weights_if_they_may_read_the_config(tmp_path: Path)
     assert len(modes) == 1
 
 
+def test_weights_are_saved_where_permissions_cannot_be_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "chmod", Mock(side_effect=PermissionError(1, "Operation not permitted")))
+    model = llama()
+    patch(model, "ssmax")
+    save_pretrained(model, tmp_path)
+    assert patched_modules(from_pretrained(tmp_path))
+
+
 def test_both_ways_of_loading_name_the_same_loss(tmp_path: Path) -> None:
     """A Trainer divides by other numbers of tokens where it does not know the loss."""
     model = tiny("gpt2")

@@ -9,6 +9,7 @@ from attnorm.normalizers import (
     Block,
     LogitRule,
     Map,
+    Normalizer,
     Positions,
     Properties,
     Selection,
@@ -21,6 +22,8 @@ from attnorm.normalizers import (
 from attnorm.normalizers.entmax import Entmax
 from attnorm.normalizers.kneemax import Kneemax
 from attnorm.normalizers.local import Local
+from attnorm.normalizers.softmax import Softmax
+from attnorm.normalizers.ssmax import LogLengthScale
 from attnorm.normalizers.topk import TopK
 
 RULES = ["ssmax", "log_scaled", "adaptive_temperature", "scale_invariant"]
@@ -300,3 +303,17 @@ def test_a_composition_by_names_is_the_one_of_objects() -> None:
     ):
         with pytest.raises(ValueError, match=next(iter(options.values())).partition("+")[0]):
             get("composed", **options)
+
+
+def test_methods_that_a_normalizer_overrides_are_not_lost_in_another() -> None:
+    class Halved(Normalizer):
+        def weights(self, block: Block) -> Tensor:
+            return super().weights(block) / 2
+
+    for build in (
+        lambda: get("tempered", map=Halved(Softmax())),
+        lambda: compose(map=Halved(Softmax())),
+        lambda: compose(scale=Halved(Softmax(), scale=[LogLengthScale(0.2)])),
+    ):
+        with pytest.raises(ValueError, match="Halved"):
+            build()

@@ -254,6 +254,14 @@ def test_the_model_of_a_finished_run_is_saved_if_a_later_call_asks(data: ClrsDat
     assert all(torch.equal(saved[name], trained[name]) for name in saved)
 
 
+def test_a_finished_run_without_its_last_checkpoint_does_not_train_again(data: ClrsData, tmp_path: Path) -> None:
+    train_clrs(tmp_path, ClrsBase(), TINY, data, ClrsTests(observed=0), device="cpu")
+    metrics = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(ValueError, match="checkpoint of step"):
+        train_clrs(tmp_path, ClrsBase(), TINY, data, ClrsTests(observed=0), device="cpu", save_model=True)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == metrics
+
+
 @pytest.mark.parametrize("asked", [False, True])
 def test_without_checkpoints_between_steps_one_is_written_if_training_is_stopped(
     asked: bool, data: ClrsData, tmp_path: Path

@@ -5,13 +5,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AttentionInterface
 
+from attnorm import attention
 from attnorm.mechanisms.soft import newton_inverse
+from attnorm.models.dispatch import NORMALIZER
 from attnorm.models.patched_attention import KERNEL, patched_attention
 from attnorm.normalizers import threshold
+from attnorm.normalizers.contract import Normalizer
 from attnorm.training.lm.attention import Attention, dense_attention, in_training, is_traceable
 from attnorm.training.lm.model import build_model
+from tests.attention.test_overridden_methods import OVERRIDING, drawn
 from tests.training.conftest import tiny
 from tests.training.test_lm import metrics
 from tests.training.test_normalizers_in_training import Train
@@ -43,6 +48,14 @@ def test_the_whole_matrix_gives_what_the_engine_gives(name: str) -> None:
     assert rounded != dense_loss
     assert rounded == pytest.approx(loss, rel=3e-2)
     assert (rounded_gradient - gradient).norm() < 0.05 * gradient.norm()
+
+
+@pytest.mark.parametrize("normalizer", OVERRIDING.values(), ids=OVERRIDING)
+def test_methods_that_a_subclass_overrides_give_the_weights(normalizer: Normalizer) -> None:
+    module, (q, k, v) = nn.Module(), drawn()
+    setattr(module, NORMALIZER, normalizer)
+    found, _ = dense_attention(module, q, k, v, None)
+    torch.testing.assert_close(found.transpose(1, 2), attention(q, k, v, normalizer, causal=True))
 
 
 def test_afterwards_the_engine_is_back() -> None:

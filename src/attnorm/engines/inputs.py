@@ -228,7 +228,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     In a compiled graph this holds for the forward pass only, see `product`. Such a graph may run under autocast later.
     Elsewhere nothing is done where autocast is off: torch.autocast takes as long as a small operation.
     """
-    compiled = torch.compiler.is_compiling() and torch.amp.is_autocast_available(device.type)
+    compiled = torch.compiler.is_compiling() and device.type != "meta"
     if compiled or autocast_dtype(device) is not None:
         return torch.autocast(device.type, enabled=False)
     return NOTHING
@@ -236,9 +236,9 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """Return the dtype of autocast; None where it is off, and on the meta device, for which torch raises an error."""
-    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
-        return torch.get_autocast_dtype(device.type)
-    return None
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -316,8 +316,9 @@ def _check_scale(scale: Any) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number, or a tensor or an array of one element."""
-    return hasattr(value, "__float__") and math.prod(getattr(value, "shape", ())) == 1
+    """Whether it is a number, or a tensor of one element."""
+    shape = getattr(value, "shape", ())
+    return hasattr(value, "__float__") and (shape == () or (isinstance(value, Tensor) and value.numel() == 1))
 
 
 def checked_flag(name: str, value: Any) -> Any:

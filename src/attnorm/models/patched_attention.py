@@ -29,6 +29,7 @@ from attnorm.models.hf_call import mask_as_given, read_call
 from attnorm.models.layer_normalizer import ByHead
 from attnorm.models.private_names import kernel_name, rotary_files
 from attnorm.normalizers.block import Positions, is_exporting
+from attnorm.normalizers.composition import check_plain_class
 from attnorm.normalizers.contract import Mechanism, Normalizer, Sink
 
 READABLE = ("sdpa", "eager")
@@ -137,6 +138,7 @@ def with_sinks(normalizer: Normalizer, sinks_H: Tensor, heads: Sequence[int] | N
         return Normalizer(ByHead(changed, map_.heads, others), name=normalizer.name)
     if normalizer.sink is not None or not map_.properties.permutation_equivariant:
         return normalizer
+    check_plain_class(normalizer)
     return Normalizer(
         map_,
         scale=normalizer.rules,

@@ -10,7 +10,7 @@ import re
 import reprlib
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +112,8 @@ def ordinary_files(folder: Path) -> Iterator[None]:
         raise OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error)) from None
     if (config := folder / CONFIG).is_file():
         for weights in folder.glob("*.safetensors"):
-            weights.chmod(config.stat().st_mode)
+            with suppress(OSError):  # a file of another user or process, or a file system without permissions
+                weights.chmod(config.stat().st_mode)
 
 
 def from_pretrained(

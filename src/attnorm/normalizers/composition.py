@@ -103,6 +103,7 @@ def add_rule(rule: LogitRule, map: Part, *, name: str) -> Normalizer:
     if not isinstance(map, str | Normalizer) or map == name:
         raise ValueError(f"expected another row normalizer as map, got {map!r}. Write e.g. map='entmax15'.")
     inner = _as_row_normalizer(resolve_part(map))
+    check_plain_class(inner)
     return Normalizer(inner.map, scale=[*inner.rules, rule], select=inner.selections, sink=inner.sink, name=name)
 
 
@@ -178,8 +179,18 @@ def _sink_of(part: Part) -> Sink:
     return normalizer.sink
 
 
+def check_plain_class(normalizer: Normalizer) -> None:
+    """Raise ValueError if methods of its own would be lost where its parts go to another normalizer."""
+    if not normalizer.known:
+        raise ValueError(
+            f"expected a Normalizer, got a {type(normalizer).__name__}, whose own prepare or weights its parts do not "
+            "have. Override forward of an attnorm.Map instead."
+        )
+
+
 def _check_no_other_parts(normalizer: Normalizer, part_name: str, *others: object) -> None:
     """Raise ValueError if the normalizer has other parts than the wanted one, which would be lost."""
+    check_plain_class(normalizer)
     lost = [other for other in others if (len(other) > 0 if hasattr(other, "__len__") else bool(other))]
     if not lost:
         return

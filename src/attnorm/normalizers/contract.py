@@ -76,7 +76,7 @@ class Map(nn.Module):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "forward" in vars(cls):  # other weights than those of its base class
+        if cls.forward is not base_of(cls, Map).forward:  # other weights than those of its base class
             for name in ("jacobian", "kernel_form", "threshold_form"):
                 if name not in vars(cls):
                     setattr(cls, name, vars(Map)[name])
@@ -123,7 +123,9 @@ class Part(nn.Module):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        overridden = [getattr(super(cls, cls), name, None) for name in COMPUTING if name in vars(cls)]
+        base = base_of(cls, Part)
+        changed = [name for name in COMPUTING if getattr(cls, name, None) is not getattr(base, name, None)]
+        overridden = [getattr(base, name, None) for name in changed]
         if any(method not in (None, nn.Module.forward) and not is_abstract(method) for method in overridden):
             cls.known = vars(cls).get("known", False)
 
@@ -133,6 +135,11 @@ COMPUTING = ("forward", "factor", "scaled", "factor_of_rows", "prepare", "weight
 
 def is_abstract(method: Any) -> bool:
     return getattr(method, "__isabstractmethod__", False)
+
+
+def base_of(cls: type, kind: type) -> Any:
+    """Return the next class of this kind; one before it that is of no kind, a mixin, may override its methods."""
+    return next(base for base in cls.__mro__[1:] if issubclass(base, kind))
 
 
 class LogitRule(Part):
@@ -368,7 +375,8 @@ class Normalizer(Part):
                 f"expected {type(self).__name__} to override Normalizer.weights, got an override of forward, which "
                 "attention does not call. Write weights(self, block) instead; it returns the weights of block.logits."
             )
-        return self.known and all(part.known for part in self.parts[1:])
+        parts = *self.rules, *self.selections, self._modules.get("sink")
+        return self.known and all(part is None or getattr(part, "known", False) for part in parts)
 
     @property
     def properties(self) -> Properties:

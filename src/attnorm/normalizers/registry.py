@@ -261,7 +261,8 @@ def _build(name: str, options: dict[str, Any], trainable: bool = True) -> Normal
     if isinstance(name, str) and ":" in name:
         name, options = with_options(name, options)
     factory = entry_of(name).factory()
-    options = plain_options(factory, options)
+    if options:
+        options = plain_options(factory, options)
     check_options(name, factory, options)
     normalizer = as_normalizer(factory(**options), name)
     reject_nan(name, options)
@@ -322,7 +323,9 @@ def resolve_for_call(normalizer: str | Normalizer | Mechanism, tensor: torch.Ten
 def _build_for_call(name: str, device: torch.device | None) -> Normalizer | Mechanism:
     with nullcontext() if device is None else device:
         built = _build(name, {}, trainable=False)
-    elsewhere = [t for t in chain(built.parameters(), built.buffers()) if device is not None and t.device != device]
+    if device is None or name in BUILT_IN:
+        return built
+    elsewhere = [tensor for tensor in chain(built.parameters(), built.buffers()) if tensor.device != device]
     if elsewhere:
         raise ValueError(
             f"expected the tensors of {name!r} on {device}, as q or the logits, got {elsewhere[0].device}. Leave out "

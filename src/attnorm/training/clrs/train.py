@@ -36,7 +36,9 @@ from attnorm.training.checkpoints import (
     OutOfTimeError,
     StopRequest,
     TrainingInterrupted,
+    finished_checkpoints,
     speed_and_memory,
+    step_of,
 )
 from attnorm.training.clrs.data import (
     CHARACTERS,
@@ -78,7 +80,7 @@ from attnorm.training.lm.model import (
     count_parameters,
     learned_values,
 )
-from attnorm.training.run import LARGEST_GRADIENT, RECORD, TrainingRun, make_optimizer, open_run
+from attnorm.training.run import CHECKPOINTS, LARGEST_GRADIENT, RECORD, TrainingRun, make_optimizer, open_run
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -248,6 +250,11 @@ def train_clrs(
         record = open_run(out, identity, resume=True)
         if record["result"] and (not save_model or (out / MODEL).is_dir()):
             return {**record, "result": read_result(record["result"])}
+        if record["result"] and recipe.steps not in map(step_of, finished_checkpoints(out / CHECKPOINTS)):
+            raise ValueError(
+                f"expected the checkpoint of step {recipe.steps} in {out / CHECKPOINTS}, to save the model of this "
+                "finished run, got none. Train again in another folder with --save-model (save_model=True)."
+            )
         with accelerated(torch_device, recipe.dtype) as accelerator, StopRequest() as stop:
             run = ClrsRun(out, base, recipe, data, accelerator, attention=attention, compiled=compiled)
             report("training", run.step, recipe.steps, None)

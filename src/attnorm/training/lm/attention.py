@@ -208,11 +208,14 @@ def _weights(query: Tensor, key: Tensor, normalizer: Normalizer) -> Tensor:
     for the gradients of their parameters.
     """
     position = torch.arange(query.shape[2], device=query.device)
+    visible = position[:, None] >= position
+    if not normalizer.has_known_parts():
+        return normalizer.weights(Block.of(query @ key.transpose(-1, -2), visible))
     n = (position[:, None] + 1).to(query.dtype)
     rules = normalizer.rules
     while rules and isinstance(rules[0], ScaleRule):
         query, rules = rules[0].scaled(query, n, None, None), rules[1:]
-    block = Block.of(query @ key.transpose(-1, -2), position[:, None] >= position)
+    block = Block.of(query @ key.transpose(-1, -2), visible)
     for rule in rules:
         block = block.with_logits(block.hide(rule(block)))
     for selection in normalizer.selections:
