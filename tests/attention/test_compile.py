@@ -127,3 +127,20 @@ def test_an_unknown_name_in_a_compiled_model_is_an_error() -> None:
     compiled = torch.compile(lambda x: attnorm.normalize(x, "entmax51"), backend="eager", fullgraph=True)
     with pytest.raises(Exception, match="entmax15"):
         compiled(torch.randn(2, 5, 5))
+
+
+class Named(torch.nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attnorm.attention(q, k, v, self.name, causal=True)
+
+
+@pytest.mark.parametrize("name", ["ssmax", "tda"])
+def test_a_name_with_parameters_is_exported_in_strict_mode(name: str) -> None:
+    q, k, v = Call(batch=1, queries=9, keys=9, width=8).tensors()[:3]
+    v = v[:, :2] if name == "tda" else v
+    program = torch.export.export(Named(name), (q, k, v), strict=True).module()
+    assert_close(program(q, k, v), Named(name)(q, k, v))

@@ -210,6 +210,12 @@ def test_the_largest_gradient_is_that_of_the_whole_training_and_after_the_warmup
     assert list(course[0].lines[0].get_xdata()) == [20], "the loss is drawn after the warmup"
 
 
+def test_the_note_of_a_figure_with_one_map_is_not_cut() -> None:
+    figure = temperature.course_figure([tempered("softmax", 0.05, 4.0, 0)])
+    (note,) = figure.texts
+    assert note.get_window_extent().x1 < figure.bbox.x1
+
+
 @pytest.mark.parametrize(("module", "count"), [(temperature, 72), (positions, 12), (heads, 12)])
 def test_the_published_records_are_those_of_the_plan(tmp_path: Path, module: Any, count: int) -> None:
     published = Path(__file__).parents[2] / "docs" / "results" / f"{module.EXPERIMENT.name}.jsonl.xz"

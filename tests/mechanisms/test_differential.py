@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 import attnorm
 from attnorm.mechanisms.differential import Differential
@@ -105,3 +106,36 @@ def test_decoding_one_token_equals_the_last_row() -> None:
     full = attnorm.attention(q, k, v, mechanism, causal=True)
     last = attnorm.attention(q[..., -1:, :], k, v, mechanism, causal=True)
     torch.testing.assert_close(last, full[..., -1:, :], atol=1e-12, rtol=0)
+
+
+def test_forward_mode_leaves_sdpa() -> None:
+    q, k, v = (t.detach() for t in tensors_of(CALLS["causal"]))
+    mechanism = Differential(width=4).double()
+    tangent, step = torch.randn_like(q), 1e-6
+
+    def attend(q: Tensor) -> Tensor:
+        return attnorm.attention(q, k, v, mechanism, causal=True)
+
+    expected = (attend(q + step * tangent) - attend(q - step * tangent)) / (2 * step)
+    assert_close(torch.func.jvp(attend, (q,), (tangent,))[1], expected, atol=1e-7, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("differential", {}), ("differential_v2", {"heads": 2, "width": 6}), ("forget", {"heads": 4, "width": 6})],
+)
+def test_autocast_rounds_nothing_inside(name: str, options: dict[str, int]) -> None:
+    q, k, v = Call(queries=33, keys=33, width=16).tensors(torch.float32)[:3]
+    k, v = {"differential": (k, v[:, :2]), "differential_v2": (k[:, :2], v[:, :2])}.get(name, (k, v))
+    normalizer, states = attnorm.get(name, **options), torch.randn(2, 33, 6) if options else None
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attnorm.attention(q, k, v, normalizer, causal=True, hidden_states=states)
+
+    def under_autocast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return attend(q, k, v)
+
+    tensors, parameters = [q, k, v], list(normalizer.parameters())
+    actual, expected = (outputs_and_gradients(run, tensors, parameters) for run in (under_autocast, attend))
+    assert all(map(torch.equal, actual, expected))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 import attnorm
 from attnorm.mechanisms.selective import Selective
@@ -114,3 +115,14 @@ def test_three_dimensions_are_heads_length_and_width() -> None:
     q, k, v = (t[:1] for t in strong())
     actual = attnorm.attention(q[0], k[0], v[0], "selective", causal=True)
     torch.testing.assert_close(actual, attnorm.attention(q, k, v, "selective", causal=True)[0])
+
+
+def test_vmap_of_gradients_runs_in_several_blocks() -> None:
+    q, k, v = strong()
+
+    def loss(q: Tensor) -> Tensor:
+        return attnorm.attention(q[None], k[:1], v[:1], Selective(block_elements=1), causal=True).square().sum()
+
+    q.requires_grad_()
+    (expected,) = torch.autograd.grad(sum(loss(one) for one in q), q)
+    assert_close(torch.func.vmap(torch.func.grad(loss))(q.detach()), expected, rtol=0, atol=1e-12)

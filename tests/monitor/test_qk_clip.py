@@ -186,6 +186,20 @@ def test_the_monitor_logs_it_and_observes_the_same_forward(tmp_path: Path) -> No
     assert last["attn/qk_clip/clipped_heads"] == sum(one.step > 3 for one in clip.clips)
 
 
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_the_monitor_logs_the_clips_of_the_logged_step(tmp_path: Path, accumulated: int) -> None:
+    """Also where it measures before the clip: a checkpoint of that step has no place for what is not logged yet."""
+    reporter, monitor = Reporter(), AttentionMonitor()
+    trainer = trainer_of(llama(), tmp_path, reporter, gradient_accumulation_steps=accumulated)
+    clip = QKClip(tau=0.5, monitor=monitor).attach(trainer)
+    monitor.attach(trainer)
+    trainer.train()
+    logged = [entry["attn/qk_clip/clipped_heads"] for entry in reporter.heard if "attn/layer_00/entropy_mean" in entry]
+    assert logged == [sum(one.step <= 3 for one in clip.clips), sum(one.step > 3 for one in clip.clips)]
+    assert logged[0] > 0
+    assert monitor.numbers["attn/qk_clip/clipped_heads"] == logged[1]
+
+
 def test_on_alert_it_waits_for_the_monitors_exploding_logits() -> None:
     model, ids = llama(), tokens(2, 32)
     monitor = AttentionMonitor(every=1)

@@ -276,6 +276,7 @@ def test_an_earlier_search_that_drew_the_knee_is_the_same_search(plan: Path, tmp
         ('"loss at 4x"]', '"loss"]', "different"),
         ("normalizers = ", "normalisers = ", "'normalizers'"),
         ('"softmax", "entmax"', '"sofmax", "entmax"', "'softmax'"),
+        ('"softmax", "entmax"', '"softmax", "entmaxx"', "unknown normalizer 'entmaxx'"),
         ('"softmax", "entmax"', '"kneemax", "kneemax:knee=0.25", "entmax"', "different"),
         ('groups = "each"', 'groups = ["0"]', "2 layers"),
         ('groups = "each"', 'groups = ["0-2"]', "2 layers"),

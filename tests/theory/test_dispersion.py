@@ -127,6 +127,13 @@ def test_the_floor_is_the_best_two_level_row(d: float) -> None:
         assert math.log(n) - float(floor) <= float(dispersion.entropy_floor_deficit(d)) + 1e-12
 
 
+def test_an_infinite_spread_leaves_no_entropy() -> None:
+    spread = torch.tensor([1e300, math.inf], dtype=torch.float64)
+    assert torch.equal(dispersion.entropy_floor(spread, 7), torch.zeros(2, dtype=torch.float64))
+    assert dispersion.entropy_floor(math.inf, 1) == 0
+    assert dispersion.entropy_floor_deficit(math.inf) == math.inf
+
+
 @pytest.mark.parametrize("d", [1e-3, 5e-3, 9.9e-3, 1.1e-2, 0.5, 20.0])
 def test_the_deficit_equals_its_formula_on_both_sides_of_its_series(d: float) -> None:
     c = d / (1 - math.exp(-d))

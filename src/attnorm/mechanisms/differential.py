@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, normalize, rms_norm
 
 from attnorm.engines.fused import fused
-from attnorm.engines.inputs import validate_inputs
+from attnorm.engines.inputs import in_forward_mode, validate_inputs, without_autocast
 from attnorm.mechanisms import attend
 from attnorm.normalizers.block import Positions, check_mask
 from attnorm.normalizers.contract import Mechanism, Normalizer, Properties, per_head_parameter
@@ -68,15 +68,18 @@ class Differential(Mechanism):
         scale: float | None = None,
         positions: Tensor | Positions | None = None,
     ) -> Tensor:
-        first, second = (
-            fused(
-                validate_inputs(query, key, v, mask=pair_mask, causal=causal, scale=scale, positions=positions),
-                self._softmax,
+        softmax = attend if in_forward_mode() else fused  # SDPA has no forward mode
+        with without_autocast(q.device):
+            first, second = (
+                softmax(
+                    validate_inputs(query, key, v, mask=pair_mask, causal=causal, scale=scale, positions=positions),
+                    self._softmax,
+                )
+                for query, key, pair_mask in _paired_heads(q, k, v, mask)
             )
-            for query, key, pair_mask in _paired_heads(q, k, v, mask)
-        )
+            share = self.share
         working = torch.promote_types(q.dtype, torch.float32)  # a difference of rounded maps would keep few digits
-        difference = first.to(working) - self.share.to(working) * second.to(working)
+        difference = first.to(working) - share.to(working) * second.to(working)
         if self.head_norm:
             difference = rms_norm(difference, (difference.shape[-1],), eps=1e-5) * (1 - self.start)
         return difference.to(q.dtype).reshape(*q.shape[:-3], q.shape[-3] // 2, q.shape[-2], v.shape[-1])
@@ -129,7 +132,9 @@ class DifferentialV2(Mechanism):
             return torch.sigmoid(logit if logit.dim() == 0 else logit[:, None, None])
         if hidden_states is None:
             raise ValueError("expected hidden_states of shape (batch, queries, width), from which lambda is read.")
-        return torch.sigmoid(linear(hidden_states.to(dtype), self.from_hidden.weight.to(dtype))).mT[..., None]
+        with without_autocast(hidden_states.device):
+            logits = linear(hidden_states.to(dtype), self.from_hidden.weight.to(dtype))
+        return torch.sigmoid(logits).mT[..., None]
 
     def forward(
         self,

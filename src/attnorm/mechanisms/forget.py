@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, logsigmoid, pad
 
-from attnorm.engines.inputs import Inputs, validate_inputs
+from attnorm.engines.inputs import Inputs, validate_inputs, without_autocast
 from attnorm.mechanisms import attend
 from attnorm.normalizers.block import Positions
 from attnorm.normalizers.composition import resolve_part
@@ -121,7 +121,9 @@ class Forget(Mechanism):
         if hidden_states is None:
             raise ValueError("expected hidden_states of shape (batch, keys, width), from which the gates are read.")
         working = torch.promote_types(hidden_states.dtype, torch.float32)
-        return logsigmoid(linear(hidden_states.to(working), self.weight.to(working), self.bias.to(working))).mT
+        with without_autocast(hidden_states.device):
+            logits = linear(hidden_states.to(working), self.weight.to(working), self.bias.to(working))
+        return logsigmoid(logits).mT
 
     def attend(
         self,

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from attnorm.engines.blocked import BLOCK_ELEMENTS
-from attnorm.engines.inputs import Inputs, validate_inputs, without_autocast
+from attnorm.engines.inputs import Inputs, under_transform, validate_inputs, without_autocast
 from attnorm.normalizers.block import Block, Positions
 from attnorm.normalizers.contract import Mechanism, Normalizer, Properties
 from attnorm.normalizers.declaration import WarmStart, declare
@@ -75,10 +75,12 @@ class Selective(Mechanism):
             _check_penalty(penalty, carried.shape)
             carried = carried + pad(penalty.to(working), (0, inputs.keys - penalty.shape[-1]))
         rows = max(1, self.block_elements // max(1, q4.shape[0] * q4.shape[1] * inputs.keys))
+        # torch.func has no checkpoint.
+        recompute = inputs.needs_grad and rows < inputs.queries and not under_transform()
         outputs = []
         for start, stop in inputs.steps(rows):
             arguments = (inputs, start, stop, q4[..., start:stop, :], k4, v4, carried)
-            if inputs.needs_grad and rows < inputs.queries:
+            if recompute:
                 output, carried = checkpoint(self._block, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
                 output, carried = self._block(*arguments)

@@ -4,7 +4,7 @@ The norm is computed exactly for maps that declare the form of their Jacobian (`
 
     threshold   softmax, entmax, kneemax   diagonal minus rank one
     quotient    F(z) / sum F(z)            diagonal plus rank two
-    diagonal    sigmoid, relu              each key alone
+    diagonal    sigmoid, relu, polynomial  each key alone
 
 and for softpick, whose solver is its own (theory/rank_two_singular_values.py).
 
@@ -130,7 +130,7 @@ def measure_sensitivity(
     Logits are divided by T in addition to the model's own scale; learned sinks are not. gain_EPS is the change of the
     weights over eps, in one random direction per row, which is the same for every T, eps and normalizer. bound is K/T
     with K the Lipschitz constant of the normalizer at the row's n, NaN if K is unknown. The norm never exceeds it, and
-    a gain never exceeds min{K/T, sqrt(2)/eps}.
+    a gain never exceeds min{K/T, sqrt(2)/eps}; K holds without given positions (`LogitRule.gain`).
 
     generator: random generator, or what `directions_ahead` has drawn; one per layer if the call has the heads of
     several layers (`stack_calls` of call.py).

@@ -221,7 +221,15 @@ class AttentionMonitor(ObservingCallback):
         self._checked = model
 
     def finish(self, step: int) -> dict[str, float]:
-        """The numbers of that forward by logging key; empty if there was none."""
+        """The numbers of that forward by logging key, and of others since the last call; empty if there was none."""
+        return self._with_others(self._finish(step))
+
+    def _with_others(self, numbers: dict[str, float]) -> dict[str, float]:
+        for others in self.also_logged if numbers else ():
+            self.numbers |= others()
+        return numbers and dict(self.numbers)
+
+    def _finish(self, step: int) -> dict[str, float]:
         watched = self._watch
         self.close()
         if watched is None:
@@ -235,9 +243,7 @@ class AttentionMonitor(ObservingCallback):
         self.history.add(step, layers)
         heads = dict(head_keys(layers, self.per_head, PREFIX))
         self.numbers = _keys(layers) | dict(worst_keys(layers, PREFIX)) | heads | self._count_states(layers, step)
-        for numbers in self.also_logged:
-            self.numbers |= numbers()
-        return dict(self.numbers)
+        return self.numbers
 
     def to_pandas(self) -> Any:
         """The series of every head as a pandas DataFrame: one row per step and head, a column per metric."""
@@ -304,7 +310,7 @@ class AttentionMonitor(ObservingCallback):
 
     def _take(self, step: int) -> None:
         if self._open is not None:
-            self._pending, self._pending_step = self.finish(step), step
+            self._pending, self._pending_step = self._finish(step), step
 
     def on_log(
         self,
@@ -326,7 +332,8 @@ class AttentionMonitor(ObservingCallback):
                 stacklevel=2,
             )
             self._attached = True
-        add_to_log(self._pending, logs, state)
+        # Others may finish the step after this callback; a checkpoint of the step does not keep what is not logged.
+        add_to_log(self._with_others(self._pending), logs, state)
         self._pending = {}
 
     def _forget_step(self) -> None:

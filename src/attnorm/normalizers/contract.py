@@ -156,7 +156,10 @@ class LogitRule(Part):
         raise NotImplementedError
 
     def gain(self, n: int) -> float | None:
-        """Return the largest factor by which the rule stretches differences of logits among n keys; None if unknown."""
+        """Return the largest factor by which the rule stretches differences of logits among n keys; None if unknown.
+
+        For rows without given positions: rules that read a position (`log_scaled`) stretch further at larger ones.
+        """
         return None
 
     def kernel_rule(self) -> tuple[str, float | Tensor] | None:
@@ -397,7 +400,8 @@ class Normalizer(Part):
     def lipschitz(self, n: int) -> float | None:
         """Return a bound on the norm of d weights / d logits over rows of n visible keys; None if none is known.
 
-        Without a sink, and rules other than scale rules, it is the largest norm if that of the map is.
+        It holds without given positions, see `LogitRule.gain`. Without a sink, and rules other than scale rules, it is
+        the largest norm if that of the map is.
         """
         if not all(selection.continuous for selection in self.selections):
             return None

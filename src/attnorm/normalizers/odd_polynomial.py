@@ -16,6 +16,7 @@ from attnorm.normalizers.declaration import Row, WarmStart, declare
 
 class OddPolynomial(Map):
     properties = Properties(row_sum="free", signed=True, shift_invariant=False, length="1/sqrt(n)")
+    jacobian = "diagonal"
 
     def __init__(self, power: int = 3) -> None:
         super().__init__()

@@ -356,8 +356,18 @@ def _build_for_compiled_code(name: str, trainable: bool, device: torch.device | 
     """Build the normalizer of that name, which may have options; return the attribute that holds it."""
     attribute = f"normalizer_{repr((name, trainable, device, *sorted(options.items()))).encode().hex()}"
     built = _build(name, options) if trainable else _build_for_call(name, device)
+    if name.partition(":")[0] in BUILT_IN and not trainable:
+        _turn_parameters_into_buffers(built)
     setattr(_compiled_normalizers, attribute, built)
     return attribute
+
+
+def _turn_parameters_into_buffers(normalizer: Normalizer | Mechanism) -> None:
+    """torch.export(strict=True) takes buffers of objects outside the exported module, but no parameters."""
+    for module in normalizer.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            delattr(module, name)
+            module.register_buffer(name, parameter.detach())
 
 
 # The effect of torch.compiler.assume_constant_result, without importing the compiler: the search for entry points

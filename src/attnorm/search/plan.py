@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from attnorm.models.layer_normalizer import compact, parse_layers
+from attnorm.normalizers.registry import entry_of
 from attnorm.normalizers.spec import read_spec, state_spec
 from attnorm.sweep.plan import Item, Resources, make_item, read_resources, read_toml, require_known
 from attnorm.sweep.tasks import TASKS, lm_settings
@@ -163,6 +164,8 @@ def _parse_plan(path: Path, content: dict[str, Any]) -> SearchPlan:
     names = space.get("normalizers")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise ValueError(f"expected a list of normalizers in [space], got {names!r}")
+    for name in names:
+        entry_of(name.partition(":")[0])
     _ranges(_table(space, "options"), names)  # checked as they were written
     space = _complete_space(space, state_spec)
     if len(set(space["normalizers"])) < len(set(names)):

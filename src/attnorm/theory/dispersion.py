@@ -160,7 +160,7 @@ def entropy_floor(spread: Number, n: Number, temperature: Number = 1.0) -> Tenso
     Reached by k logits at the top and n - k at the bottom; k is the better of the two integers around
     n (c - 1)/(e^d - 1), c = d/(1 - e^{-d}), within [1, n - 1].
     """
-    d = _scaled_spread(spread, temperature)
+    d = _scaled_spread(spread, temperature).clamp(max=1e4)  # exp(-d) is 0 long before
     d, keys = torch.broadcast_tensors(d, _applicable(n, d))
     with torch.no_grad():
         k = keys * _c_minus_one(d) * torch.exp(-d) / torch.where(d > 0, -torch.expm1(-d), 1.0)
@@ -180,7 +180,7 @@ def two_level_entropy(spread: Number, n: Number, k: Number) -> Tensor:
 def entropy_floor_deficit(spread: Number, temperature: Number = 1.0) -> Tensor:
     """c - 1 - log c: the floor lies at most this far below log n, whatever n."""
     excess = _c_minus_one(_scaled_spread(spread, temperature))
-    return excess - torch.log1p(excess)
+    return torch.where(excess.isinf(), excess, excess - torch.log1p(excess))
 
 
 def _c_minus_one(d: Tensor) -> Tensor:

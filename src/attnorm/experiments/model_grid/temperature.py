@@ -264,7 +264,7 @@ def course_figure(records: Sequence[Record]) -> Figure:
     """Loss, gradient norm and Jacobian norm during training, one column per map and one line per temperature."""
     maps = distinct(records, "map")
     rows = {"training loss": _mean_losses, "norm of the gradient": _mean_gradients, "Jacobian norm": _mean_norms}
-    drawn = Figure(figsize=(3.5 * len(maps), 2.6 * len(rows)))
+    drawn = Figure(figsize=(max(3.5 * len(maps), 7), 2.6 * len(rows)))  # not enlarged on a page, wider than its note
     panels = drawn.subplots(len(rows), len(maps), squeeze=False, sharey="row")
     letters = iter(ascii_lowercase)
     for (title, course), row in zip(rows.items(), panels, strict=True):
