@@ -64,7 +64,7 @@ def test_every_verdict_is_found_on_heads_made_for_it() -> None:
     }
     assert found == EXPECTED
     assert set(found.values()) == set(VERDICTS) - {"silent", "dispersed", "undecided", "differs"}, (
-        "softmax rows sum to one, and softmax has a ceiling, so that force is told from choice"
+        "softmax rows sum to one, and softmax has a ceiling, which separates forced dispersion from chosen"
     )
 
 
@@ -501,14 +501,16 @@ def test_several_lengths_of_one_text_are_told_in_one_line() -> None:
     assert not any(sentence.startswith("At ") for sentence in alone.sentences)
 
 
-@pytest.mark.parametrize(("rows", "told"), [(1, "1 row "), (15, "15 rows "), (16, None)])
-def test_verdicts_from_few_rows_say_so(rows: int, told: str | None) -> None:
+@pytest.mark.parametrize(("rows", "counted"), [(1, "1 row "), (15, "15 rows "), (16, None)])
+def test_verdicts_from_few_rows_say_so(rows: int, counted: str | None) -> None:
     tables = synthetic_tables(cast=[["selects", "flat"]], **SMALL)
     heads = [row | {"rows": rows} for row in tables["heads"].to_pylist()]
     tables = {**tables, "heads": pa.Table.from_pylist(heads, schema=tables["heads"].schema)}
     sampled = {**synthetic_manifest(), "settings": {"rows": rows}}
     found = [sentence for sentence in model_verdict(judged(tables), sampled).sentences if "rest on" in sentence]
-    assert found == ([] if told is None else [f"Verdicts rest on {told}per head; --rows all makes them more reliable."])
+    assert found == (
+        [] if counted is None else [f"Verdicts rest on {counted}per head; --rows all makes them more reliable."]
+    )
 
 
 @pytest.mark.parametrize(("length", "short"), [(64, True), (256, False)])
@@ -666,12 +668,12 @@ def test_advice_tells_what_other_normalizers_do_to_the_same_logits() -> None:
     gains = {(one.change, one.quantity): one for one in advice.what_if}
     assert gains["entmax15", "dispersed heads"].after < gains["entmax15", "dispersed heads"].before == 6
     frozen = gains["entmax15", "frozen, of all heads"]
-    assert frozen.after > frozen.before, "the price is told too"
+    assert frozen.after > frozen.before, "the price is stated too"
     for name in ("ssmax", "entmax15"):
         fates = [one.after for (change, quantity), one in gains.items() if change == name and "become" in quantity]
         assert sum(fates) + gains[name, "dispersed heads"].after == 6, "no head goes missing"
     quantities = [{quantity for change, quantity in gains if change == name} for name in ("ssmax", "entmax15")]
-    assert quantities[0] == quantities[1], "a count of 0 is told, not left out"
+    assert quantities[0] == quantities[1], "a count of 0 is shown, not left out"
     assert ("ssmax", "entropy / log n") in gains
     assert advice.command is None
 

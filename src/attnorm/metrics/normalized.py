@@ -18,7 +18,7 @@ from attnorm.normalizers.softmax import Softmax
 MODEL = "model"
 # A name, an object, or None for the normalizer that the model runs.
 Choice = str | Normalizer | Mechanism | None
-Part = TypeVar("Part", bound=nn.Module)
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def resolve_normalizers(
     return measured
 
 
-def with_own_tensors(module: Part, device: torch.device | None = None) -> Part:
+def with_own_tensors(module: AnyModule, device: torch.device | None = None) -> AnyModule:
     """Like copy.deepcopy, but only for tensors: ten times as fast, and it works for parametrized modules.
 
     device: where the tensors of the copy are; those that are there already are shared (default: copy all of them).

@@ -72,17 +72,17 @@ def common_properties(a: Properties, b: Properties) -> Properties:
     )
 
 
-Part = str | Normalizer
+NameOrNormalizer = str | Normalizer
 
 EXAMPLES = {"scale": "ssmax", "select": "topk"}
 
 
 def compose(
-    map: Part | Map = "softmax",
+    map: NameOrNormalizer | Map = "softmax",
     *,
-    scale: Part | LogitRule | Iterable[Part | LogitRule] = (),
-    select: Part | Selection | Iterable[Part | Selection] = (),
-    sink: Part | Sink | None = None,
+    scale: NameOrNormalizer | LogitRule | Iterable[NameOrNormalizer | LogitRule] = (),
+    select: NameOrNormalizer | Selection | Iterable[NameOrNormalizer | Selection] = (),
+    sink: NameOrNormalizer | Sink | None = None,
     name: str = "custom",
 ) -> Normalizer:
     """Build a normalizer from parts: each is an object, a normalizer that has only this part, or such a one's name."""
@@ -95,7 +95,7 @@ def compose(
     )
 
 
-def add_rule(rule: LogitRule, map: Part, *, name: str) -> Normalizer:
+def add_rule(rule: LogitRule, map: NameOrNormalizer, *, name: str) -> Normalizer:
     """Return a normalizer with one more logit rule, which is applied after its own rules.
 
     map: a normalizer or its name, which may have options as in kneemax+knee=0.1.
@@ -107,7 +107,7 @@ def add_rule(rule: LogitRule, map: Part, *, name: str) -> Normalizer:
     return Normalizer(inner.map, scale=[*inner.rules, rule], select=inner.selections, sink=inner.sink, name=name)
 
 
-def resolve_part(part: Part) -> Normalizer | Mechanism:
+def resolve_part(part: NameOrNormalizer) -> Normalizer | Mechanism:
     """Resolve an option that names a normalizer; it may have options of its own, as in kneemax+knee=0.1."""
     if isinstance(part, str) and "+" in part:
         name, options = parse_part(part)
@@ -115,14 +115,16 @@ def resolve_part(part: Part) -> Normalizer | Mechanism:
     return resolve(part)
 
 
-def mixture(first: Part, second: Part, *, share: float = 0.5, heads: int | None = None) -> Normalizer:
+def mixture(
+    first: NameOrNormalizer, second: NameOrNormalizer, *, share: float = 0.5, heads: int | None = None
+) -> Normalizer:
     """Build share * first + (1 - share) * second. The share is learned, one per head if `heads` is given."""
     return Normalizer(
         Mixture(_as_row_normalizer(first), _as_row_normalizer(second), share=share, heads=heads), name="mixture"
     )
 
 
-def _as_row_normalizer(part: Part | Mechanism) -> Normalizer:
+def _as_row_normalizer(part: NameOrNormalizer | Mechanism) -> Normalizer:
     normalizer = resolve(part)
     if isinstance(normalizer, Mechanism):
         raise TypeError(
@@ -131,13 +133,13 @@ def _as_row_normalizer(part: Part | Mechanism) -> Normalizer:
     return normalizer
 
 
-def _map_of(part: Part) -> Map:
+def _map_of(part: NameOrNormalizer) -> Map:
     normalizer = _as_row_normalizer(part)
     _check_no_other_parts(normalizer, "map", normalizer.scale, normalizer.select, normalizer.sink)
     return normalizer.map
 
 
-def _rules_of(part: Part | LogitRule | Iterable[Part | LogitRule]) -> list[LogitRule]:
+def _rules_of(part: NameOrNormalizer | LogitRule | Iterable[NameOrNormalizer | LogitRule]) -> list[LogitRule]:
     if isinstance(part, LogitRule):
         return [part]
     if not isinstance(part, str | Normalizer):
@@ -149,7 +151,7 @@ def _rules_of(part: Part | LogitRule | Iterable[Part | LogitRule]) -> list[Logit
     return normalizer.rules
 
 
-def _selections_of(part: Part | Selection | Iterable[Part | Selection]) -> list[Selection]:
+def _selections_of(part: NameOrNormalizer | Selection | Iterable[NameOrNormalizer | Selection]) -> list[Selection]:
     if isinstance(part, Selection):
         return [part]
     if not isinstance(part, str | Normalizer):
@@ -169,7 +171,7 @@ def _as_iterable(parts: Any, option: str) -> Iterable[Any]:
     raise TypeError(f"{option}= takes a name, e.g. {EXAMPLES[option]!r}, an object, or several of them; got {parts!r}")
 
 
-def _sink_of(part: Part) -> Sink:
+def _sink_of(part: NameOrNormalizer) -> Sink:
     normalizer = _as_row_normalizer(part)
     _check_no_other_parts(
         normalizer, "sink", normalizer.scale, normalizer.select, not isinstance(normalizer.map, Softmax)
