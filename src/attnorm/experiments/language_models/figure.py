@@ -25,6 +25,7 @@ LINES = ("-", "--", ":", "-.")
 COLOURS = (INK, "#0a6ab4", "#d9731a", "#3a8f5c", "#9b4f96", "#8b939d")
 FAR_OFF = 1.2  # times the median: larger losses are written at the edge
 SMOOTHED = 15  # entries per mean
+CLOSE = (0.05, 5.0)  # of entropy ratio and % of keys: the left one of two such points has its number on the left
 DARK = 0.6  # larger shares have white digits
 FEW = 4 * SMOOTHED  # fewer entries are not smoothed
 SETTLED = 0.06  # share of the tokens that is skipped: early differences would hide all later ones
@@ -155,7 +156,11 @@ def _draw_entropy(axes: Axes, models: Sequence[LMContender]) -> str:
         axes.plot((x, x), ends, color=PALE, linewidth=0.7)
         axes.plot(x, y, "o", color=INK, markersize=5, markerfacecolor=INK if trained else "white")
         numbers = ", ".join(str(row + 1) for row in rows)
-        axes.annotate(numbers, (x, y), xytext=(5, 0), textcoords="offset points", va="center")
+        side = -1 if any(0 < other - x < CLOSE[0] and abs(height - y) < CLOSE[1] for other, height in points) else 1
+        axes.annotate(
+            numbers, (x, y), xytext=(5 * side, 0), textcoords="offset points", va="center",
+            ha="left" if side > 0 else "right",
+        )  # fmt: skip
     axes.set(xlabel="entropy / log n; numbers as in (d)", ylabel=f"% of keys in {length:,} tokens")
     axes.margins(x=0.12, y=0.08)
     tidy(axes)
