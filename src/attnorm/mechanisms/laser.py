@@ -70,7 +70,9 @@ class Laser(Mechanism):
         if seen_keys is not None:
             exponentials = torch.where(seen_keys[..., None], exponentials, 0.0)
         mean = attend(replace(inputs, v_BGKE=exponentials), self.normalizer).to(working)
-        mantissa, exponent = torch.frexp(mean.clamp(min=torch.finfo(working).tiny))
+        mean = mean.clamp(min=torch.finfo(working).tiny)
+        exponent = torch.floor(torch.log2(mean.detach()))  # not frexp: torch 2.13 compiles it to C++ with type errors
+        mantissa = torch.ldexp(mean, -exponent)
         power = exponent + largest.repeat_interleave(inputs.groups, dim=1)
         output = torch.where(inputs.n() > 0, torch.log(mantissa) + power / LOG2E, 0.0)
         return output.to(v.dtype).reshape(*q.shape[:-1], v.shape[-1])
