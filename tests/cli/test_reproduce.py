@@ -188,9 +188,11 @@ def _run(*words: str) -> str:
     return result.stdout
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(3600)  # catches a hang: minutes of training
-@pytest.mark.parametrize("name", ["all", "retrieval", "language-models", "clrs-text"])
+@pytest.mark.parametrize(
+    "name",
+    ["language-models", "clrs-text", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("all", "retrieval"))],
+)
 def test_every_quick_experiment_runs_to_its_end(name: str, tmp_path: Path) -> None:
     result = runner.invoke(app, ["reproduce", name, "--quick", "--device", "cpu", "--out", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
