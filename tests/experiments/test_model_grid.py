@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.collections import PathCollection
 
 from attnorm.experiments.catalogue import experiment
 from attnorm.experiments.experiment import RECORDS, ExperimentSubject, UnfinishedError, no_progress
@@ -38,6 +39,10 @@ def test_a_model_is_trained_watched_and_measured(trained: tuple[Path, list[grid.
         assert 0 < record["looks"][-1]["jacobian_norm"] <= 0.5
         assert math.isfinite(loss_at(record, 1))
         assert len(record["heads"]["jacobian_norm"]) == 2
+        rows, all_means = record["heads"], record["looks"][-1]
+        assert sum(rows["jacobian_norm_mean"]) / 2 == pytest.approx(all_means["jacobian_norm"], rel=1e-3)
+        assert rows["jacobian_norm_mean"] != rows["jacobian_norm"], "the median row"
+        assert len(rows["effective_keys_mean"]) == len(rows["max_weight_mean"]) == len(rows["entropy_ratio_mean"]) == 2
     assert not records[0]["learned"]
     assert len(records[1]["learned"]) == 1
 
@@ -124,7 +129,7 @@ def test_a_model_that_the_time_limit_stops_has_no_record(trained: tuple[Path, li
 
 QUICK_TABLES = {  # claims, figures, and rows of each table
     "temperature": (2, ["temperature", "course"], {"models": 3, "temperatures": 3, "lengths": 3 * 3 * 2}),
-    "positions": (1, ["positions"], {"models": 4, "lengths": (3 * 2 + 1) * 2}),  # learned positions end
+    "positions": (2, ["positions"], {"models": 4, "lengths": (3 * 2 + 1) * 2}),  # learned positions end
     "heads": (1, ["heads"], {"models": 2, "top-n": 2 * 5, "lengths": 2 * 2}),
 }
 
@@ -144,8 +149,10 @@ def test_the_quick_experiments_run_to_their_end_and_write_everything(tmp_path: P
 def tempered(map_: str, T: float | str, loss: float | None, seed: int = 0) -> grid.Record:
     return {
         "map": map_, "temperature": str(T), "seed": seed, "valid_loss": loss, "diverged": loss is None,
-        "settings": {"warmup": 1, "context": 32}, "course": [[1, 5.0, None, 90.0], [20, 4.0, loss, 2.0]],
-        "heads": {"jacobian_norm": [0.1, 0.3]},
+        "settings": {"warmup": 1, "context": 32, "learning_rate": 0.001},
+        "course": [[1, 5.0, None, 90.0], [20, 4.0, loss, 2.0]],
+        "heads": {"jacobian_norm": [0.0, 10.0, 0.0]}, "unigram_loss": 6.0,
+        "looks": [{"step": 10, "jacobian_norm": 8.0}, {"step": 20, "jacobian_norm": 3.4}],
     }  # fmt: skip
 
 
@@ -182,6 +189,84 @@ def test_one_seed_shows_no_cost_except_by_a_run_that_diverges() -> None:
     records = [tempered("softmax", T, loss) for T, loss in losses.items()]
     assert [temperature.is_costly(records, "softmax", T) for T in losses] == [True, False, False]
     assert temperature.findings(records[1:])[1].verdict == "not decided"
+
+
+def test_the_median_row_of_heads_and_the_mean_over_rows_have_their_own_names() -> None:
+    record = tempered("softmax", 0.05, 4.0)
+    broken = tempered("softmax", 0.05, None)
+    assert temperature.median_jacobian_norm(record) == pytest.approx(10 / 3)
+    assert temperature.mean_jacobian_norm(record) == 3.4, "of the trained model, not of the first look"
+    assert math.isnan(temperature.mean_jacobian_norm(broken)), "no model at the end"
+    made = temperature.outcome([record], temperature.FULL)
+    (row,) = made.tables["temperatures"].to_pylist()
+    assert (row["jacobian_norm_median_row"], row["jacobian_norm_mean_row"]) == pytest.approx((10 / 3, 3.4))
+    (drawn,) = [line for line in made.figures["temperature"].axes[2].lines if line.get_label() == "softmax"]
+    assert list(drawn.get_ydata()) == pytest.approx([10 / 3])
+    assert made.figures["temperature"].axes[2].get_ylabel() == "median row, mean over heads"
+    assert list(made.figures["course"].axes[2].lines[0].get_ydata()) == [8.0, 3.4]
+    assert made.figures["course"].axes[2].get_ylabel() == "mean over rows and heads"
+
+
+def test_means_over_rows_are_in_the_tables_if_records_have_them() -> None:
+    old = {"heads": {"max_weight": [0.5, 0.7]}}
+    new = {"heads": {"max_weight": [0.5, 0.7], "max_weight_mean": [0.2, 0.4]}}
+    assert [*grid.row_numbers([old], ["max_weight"])] == ["max_weight_median_row"]
+    numbers = grid.row_numbers([old, new], ["max_weight"])
+    assert {name: number(new) for name, number in numbers.items()} == pytest.approx(
+        {"max_weight_median_row": 0.6, "max_weight_mean_row": 0.3}
+    )
+
+
+def crosses(records: list[grid.Record]) -> list[float]:
+    """Return the temperatures that figure (a) marks."""
+    drawn = temperature.figure(records).axes[0].collections
+    return [float(x) for marks in drawn if isinstance(marks, PathCollection) for x, _ in marks.get_offsets()]
+
+
+def test_a_run_that_ends_above_the_loss_of_word_counts_did_not_diverge() -> None:
+    records = [tempered("softmax", 0.05, 6.5), tempered("softmax", 0.1, None), tempered("softmax", 1.0, 4.0)]
+    assert [grid.diverged(record) for record in records] == [False, True, False]
+    assert [grid.ended_above_word_counts(record) for record in records] == [True, False, False]
+    stability, _ = temperature.findings(records)
+    assert (
+        "1 of 2 runs diverged and 1 ended above the loss of word counts, at higher temperatures 0 and 0 of 1"
+        in stability.ours
+    )
+    assert stability.verdict == "reproduces", "both broke, in different ways"
+    assert crosses(records) == [0.1]
+    assert crosses(records[::2]) == []
+    assert [temperature.is_costly(records, "softmax", T) for T in (0.05, 0.1, 1.0)] == [False, True, False]
+
+
+def test_runs_of_which_none_diverges_test_no_bound() -> None:
+    records = [tempered("softmax", T, 4.0) for T in (0.05, 1.0)]
+    text = temperature.summary(records)
+    assert "gradients clipped at 1 and a learning rate of 0.001, 0 of 2 runs diverged" in text
+    assert "does not test whether the bound predicts" in text
+    assert "does not test" not in temperature.summary([*records, tempered("softmax", 0.1, None)])
+
+
+def test_the_largest_gradient_is_not_cut_by_the_edge_of_its_panel() -> None:
+    records = [tempered("softmax", T, 4.0) for T in (0.05, 1.0)]
+    for record, norm in zip(records, (1.05, 1.055), strict=True):
+        record["course"] = [[1, 5.0, None, norm]]
+    low, high = temperature.figure(records).axes[1].get_ylim()
+    assert low == 0
+    assert high >= 1.02 * 1.055
+
+
+def test_ticks_are_whole_numbers() -> None:
+    """Losses that differ in the fourth decimal would be written as differences from an offset."""
+    close = [tempered("softmax", T, 5.288 + T / 1e3) for T in (0.25, 0.5)]
+    for record in close:
+        record["course"] = [[step, 5.288 + step / 1e5, None, 1.0] for step in (20, 40)]
+    made = [temperature.figure(close), temperature.course_figure(close)]
+    rows = [{"heads_per_layer": n, "map": "softmax", "losses": {"t": {"32": 5.288 + n / 1e4}}} for n in (2, 4)]
+    made.append(heads.figure([row | {"settings": {"context": 32}} for row in rows]))
+    made.append(positions.figure([placed("rotary", "softmax", 1e-4, [None])], (1, 2)))
+    for figure in made:
+        figure.canvas.draw()
+        assert {axis.get_offset_text().get_text() for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)} == {""}
 
 
 def test_heads_without_a_null_do_not_count_as_not_above_it() -> None:
@@ -228,6 +313,22 @@ def test_the_published_records_are_those_of_the_plan(tmp_path: Path, module: Any
 
 
 def _check_temperature(records: list[grid.Record]) -> None:
+    norms = {
+        (map_, T): tuple(
+            grid.mean(grid.select_records(records, map=map_, temperature=T), number)
+            for number in (temperature.mean_jacobian_norm, temperature.median_jacobian_norm)
+        )
+        for map_ in temperature.MAPS
+        for T in ("0.05", "0.1")
+    }
+    expected = {
+        ("softmax", "0.05"): (2.80, 1.41), ("softmax", "0.1"): (1.71, 1.48), ("entmax15", "0.05"): (3.59, 2.73),
+        ("entmax15", "0.1"): (3.39, 2.21), ("kneemax", "0.05"): (3.40, 2.50), ("kneemax", "0.1"): (3.27, 3.24),
+    }  # fmt: skip
+    assert {key: tuple(round(norm, 2) for norm in pair) for key, pair in norms.items()} == expected
+    assert ["0 of 6 runs diverged and 0 ended" in finding.ours for finding in temperature.findings(records)[::2]] == [
+        True
+    ] * 3
     assert [finding.verdict for finding in temperature.findings(records)] == ["does not", "partly"] * 3
     costly = {
         map_: [T for T in temperature.TEMPERATURES if temperature.is_costly(records, map_, T)]
@@ -248,9 +349,12 @@ def _check_temperature(records: list[grid.Record]) -> None:
 
 
 def _check_positions(records: list[grid.Record]) -> None:
-    rise, *_ = positions.findings(records, positions.effects(8))
+    rise, slope, horizon = positions.findings(records, positions.effects(8))
+    assert [finding.verdict for finding in (rise, slope, horizon)] == ["does not", "partly", "not decided"]
+    assert "between 6 models: positions 46%, normalizer 7%, the rest 46%" in horizon.ours
+    assert "with positions" not in horizon.ours, "of these four models, three have the same share"
     assert "positions 64%, normalizer 11%, the rest 25%" in rise.ours
-    assert "with positions: positions 99%" in rise.ours
+    assert "between the 6 with positions: positions 99%" in rise.ours
     (nope,) = grid.select_records(records, positions="none", map="entmax15")
     assert (positions.slope_deviation(nope), positions.slope_error(nope)) == pytest.approx((0.570, 0.073), abs=5e-4)
 
@@ -291,6 +395,47 @@ def test_the_variance_is_divided_between_positions_and_normalizers() -> None:
     assert math.isnan(share_beyond_horizon(placed("ALiBi", "softmax", 0.0, [None, None]))), "no head has a horizon"
     assert "4 of 4 models" in finding.why
     assert math.isnan(loss_at(records[0], 4))
+
+
+def test_a_share_of_the_variance_needs_two_normalizers_and_two_kinds_of_positions() -> None:
+    records = [placed(way, "softmax", 0.5 * (way == "none"), [10.0, None]) for way in ("rotary", "none")]
+    rise = {"rise": lambda r: loss_at(r, 2) - loss_at(r, 1)}
+    (finding,) = positions.findings(records, rise)
+    assert finding.verdict == "not tested"
+    assert "needs two normalizers" in finding.ours
+    assert "softmax" in finding.ours
+    assert "%" not in finding.ours
+    (finding,) = positions.findings([placed("none", name, 0.1, []) for name in ("softmax", "ssmax")], rise)
+    assert "needs two kinds of positions" in finding.ours
+    same = [placed(way, name, 0.0, []) for way in ("rotary", "none") for name in ("softmax", "ssmax")]
+    (finding,) = positions.findings(same, rise)
+    assert (finding.verdict, finding.ours) == ("not tested", "the models do not differ")
+    assert positions.findings([placed("learned", "softmax", math.nan, [])], rise) == ()
+
+
+@pytest.mark.parametrize(
+    ("odd", "verdict", "with_positions"),
+    [(0.0, "does not", True), (1.0, "not decided", True), (0.0, "does not", False)],
+)
+def test_no_share_is_decided_if_the_rest_is_as_large(odd: float, verdict: str, with_positions: bool) -> None:
+    """One combination that differs is no effect of either factor."""
+    ways = ("rotary", "ALiBi", "none") if with_positions else ("rotary", "none")
+    records = [
+        placed(way, name, 0.5 * (way == "rotary") + odd * (way == "none") * (name == "ssmax"), [])
+        for way in ways
+        for name in ("softmax", "ssmax", "entmax15")
+    ]
+    (finding,) = positions.findings(records, {"rise": lambda r: loss_at(r, 2) - loss_at(r, 1)})
+    assert finding.verdict == verdict
+    assert ("with positions" in finding.ours) == with_positions
+
+
+def test_a_panel_without_slopes_says_why() -> None:
+    record = placed("rotary", "softmax", 0.1, [])
+    assert not positions.figure([record], (1, 2)).axes[-1].texts
+    empty = positions.figure([record | {"heads": {"gap_slope": [None, None]}}], (1, 2)).axes[-1]
+    assert "no head has a finite gap" in empty.texts[0].get_text()
+    assert not empty.get_yticks().size
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -17,6 +18,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
+from matplotlib.figure import Figure
+from matplotlib.ticker import ScalarFormatter
 
 from attnorm.analysis.analyze import analyze
 from attnorm.experiments.experiment import (
@@ -49,9 +52,11 @@ from attnorm.training.lm.train import Run
 
 MEASUREMENTS_IN_TRAINING = 8  # how often a model is measured while it is trained
 MEASURED_IN_TRAINING = ("entropy_ratio", "max_weight", "jacobian_norm", "logit_spread")
+# A metric's own column is that of the median row of each head, NAME_mean is the mean over rows. Older records do not
+# have the mean.
 KEPT_OF_HEADS = (
-    "entropy_ratio", "effective_keys", "max_weight", "sink_mass", "gap_slope", "gap_slope_without_sink", "horizon",
-    "n_high", "jacobian_norm",
+    "entropy_ratio", "entropy_ratio_mean", "effective_keys", "effective_keys_mean", "max_weight", "max_weight_mean",
+    "sink_mass", "gap_slope", "gap_slope_without_sink", "horizon", "n_high", "jacobian_norm", "jacobian_norm_mean",
 )  # fmt: skip
 KEPT_OF_TOP_N = ("top_n", "separability", "separability_null", "separability_null_low", "separability_null_high")
 KEPT_OF_COVERAGE = ("top_n", "per_head", "union", "independent")
@@ -130,8 +135,7 @@ def records_of(plan: GridPlan, subject: ExperimentSubject, progress: ProgressCal
                 if acquired and key not in _known_records(workspace, parts):  # another process may have finished it
                     device = chosen_device(subject.device)
                     record = train_and_measure(plan, model, seed, texts, parts, device, deadline)
-                    ended = record["valid_loss"]
-                    workspace.add(record | {"unigram_loss": unigram, "diverged": ended is None or ended > unigram})
+                    workspace.add(record | {"unigram_loss": unigram, "diverged": diverged(record)})
     known = _known_records(workspace, parts)
     return [known[key] for key in keys if key in known]
 
@@ -253,7 +257,7 @@ def _columns_for_json(table: pa.Table, columns: Sequence[str]) -> dict[str, list
 
 @torch.no_grad()
 def measure_heads(model: Any, windows: torch.Tensor, device: torch.device) -> dict[str, float]:
-    """Return the means of a few row statistics over all heads."""
+    """Return the means of a few row statistics over the rows and heads of these windows."""
     means: Mapping[str, float] = attention_statistics(model, windows, device)["mean"]
     return {name: means[name] for name in MEASURED_IN_TRAINING if name in means}
 
@@ -289,6 +293,16 @@ def seed_deviation(records: Sequence[Record], number: Number) -> float:
     return stdev(numbers) if len(numbers) > 1 else math.nan
 
 
+def diverged(record: Record) -> bool:
+    """Whether the loss stopped being finite. A run that ends above the loss of word counts did not diverge."""
+    return record["valid_loss"] is None
+
+
+def ended_above_word_counts(record: Record) -> bool:
+    """Whether the run finished with a loss above that of token frequencies: it learned nothing, or too little yet."""
+    return not diverged(record) and loss(record) > record["unigram_loss"]
+
+
 def loss(record: Record) -> float:
     return math.nan if record["valid_loss"] is None else float(record["valid_loss"])
 
@@ -308,13 +322,26 @@ def values_of_heads(record: Record, column: str) -> list[float]:
 
 
 def mean_over_heads(record: Record, column: str) -> float:
-    """Return the mean of a column over all heads of a model."""
+    """Return the mean of a column over all heads of a model.
+
+    The column of a metric holds each head's median row, so this is no mean over rows; `NAME_mean` holds that.
+    """
     numbers = values_of_heads(record, column)
     return fmean(numbers) if numbers else math.nan
 
 
+def row_numbers(records: Sequence[Record], metrics: Iterable[str]) -> dict[str, Number]:
+    """Return the numbers of metrics of rows, mean over heads: of the median row, and of the mean over rows if kept."""
+    numbers: dict[str, Number] = {}
+    for name in metrics:
+        numbers[f"{name}_median_row"] = partial(mean_over_heads, column=name)
+        if any(values_of_heads(record, f"{name}_mean") for record in records):
+            numbers[f"{name}_mean_row"] = partial(mean_over_heads, column=f"{name}_mean")
+    return numbers
+
+
 def share_beyond_horizon(record: Record) -> float:
-    """Return the share of heads whose longest rows have more keys than their horizon.
+    """Return the share of heads whose longest rows have more keys than the horizon of their median row.
 
     NaN if no head has a horizon: with weights of exactly 0, or a penalty on distance, a head need not disperse.
     """
@@ -375,3 +402,12 @@ def lengths_table(records: Sequence[Record], columns: Sequence[str]) -> pa.Table
 def _plain(value: Any) -> Any:
     """Convert numbers to float, so that a column has one type."""
     return value if value is None or isinstance(value, bool | str) else float(value)
+
+
+def without_offsets(figure: Figure) -> None:
+    """Write whole numbers at the ticks, not differences from an offset such as +5.288."""
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            formatter = axis.get_major_formatter()
+            if isinstance(formatter, ScalarFormatter):
+                formatter.set_useOffset(False)

@@ -24,12 +24,13 @@ from attnorm.experiments.model_grid.grid import (
     lengths_table,
     loss_at,
     mean,
-    mean_over_heads,
+    row_numbers,
     run_grid,
     seed_deviation,
     select_records,
     share_beyond_horizon,
     table,
+    without_offsets,
 )
 from attnorm.figures import CORRECTED, MEASURED, PRINTED, note, panel
 
@@ -58,7 +59,7 @@ def outcome(records: Sequence[Record], plan: GridPlan) -> Outcome:
         findings=findings(records),
         figures={"heads": figure(records)},
         tables={
-            "models": table(records, **NUMBERS), "top-n": top_n_table(records),
+            "models": table(records, **numbers(records)), "top-n": top_n_table(records),
             "lengths": lengths_table(records, ("heads_per_layer", "map")),
         },
         parameters=plan.as_dict(),
@@ -112,24 +113,26 @@ def _mean_of(rows: dict[str, list[float]] | None, column: str, top_n: int) -> fl
 
 def top_n_table(records: Sequence[Record]) -> pa.Table:
     """Return separability and coverage by model and number of keys per head."""
-    numbers = (separability, null, excess, share_above_null, union, independent)
+    columns = (separability, null, excess, share_above_null, union, independent)
     return pa.Table.from_pylist([
         {name: record[name] for name in ("heads_per_layer", "map", "seed")}
         | {"top_n": int(top_n)}
-        | {number.__name__: number(record, int(top_n)) for number in numbers}
+        | {number.__name__: number(record, int(top_n)) for number in columns}
         for record in records
         for top_n in dict.fromkeys((record.get("top_n") or {"top_n": []})["top_n"])
     ])  # fmt: skip
 
 
-NUMBERS: dict[str, Number] = {
-    "separability": separability,
-    "separability_null": null,
-    "union_coverage": union,
-    "independent_coverage": independent,
-    **{name: partial(mean_over_heads, column=name) for name in ("effective_keys", "max_weight", "entropy_ratio")},
-    "share_beyond_horizon": share_beyond_horizon,
-}
+def numbers(records: Sequence[Record]) -> dict[str, Number]:
+    """The numbers of the table of models, by name."""
+    return {
+        "separability": separability,
+        "separability_null": null,
+        "union_coverage": union,
+        "independent_coverage": independent,
+        **row_numbers(records, ("effective_keys", "max_weight", "entropy_ratio")),
+        "share_beyond_horizon": share_beyond_horizon,
+    }
 
 
 def findings(records: Sequence[Record]) -> tuple[ExperimentFinding, ...]:
@@ -177,13 +180,13 @@ def figure(records: Sequence[Record]) -> Figure:
     """Draw loss, separability and coverage against the number of heads; thin lines are what chance would give."""
     drawn = Figure(figsize=(10.5, 3.6))
     panels = drawn.subplots(1, 3)
-    numbers: list[tuple[str, str, Number, Number | None]] = [
+    drawn_numbers: list[tuple[str, str, Number, Number | None]] = [
         ("loss at the training length", "nats per token", partial(loss_at, times=1), None),
         ("keys that a head distinguishes", f"share of its {TOP_N} heaviest", separability, null),
         ("keys that a layer's heads cover", f"share of the row, {TOP_N} per head", union, independent),
     ]
     counts = sorted(distinct(records, "heads_per_layer"))
-    for axes, panel_letter, (title, label, number, chance) in zip(panels, "abc", numbers, strict=True):
+    for axes, panel_letter, (title, label, number, chance) in zip(panels, "abc", drawn_numbers, strict=True):
         for name in distinct(records, "map"):
             groups = [select_records(records, heads_per_layer=count, map=name) for count in counts]
             bars = [np.nan_to_num(seed_deviation(group, number)) for group in groups]
@@ -198,6 +201,7 @@ def figure(records: Sequence[Record]) -> Figure:
         axes.set(xlabel="heads per layer", ylabel=label)
         panel(axes, panel_letter, title)
     panels[0].legend()
+    without_offsets(drawn)
     note(
         drawn,
         "Models of equal width and parameters. Thin lines: in (b) the same weights on exchanged values, in (c) heads "

@@ -26,6 +26,7 @@ from attnorm.experiments.model_grid.grid import (
     loss_at,
     mean,
     mean_over_heads,
+    row_numbers,
     run_grid,
     select_records,
     share_beyond_horizon,
@@ -33,11 +34,13 @@ from attnorm.experiments.model_grid.grid import (
     values,
     values_of_heads,
     variance_shares,
+    without_offsets,
 )
-from attnorm.figures import CORRECTED, MEASURED, NULL, PRINTED, note, panel
+from attnorm.figures import CORRECTED, MEASURED, NULL, PALE, PRINTED, note, panel
 
 NORMALIZERS = ("softmax", "ssmax", "entmax15")
 LONGER = (1, 2, 4, 8)
+FACTORS = ("positions", "map")
 STYLES = {"rotary": MEASURED, "ALiBi": CORRECTED, "learned": PRINTED, "none": NULL}
 
 
@@ -69,7 +72,7 @@ def outcome(records: Sequence[Record], plan: GridPlan) -> Outcome:
         **{f"loss_at_{times}x": partial(loss_at, times=times) for times in plan.longer},
         "slope, deviation over heads": slope_deviation, "slope, standard error": slope_error,
         "heads with a slope": lambda record: len(values_of_heads(record, "gap_slope")),
-        "effective keys": lambda record: mean_over_heads(record, "effective_keys"),
+        **row_numbers(records, ("effective_keys",)),
     }  # fmt: skip
     return Outcome(
         summary=summary(records, max(plan.longer)),
@@ -82,6 +85,11 @@ def outcome(records: Sequence[Record], plan: GridPlan) -> Outcome:
     )  # fmt: skip
 
 
+def slope(record: Record) -> float:
+    """Return the slope of the effective gap, mean over heads."""
+    return mean_over_heads(record, "gap_slope")
+
+
 def slope_deviation(record: Record) -> float:
     """Return the standard deviation of the slope of the effective gap over the heads of a model."""
     slopes = values_of_heads(record, "gap_slope")
@@ -89,7 +97,7 @@ def slope_deviation(record: Record) -> float:
 
 
 def slope_error(record: Record) -> float:
-    """Return the standard error of the mean slope, as if heads were independent."""
+    """Return the standard error of the mean slope over heads, as if they were independent; it leaves out the seed."""
     return slope_deviation(record) / math.sqrt(max(1, len(values_of_heads(record, "gap_slope"))))
 
 
@@ -97,38 +105,57 @@ def effects(times: int) -> dict[str, Number]:
     """The effects of length, by name."""
     return {
         f"rise of the loss to {times} times the length": lambda record: loss_at(record, times) - loss_at(record, 1),
-        "slope of the effective gap": lambda record: mean_over_heads(record, "gap_slope"),
+        "slope of the effective gap": slope,
         "share of heads beyond their horizon": share_beyond_horizon,
     }
 
 
 def findings(records: Sequence[Record], numbers: dict[str, Number]) -> tuple[ExperimentFinding, ...]:
     """Compare how much of the variance of each effect the positions and the normalizer explain."""
-    results = []
-    for name, number in numbers.items():
-        # Learned positions end at the training length and have no rise of the loss; some models have no horizon.
-        shares = variance_shares(records, ("positions", "map"), number)
-        if len(shares) < 2 or not {"positions", "map"} <= {*shares}:
-            continue
-        with_positions = [record for record in records if record["positions"] != "none"]
-        without = variance_shares(with_positions, ("positions", "map"), number)
-        results.append(
-            ExperimentFinding(
-                claim=f"the {name} belongs to the normalizer, not to the positions",
-                ours=f"of the variance between models: {_describe_shares(shares)}"
-                + (f"; of that between models with positions: {_describe_shares(without)}" if without else ""),
-                verdict=_verdict(shares["map"], shares["positions"]),
-                why=f"{len(values(records, number))} of {len(records)} models have this number",
-            )
-        )
-    return tuple(results)
+    # Learned positions end at the training length and have no rise of the loss; some models have no horizon.
+    return tuple(_finding(records, name, number) for name, number in numbers.items() if values(records, number))
+
+
+def _finding(records: Sequence[Record], name: str, number: Number) -> ExperimentFinding:
+    known = [record for record in records if math.isfinite(number(record))]
+    shares = variance_shares(known, FACTORS, number) if _freedom(known) else {}
+    with_positions = [record for record in known if record["positions"] != "none"]
+    # Of two by two models, one that differs gives a third to each: no share is estimated from so few.
+    apart = variance_shares(with_positions, FACTORS, number) if _freedom(with_positions) > 1 else {}
+    ours = f"of the variance between {len(known)} models: {_describe_shares(shares)}" if shares else _no_shares(known)
+    if apart:
+        ours += f"; of that between the {len(with_positions)} with positions: {_describe_shares(apart)}"
+    return ExperimentFinding(
+        claim=f"the {name} belongs to the normalizer, not to the positions",
+        ours=ours,
+        verdict=_verdict(shares) if shares else "not tested",
+        why=f"{len(known)} of {len(records)} models have this number; the larger share must be over twice the rest",
+    )
+
+
+def _freedom(records: Sequence[Record]) -> int:
+    """Return the degrees of freedom that two main effects leave; 0 if a factor has a single value."""
+    return math.prod(max(0, len(distinct(records, factor)) - 1) for factor in FACTORS)
+
+
+def _no_shares(known: Sequence[Record]) -> str:
+    """Say why the variance is not divided."""
+    for factor, levels in (("map", "normalizers"), ("positions", "kinds of positions")):
+        found = distinct(known, factor)
+        if len(found) == 1:
+            return f"a share of the variance needs two {levels}; the models with this number have one, {found[0]}"
+    return "the models do not differ"
 
 
 def _describe_shares(shares: Mapping[str, float]) -> str:
     return f"positions {shares['positions']:.0%}, normalizer {shares['map']:.0%}, the rest {shares['the rest']:.0%}"
 
 
-def _verdict(map_: float, positions: float) -> Verdict:
+def _verdict(shares: Mapping[str, float]) -> Verdict:
+    """Judge which share is larger; "not decided" if the rest, combinations and noise, is half of it or more."""
+    map_, positions = shares["map"], shares["positions"]
+    if max(map_, positions) <= 2 * shares["the rest"]:
+        return "not decided"
     return judge(map_ > 2 * positions, partly=positions <= 2 * map_)
 
 
@@ -169,14 +196,19 @@ def figure(records: Sequence[Record], longer: Sequence[int]) -> Figure:
     last = panels[-1]
     for index, (way, look) in enumerate(STYLES.items()):
         groups = [select_records(records, positions=way, map=name) for name in maps]
-        slopes = [mean(group, lambda r: mean_over_heads(r, "gap_slope")) for group in groups]
+        slopes = [mean(group, slope) for group in groups]
         last.errorbar(
             [position + 0.06 * (index - 1.5) for position in range(len(maps))], slopes,
             np.nan_to_num([mean(group, slope_error) for group in groups]), capsize=2, **{**look, "linestyle": ""},
         )  # fmt: skip
     last.set_xticks(range(len(maps)), maps)
     last.set_ylabel("slope, mean over heads")
+    if not values(records, slope):
+        last.set_yticks([])
+        reason = "no head has a finite gap\nat enough lengths for a slope"
+        last.text(0.5, 0.5, reason, transform=last.transAxes, ha="center", va="center", color=PALE)
     panel(last, "abcdefgh"[len(maps)], "slope of the effective gap")
+    without_offsets(drawn)
     note(
         drawn,
         "Learned positions end at the training length; bars: standard error over heads. attnorm reproduce positions",

@@ -31,6 +31,8 @@ from attnorm.experiments.model_grid.grid import (
     Number,
     Record,
     distinct,
+    diverged,
+    ended_above_word_counts,
     lengths_table,
     loss,
     mean,
@@ -39,13 +41,16 @@ from attnorm.experiments.model_grid.grid import (
     select_records,
     table,
     values,
+    without_offsets,
 )
 from attnorm.figures import CORRECTED, MEASURED, NULL, PRINTED, note, panel
+from attnorm.training.run import LARGEST_GRADIENT
 
 MAPS = {"softmax": "softmax", "entmax15": "entmax15", "kneemax": "kneemax+share=1"}  # name in the results -> map
 TEMPERATURES = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0)
 LEARNED = "learned"
 GUIDELINE = 0.1
+BROKEN = (diverged, ended_above_word_counts)
 STYLES = dict(zip(MAPS, (MEASURED, CORRECTED, PRINTED), strict=True))
 
 
@@ -72,7 +77,7 @@ QUICK = replace(TINY, models=models(("softmax",), (0.05, 1.0)), heads=2, tokens=
 def outcome(records: Sequence[Record], plan: GridPlan) -> Outcome:
     numbers: dict[str, Number] = {
         "largest_gradient": largest_gradient, "largest_gradient_after_warmup": largest_gradient_after_warmup,
-        "jacobian_norm": jacobian_norm,
+        "jacobian_norm_median_row": median_jacobian_norm, "jacobian_norm_mean_row": mean_jacobian_norm,
     }  # fmt: skip
     return Outcome(
         summary=summary(records),
@@ -112,9 +117,19 @@ def largest_gradient_after_warmup(record: Record) -> float:
     return max(norms, default=math.nan)
 
 
-def jacobian_norm(record: Record) -> float:
-    """Return the mean Jacobian norm over all heads of the trained model."""
+def median_jacobian_norm(record: Record) -> float:
+    """Return the Jacobian norm of each head's median row, mean over the heads of the trained model.
+
+    Where most rows are one-hot, the median is 0 although other rows are at the bound.
+    """
     return mean_over_heads(record, "jacobian_norm")
+
+
+def mean_jacobian_norm(record: Record) -> float:
+    """Return the mean Jacobian norm over rows and heads of the trained model, on the window watched in training."""
+    looks = record.get("looks", ())
+    norm = looks[-1]["jacobian_norm"] if looks and not diverged(record) else None
+    return math.nan if norm is None else float(norm)
 
 
 def fixed_temperatures(records: Sequence[Record], map_: str) -> list[float]:
@@ -131,7 +146,7 @@ def is_costly(records: Sequence[Record], map_: str, temperature: float) -> bool:
     groups = {T: select_records(records, map=map_, temperature=str(T)) for T in fixed_temperatures(records, map_)}
     group = groups[temperature]
     finished = {T: values(runs, loss) for T, runs in groups.items() if values(runs, loss)}
-    if any(record["diverged"] for record in group):
+    if any(map(diverged, group)):
         return True
     best = min(finished.values(), key=fmean)
     return len(group) > 1 and min(finished[temperature]) > max(best)
@@ -149,9 +164,10 @@ def _judge_stability(records: Sequence[Record], map_: str) -> ExperimentFinding:
     temperatures = fixed_temperatures(records, map_)
     low = [r for T in temperatures if T <= GUIDELINE for r in select_records(records, map=map_, temperature=str(T))]
     high = [r for T in temperatures if T > GUIDELINE for r in select_records(records, map=map_, temperature=str(T))]
-    diverged = [sum(record["diverged"] for record in group) for group in (low, high)]
-    verdict: Verdict = "does not" if not diverged[0] else "partly"
-    if diverged[0] == len(low) and not diverged[1]:
+    stopped, above = ([sum(map(is_so, group)) for group in (low, high)] for is_so in BROKEN)
+    broken = [sum(counts) for counts in zip(stopped, above, strict=True)]
+    verdict: Verdict = "does not" if not broken[0] else "partly"
+    if broken[0] == len(low) and not broken[1]:
         verdict = "reproduces"
     gradients, later = (
         " and ".join(f"{max(values(group, number), default=math.nan):.2g}" for group in (low, high))
@@ -159,11 +175,19 @@ def _judge_stability(records: Sequence[Record], map_: str) -> ExperimentFinding:
     )
     return ExperimentFinding(
         claim=f"training with {map_} is unstable at temperatures of {GUIDELINE:g} and less",
-        ours=f"{diverged[0]} of {len(low)} runs diverged or ended above the loss of word counts, {diverged[1]} of "
-        f"{len(high)} at higher temperatures; largest norm of the gradient {gradients}, after the warmup {later}",
+        ours=f"{_conditions(low + high)}: {stopped[0]} of {len(low)} runs diverged and {above[0]} ended above the loss "
+        f"of word counts, at higher temperatures {stopped[1]} and {above[1]} of {len(high)}; largest norm of the "
+        f"gradient {gradients}, after the warmup {later}",
         verdict=verdict,
-        why="by the runs that diverged; gradients are clipped at 1",
+        why="by the runs that diverged or ended above the loss of word counts; other conditions were not tested",
     )
+
+
+def _conditions(records: Sequence[Record]) -> str:
+    """Name the settings on which it depends whether a run breaks."""
+    rates = sorted({float(record["settings"]["learning_rate"]) for record in records})
+    listed = ", ".join(f"{rate:g}" for rate in rates)
+    return f"with gradients clipped at {LARGEST_GRADIENT:g} and a learning rate of {listed}"
 
 
 def _judge_loss(records: Sequence[Record], map_: str) -> ExperimentFinding:
@@ -202,6 +226,11 @@ def summary(records: Sequence[Record]) -> str:
         learned = mean(select_records(records, map=map_, temperature=LEARNED), loss)
         if math.isfinite(learned):
             sentences.append(f"With a learned temperature it has {learned:.3f}.")
+    stopped, above = (sum(map(is_so, records)) for is_so in BROKEN)
+    outcomes = f"{stopped} of {len(records)} runs diverged, {above} ended above the loss of word counts"
+    sentences.append(f"Trained {_conditions(records)}, {outcomes}.")
+    if not stopped:
+        sentences.append("As no run diverged, this does not test whether the bound predicts where training breaks.")
     return " ".join(sentences)
 
 
@@ -224,27 +253,25 @@ def figure(records: Sequence[Record]) -> Figure:
             T, later, _distances_to_extremes(groups, largest_gradient_after_warmup),
             **{**STYLES[map_], "linewidth": 0.7, "markersize": 2},
         )  # fmt: skip
-        norm_axes.plot(T, [mean(group, jacobian_norm) for group in groups], label=map_, **STYLES[map_])
-        diverged = [
-            temperature
-            for temperature, group in zip(T, groups, strict=True)
-            if any(record["diverged"] for record in group)
-        ]
+        norm_axes.plot(T, [mean(group, median_jacobian_norm) for group in groups], label=map_, **STYLES[map_])
+        broken = [temperature for temperature, group in zip(T, groups, strict=True) if any(map(diverged, group))]
         ended = values(select_records(records, map=map_), loss)
-        if diverged and ended:
-            loss_axes.scatter(diverged, [max(ended)] * len(diverged), marker="x", color="#b3261e", zorder=5)
+        if broken and ended:
+            loss_axes.scatter(broken, [max(ended)] * len(broken), marker="x", color="#b3261e", zorder=5)
     T = sorted({float(r["temperature"]) for r in records if r["temperature"] != LEARNED})
     norm_axes.plot(T, [1 / (2 * temperature) for temperature in T], label="bound of softmax, 1/(2T)", **NULL)
     titles = ("final loss", "largest norm of the gradient", "Jacobian norm of the attention")
-    labels = ("nats per token", "before clipping", "mean over heads")
+    labels = ("nats per token", "before clipping", "median row, mean over heads")
     for axes, panel_letter, title, label in zip(
         (loss_axes, gradient_axes, norm_axes), "abc", titles, labels, strict=True
     ):
         axes.set(xscale="log", xlabel="temperature T", ylabel=label)
         panel(axes, panel_letter, title)
-    gradient_axes.set_ylim(bottom=0)
+    largest = max(values(records, largest_gradient), default=1.0)
+    gradient_axes.set_ylim(0, max(gradient_axes.get_ylim()[1], 1.03 * largest))  # with room for a marker
     norm_axes.set_yscale("log")
     norm_axes.legend()
+    without_offsets(drawn)
     seeds = len(distinct(records, "seed"))
     legend = "bars: range of the seeds; crosses: a run diverged; thin lines in (b): after the warmup"
     note(drawn, f"Means over {seeds} seed{'s' * (seeds > 1)}, {legend}. attnorm reproduce temperature")
@@ -261,7 +288,10 @@ def _distances_to_extremes(groups: Sequence[Sequence[Record]], number: Number) -
 
 
 def course_figure(records: Sequence[Record]) -> Figure:
-    """Loss, gradient norm and Jacobian norm during training, one column per map and one line per temperature."""
+    """Loss, gradient norm and Jacobian norm during training, one column per map and one line per temperature.
+
+    The Jacobian norm is the mean over rows and heads of one window; in `figure` it is that of the median row.
+    """
     maps = distinct(records, "map")
     rows = {"training loss": _mean_losses, "norm of the gradient": _mean_gradients, "Jacobian norm": _mean_norms}
     drawn = Figure(figsize=(max(3.5 * len(maps), 7), 2.6 * len(rows)))  # not enlarged on a page, wider than its note
@@ -275,12 +305,15 @@ def course_figure(records: Sequence[Record]) -> Figure:
                 group = select_records(records, map=map_, temperature=str(T))
                 axes.plot(*course(group), color=shade, label=f"T = {T:g}", linewidth=1.3)
             panel(axes, next(letters), f"{map_}: {title}")
-    for axes, label in zip(panels[:, 0], ("nats per token", "before clipping at 1", "mean over heads"), strict=True):
+    labels = ("nats per token", "before clipping at 1", "mean over rows and heads")
+    for axes, label in zip(panels[:, 0], labels, strict=True):
         axes.set_ylabel(label)
     for axes in panels[-1]:
         axes.set(yscale="log", xlabel="training steps")
     panels[0, -1].legend()
-    note(drawn, "Means over seeds; the loss without the warmup. attnorm reproduce temperature")
+    without_offsets(drawn)
+    parts = "the loss without the warmup; the Jacobian norm on one held-out window"
+    note(drawn, f"Means over seeds; {parts}. attnorm reproduce temperature")
     drawn.tight_layout(rect=(0, 0.03, 1, 1))
     return drawn
 
