@@ -3,6 +3,7 @@
 Drawn are right answers against problem size, a panel per algorithm, and the entropy of answer rows.
 """
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from attnorm.arithmetic import ceil_div, wilson_interval
+from attnorm.arithmetic import ceil_div
 from attnorm.engines.execution import one_thread
 from attnorm.experiments.clrs_text.results import (
     RANGES,
@@ -23,9 +24,9 @@ from attnorm.experiments.clrs_text.results import (
     ClrsVariant,
     Range,
     compare,
-    interval,
     mean_shares,
     results_of,
+    share_of,
 )
 from attnorm.experiments.clrs_text.workspace import (
     ADAPTIVE,
@@ -93,7 +94,7 @@ def outcome(lines: Sequence[Line], labels: Sequence[str]) -> Outcome:
         figures=figures_of(results),
         tables={
             "shares": _shares_table(results, comparisons), "accuracy": _accuracy_table(results),
-            "comparisons": _comparison_table(comparisons), "entropy": _entropy_table(results),
+            "comparisons": _comparison_table(results, comparisons), "entropy": _entropy_table(results),
             "trainings": pa.Table.from_pylist(results.trainings),
         },
         parameters={
@@ -185,10 +186,7 @@ def findings_of(results: ClrsResults, comparisons: Comparisons) -> tuple[Experim
             findings.append(
                 ExperimentFinding(
                     f"Exceptions are {', '.join(EXCEPTIONS)}: adaptive temperature does not help there ({PAPER}).",
-                    "; ".join(
-                        f"{comparison.algorithm} {100 * comparison.difference:+.1f} points, {comparison.outcome}"
-                        for comparison in exceptions
-                    ),
+                    _describe_exceptions(comparisons, adaptive),
                     verdict,
                     unjudged,
                 )
@@ -207,6 +205,21 @@ def findings_of(results: ClrsResults, comparisons: Comparisons) -> tuple[Experim
             )
         )
     return tuple(findings)
+
+
+def _describe_exceptions(comparisons: Comparisons, variant: ClrsVariant) -> str:
+    """Return difference, outcome and Holm's p of each exception. A low p over the questions may not hold over seeds."""
+    described = []
+    for where, words in RANGES.items():
+        each = [
+            f"{one.algorithm} {100 * one.difference:+.1f} points, "
+            f"{'ranges of the seeds overlap' if one.seeds_overlap else one.outcome} (p = {one.p_holm:.2g})"
+            for one in comparisons.get((variant.name, where), ())
+            if one.algorithm in EXCEPTIONS
+        ]
+        if each:
+            described.append(f"{words}: {', '.join(each)}")
+    return "; ".join(described)
 
 
 def _mostly_better(outside: Sequence[ClrsComparison], everywhere: Sequence[ClrsComparison]) -> Verdict:
@@ -257,24 +270,22 @@ def _format_seeds(variant: ClrsVariant) -> str:
 def _shares_table(results: ClrsResults, comparisons: Comparisons) -> pa.Table:
     """Return the share of right answers by variant and range of sizes, with the lowest and highest seed.
 
-    low and high: 95 % Wilson interval over the questions of all seeds. It takes the trained models as given, and
-    every question as different from the others.
+    low and high: 95 % interval over the questions, all answers to one question together. It takes the trained models
+    as given.
     """
     rows = []
     for variant in results.variants:
         for where, sizes in results.sizes.items():
-            counts = [variant.counts(algorithm, sizes) for algorithm in results.algorithms]
-            right, total = (sum(column) for column in zip(*counts, strict=True))
-            if not total:
+            total = share_of(variant, results.algorithms, sizes)
+            if not total.answers:
                 continue
-            low, high = wilson_interval(right / total, total)
             by_seed = mean_shares(variant, results.algorithms, sizes, once=False)
             once = mean_shares(variant, results.algorithms, sizes, once=True)
             compared = comparisons.get((variant.name, where), [])
             rows.append(
                 {
-                    "variant": variant.name, "range": where, "seeds": len(by_seed), "share": right / total,
-                    "lowest_seed": min(by_seed), "highest_seed": max(by_seed), "low": low, "high": high,
+                    "variant": variant.name, "range": where, "seeds": len(by_seed), "share": total.share,
+                    "lowest_seed": min(by_seed), "highest_seed": max(by_seed), "low": total.low, "high": total.high,
                     "better": _count(compared, "better"), "worse": _count(compared, "worse"),
                     "share_same_questions_once": fmean(once), "lowest_seed_same_questions_once": min(once),
                     "highest_seed_same_questions_once": max(once),
@@ -284,34 +295,51 @@ def _shares_table(results: ClrsResults, comparisons: Comparisons) -> pa.Table:
 
 
 def _accuracy_table(results: ClrsResults) -> pa.Table:
+    """Return the share of right answers by variant, algorithm and size.
+
+    low and high: 95 % Wilson interval for the number of different questions, however many seeds answer them.
+    """
     rows: list[dict[str, Any]] = []
     for variant in results.variants:
         for algorithm in results.algorithms:
             for where, sizes in results.sizes.items():
                 for size in sizes:
-                    right, total = variant.counts(algorithm, [size])
-                    share, low, high = interval(variant, algorithm, [size])
+                    cell = share_of(variant, [algorithm], [size])
+                    by_seed = [variant.share(seed, algorithm, [size]) for seed in variant.by_seed]
                     rows.append(
                         {
                             "variant": variant.name, "trained_with": variant.label, "tested_with": variant.tested_with,
                             "seeds": len(variant.by_seed), "algorithm": algorithm, "size": size, "range": where,
-                            "right": right, "questions": total, "share": share, "low": low, "high": high,
+                            "questions": cell.questions, "answers": cell.answers, "right": cell.right,
+                            "share": cell.share, "low": cell.low, "high": cell.high,
+                            "lowest_seed": min(by_seed), "highest_seed": max(by_seed),
                         }
                     )  # fmt: skip
     return pa.Table.from_pylist(rows)
 
 
-def _comparison_table(all_comparisons: Comparisons) -> pa.Table:
-    rows = [
-        {
-            "variant": name, "range": where, "algorithm": comparison.algorithm, "difference": comparison.difference,
-            "better": comparison.better, "worse": comparison.worse, "p": comparison.p, "p_holm": comparison.p_holm,
-            "same_sign_in_every_pair_of_seeds": comparison.every_pair, "unsolved_by_both": comparison.unsolved,
-            "outcome": comparison.outcome,
-        }
-        for (name, where), comparisons in all_comparisons.items()
-        for comparison in comparisons
-    ]  # fmt: skip
+def _comparison_table(results: ClrsResults, all_comparisons: Comparisons) -> pa.Table:
+    """Return the paired tests of every variant against softmax, with the shares of both; intervals as in accuracy."""
+    by_name = {variant.name: variant for variant in results.variants}
+    rows: list[dict[str, Any]] = []
+    for (name, where), comparisons in all_comparisons.items():
+        sizes = results.sizes[where]
+        for comparison in comparisons:
+            row: dict[str, Any] = {"variant": name, "range": where, "algorithm": comparison.algorithm}
+            for prefix, side in (("", by_name[name]), ("softmax_", by_name[SOFTMAX])):
+                total = share_of(side, [comparison.algorithm], sizes)
+                by_seed = [side.share(seed, comparison.algorithm, sizes) for seed in side.by_seed]
+                row |= {
+                    f"{prefix}share": total.share, f"{prefix}low": total.low, f"{prefix}high": total.high,
+                    f"{prefix}lowest_seed": min(by_seed), f"{prefix}highest_seed": max(by_seed),
+                }  # fmt: skip
+            row |= {
+                "difference": comparison.difference, "better": comparison.better, "worse": comparison.worse,
+                "p": comparison.p, "p_holm": comparison.p_holm,
+                "same_sign_in_every_pair_of_seeds": comparison.every_pair, "unsolved_by_both": comparison.unsolved,
+                "outcome": comparison.outcome,
+            }  # fmt: skip
+            rows.append(row)
     return pa.Table.from_pylist(rows)
 
 
@@ -335,6 +363,8 @@ EXPERIMENT = Experiment(
 )
 
 COLUMNS = 6
+NOTE_CHARACTERS = 16  # per inch of width
+NOTE_LINE = 0.14  # inches
 Looks = dict[tuple[str, str], dict[str, Any]]
 
 # What the paper compares, and the same polynomial at test time only.
@@ -376,7 +406,11 @@ def _draw_accuracy(results: ClrsResults, drawn: Drawn, about: str) -> Figure:
     count = len(results.algorithms)
     columns = min(COLUMNS, max(2, count))
     rows = ceil_div(count, columns)
-    width, height = 2.1 * columns + 0.7, 1.1 + 1.75 * rows  # inches
+    width = 2.1 * columns + 0.7  # inches
+    words = f"Bands of the first two: range of the seeds, of a single seed its 95 % Wilson interval; {about}"
+    lines = textwrap.wrap(words, int(NOTE_CHARACTERS * width))
+    further = NOTE_LINE * (len(lines) - 1)
+    height = 1.1 + 1.75 * rows + further
     figure = Figure(figsize=(width, height))
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     sizes = sorted(size for group in results.sizes.values() for size in group)
@@ -388,19 +422,20 @@ def _draw_accuracy(results: ClrsResults, drawn: Drawn, about: str) -> Figure:
         axes.tick_params(labelbottom=index + columns >= count)
     handles, labels = grid.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper left", bbox_to_anchor=(0.02, 1.0), ncols=2, fontsize=8)
-    figure.supxlabel("problem size (grey: those of the training)", fontsize=9, y=0.3 / height)
+    figure.supxlabel("problem size (grey: those of the training)", fontsize=9, y=(0.3 + further) / height)
     figure.supylabel("right answers (%)", fontsize=9, x=0.005)
-    note(figure, f"Bands of the first two: range of the seeds, of a single seed its 95 % Wilson interval; {about}")
+    note(figure, "\n".join(lines))
     figure.subplots_adjust(
-        left=0.6 / width, right=1 - 0.15 / width, top=1 - 0.75 / height, bottom=0.65 / height, wspace=0.12, hspace=0.4
-    )
+        left=0.6 / width, right=1 - 0.15 / width, top=1 - 0.75 / height, bottom=(0.65 + further) / height, wspace=0.12,
+        hspace=0.4,
+    )  # fmt: skip
     return figure
 
 
 def _draw_panel(axes: Axes, results: ClrsResults, drawn: Drawn, algorithm: str, sizes: list[int]) -> None:
     _mark_training(axes, results)
     for index, (variant, look) in enumerate(drawn):
-        shares = [100 * interval(variant, algorithm, [size])[0] for size in sizes]
+        shares = [100 * share_of(variant, [algorithm], [size]).share for size in sizes]
         axes.plot(sizes, shares, **{**look, "markersize": 2.5}, label=variant.name)
         if index < 2:
             ends = [_band(variant, algorithm, size) for size in sizes]
@@ -415,7 +450,8 @@ def _draw_panel(axes: Axes, results: ClrsResults, drawn: Drawn, algorithm: str, 
 def _band(variant: ClrsVariant, algorithm: str, size: int) -> tuple[float, float]:
     """Return the lowest and highest share of the seeds; of a single seed, its 95 % Wilson interval."""
     if len(variant.by_seed) == 1:
-        return interval(variant, algorithm, [size])[1:]
+        cell = share_of(variant, [algorithm], [size])
+        return cell.low, cell.high
     by_seed = [variant.share(seed, algorithm, [size]) for seed in variant.by_seed]
     return min(by_seed), max(by_seed)
 

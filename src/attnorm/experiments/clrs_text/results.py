@@ -7,6 +7,9 @@ test treats questions as the sample and the trained models as given; so "better"
 one has more right answers than every model of the other. A variant with fewer seeds than the baseline is compared with
 every model of the baseline, and the least significant of these tests counts: softmax models that differ in nothing but
 the seed are up to 25 points apart.
+
+Intervals of shares are over the questions too, and take the trained models as given. The models of several seeds answer
+the same questions, and some tasks share theirs, so all answers to one question count together.
 """
 
 import math
@@ -130,10 +133,43 @@ def results_of(lines: Sequence[Line], labels: Sequence[str] = ()) -> ClrsResults
     )
 
 
-def interval(variant: ClrsVariant, algorithm: str, sizes: Iterable[int]) -> tuple[float, float, float]:
-    """Return the share of right answers with its 95 % Wilson interval."""
-    right, total = variant.counts(algorithm, sizes)
-    return (right / total, *wilson_interval(right / total, total)) if total else (float("nan"),) * 3
+@dataclass(frozen=True)
+class ClrsShare:
+    """Share of right answers with its 95 % interval over the questions."""
+
+    right: int
+    answers: int  # of all seeds and tasks
+    questions: int  # different ones
+    share: float
+    low: float
+    high: float
+
+
+def share_of(variant: ClrsVariant, algorithms: Iterable[str], sizes: Iterable[int]) -> ClrsShare:
+    """Return the share of right answers of all seeds, with Wilson's interval for the effective number of questions.
+
+    All answers to one question, of every seed and of every task with that question, are one cluster. The effective
+    number of questions is p (1 - p) / v, where v is the variance of the share p over clusters
+    (https://pmc.ncbi.nlm.nih.gov/articles/PMC6690503), and at most the number of different questions. For a single task
+    it is that number: right if the seeds agree on every question, otherwise the interval is too wide. NaN without
+    questions.
+    """
+    sizes = list(sizes)
+    clusters: dict[tuple[str, int, int], tuple[int, int]] = {}  # right answers, answers
+    for algorithm in algorithms:
+        shared = next((group[0] for group in SAME_QUESTIONS if algorithm in group), algorithm)
+        for seed in variant.by_seed:
+            for size in sizes:
+                for index, bit in enumerate(variant.bits(seed, algorithm, [size])):
+                    right, answers = clusters.get((shared, size, index), (0, 0))
+                    clusters[shared, size, index] = right + int(bit), answers + 1
+    right, answers = (sum(cluster[column] for cluster in clusters.values()) for column in (0, 1))
+    if not answers:
+        return ClrsShare(0, 0, 0, math.nan, math.nan, math.nan)
+    share = right / answers
+    variance = sum((own_right - own * share) ** 2 for own_right, own in clusters.values()) / answers**2
+    effective = min(len(clusters), share * (1 - share) / variance) if variance else len(clusters)
+    return ClrsShare(right, answers, len(clusters), share, *wilson_interval(share, effective))
 
 
 def mean_shares(variant: ClrsVariant, algorithms: Sequence[str], sizes: Sequence[int], *, once: bool) -> list[float]:
@@ -164,6 +200,11 @@ class ClrsComparison:
     p_holm: float
     every_pair: bool  # the difference has the same sign for every pair of seeds, one of each side
     unsolved: bool  # neither has a right answer
+
+    @property
+    def seeds_overlap(self) -> bool:
+        """Whether the difference is significant over the questions, but not the same for every pair of models."""
+        return self.p_holm < SIGNIFICANT and not self.every_pair
 
     @property
     def outcome(self) -> Literal["better", "worse", "no difference"]:
