@@ -135,7 +135,7 @@ def records_of(plan: GridPlan, subject: ExperimentSubject, progress: ProgressCal
                 if acquired and key not in _known_records(workspace, parts):  # another process may have finished it
                     device = chosen_device(subject.device)
                     record = train_and_measure(plan, model, seed, texts, parts, device, deadline)
-                    workspace.add(record | {"unigram_loss": unigram, "diverged": diverged(record)})
+                    workspace.add(record | {"unigram_loss": unigram})
     known = _known_records(workspace, parts)
     return [known[key] for key in keys if key in known]
 
@@ -405,7 +405,7 @@ def _plain(value: Any) -> Any:
 
 
 def without_offsets(figure: Figure) -> None:
-    """Write whole numbers at the ticks, not differences from an offset such as +5.288."""
+    """Write full numbers at the ticks, not differences from an offset such as +5.288."""
     for axes in figure.axes:
         for axis in (axes.xaxis, axes.yaxis):
             formatter = axis.get_major_formatter()
