@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.as_installed, pytest.mark.filterwarnings("ignore:.* en
 ONE = (2, 4, 2, 1, 520, 24, 40)  # batch, heads, key heads, queries, keys, width, width of the values
 WIDE = (1, 4, 2, 1, 300, 192, 256)
 SOME = (1, 4, 1, 3, 600, 16, 16)
-FLOAT32 = 4e-6 if DEVICE == "cpu" else 5e-5
+FLOAT32 = 4e-6
 
 
 def decoded(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, **options: Any) -> list[list[Any]]:

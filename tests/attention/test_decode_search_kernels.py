@@ -46,7 +46,7 @@ SOME_OFTEN = [
     for number, name in enumerate(MAPS)
     for other, call in enumerate(CALLS)
 ]
-FLOAT32 = 2e-6 if DEVICE == "cpu" else 5e-5  # products in three passes of tf32 have fewer digits
+FLOAT32 = 2e-6
 
 
 def often(*names: str) -> list[Any]:

@@ -34,7 +34,7 @@ CASES = [
     (SQUARE, "rows", True), (WIDE, "none", True), (GROUPS, "padding", False), (MORE_QUERIES, "none", True),
     (PAST_THE_EDGES, "heads", True),
 ]  # fmt: skip
-FLOAT32 = 2e-6 if DEVICE == "cpu" else 5e-5
+FLOAT32 = 2e-6
 
 
 def make(current: bool, **parts: Any) -> Normalizer:

@@ -49,11 +49,11 @@ def hard_rows(keys: int) -> Tensor:
     uniform = torch.rand(keys, generator=generator)
     normal = torch.randn(keys, generator=generator)
     index = torch.arange(keys)
-    far = 1e4 if DEVICE == "cpu" else 0.0  # on a GPU products far from 0 have fewer digits
+    small = 1e-39 if DEVICE == "cpu" else 1e-30  # a GPU adds products of parts, and bfloat16 has none below 1e-40
     return torch.stack([
         normal, torch.zeros(keys), (5 * uniform).floor(), 2.0**20 * index, -(2.0**20) * index,
-        torch.exp(40 * uniform - 20), -torch.exp(20 * uniform), 1 / (uniform - 0.5), far + uniform,
-        normal + 100.0 * (index % 32 == 5), normal + 100.0 * (index >= keys - 150), 1e30 * normal, 1e-39 * normal,
+        torch.exp(40 * uniform - 20), -torch.exp(20 * uniform), 1 / (uniform - 0.5), 1e4 + uniform,
+        normal + 100.0 * (index % 32 == 5), normal + 100.0 * (index >= keys - 150), 1e30 * normal, small * normal,
         torch.full((keys,), -3e38), 1.0 * (uniform > 0.5), (1e3 * uniform).round(),
     ])  # fmt: skip
 

@@ -11,7 +11,7 @@ from attnorm.mechanisms.soft import Gaussian, as_dot_products
 from tests.attention.kernel_calls import DEVICE, GROUPS, PAST_THE_EDGES, SMALL, SQUARE, draw, exactly, mask_of
 
 pytestmark = pytest.mark.as_installed
-FLOAT32 = 5e-6 if DEVICE == "cpu" else 5e-5  # products in three passes of tf32 have fewer digits
+FLOAT32 = 5e-6
 
 
 def run(tensors: tuple[Tensor, ...], mechanism: Gaussian, **options: object) -> list[Tensor]:

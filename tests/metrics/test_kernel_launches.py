@@ -154,7 +154,7 @@ def test_the_kernel_of_the_sums(dtype: torch.dtype, width: int, padded: int, til
     assert shared.items() <= constants.items()
     assert (constants["WIDTH"], constants["FULL"]) == (padded, width == padded)
     assert constants["LEVELS"] == round(math.log2(keys)) - 3
-    assert constants["PRECISION"] in ("tf32x3", "tf32")
+    assert constants["PRECISION"] in ("bf16x6", "ieee", "tf32")
 
 
 def test_the_kernel_of_the_sums_of_some_rows_with_everything() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnorm.arithmetic import ceil_div
 from attnorm.kernels.blocks import load_tile, matrix_of_head, softplus, store_tile, tanh
-from attnorm.kernels.launch import device_of, empty_rows, in_rows, padded
+from attnorm.kernels.launch import device_of, empty_rows, float32_precision, in_rows, padded
 
 ROWS = 64  # of one program
 POWERS = 1024  # of one program
@@ -190,10 +190,9 @@ def newton_inverse(a: Tensor, steps: int, ridge: float) -> Tensor:
     """
     a = a.contiguous()
     inverse = torch.empty_like(a)
-    exact = torch.backends.cuda.matmul.fp32_precision != "tf32"
     with device_of(a):
         _newton_inverse[(a.shape[:-2].numel(),)](
-            a, inverse, a.shape[-1], steps, ridge, PRECISION="tf32x3" if exact else "tf32", SIZE=padded(a), num_warps=4
+            a, inverse, a.shape[-1], steps, ridge, PRECISION=float32_precision(), SIZE=padded(a), num_warps=4
         )
     return inverse
 

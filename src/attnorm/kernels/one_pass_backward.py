@@ -101,8 +101,7 @@ def backward(
 def _keys_tile(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
     """Rows, columns, warps, stages of `backward_keys`.
 
-    Wide float32: compiled for sm_90, a thread spills 1.0 KB of registers, 1.8 KB with two stages, 2.1 KB with 64 rows;
-    at width 128 the kernel spills 1.4 KB.
+    Wide float32: compiled for sm_90, a thread spills 0.7 to 1.4 KB of registers, and twice as much with 64 rows.
     """
     wide = q.dtype == torch.float32 and max(padded(q), padded(v)) > 128
     return (32, 16, 8, 1) if wide else _queries_tile(q, v)
@@ -111,8 +110,8 @@ def _keys_tile(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
 def _queries_tile(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
     """Rows, columns, warps, stages, chosen as in the forward pass.
 
-    Backward holds two tiles of logits at once and spills registers with larger ones. Wide float32: 0.4 to 0.8 KB per
-    thread, and 196,608 bytes of shared memory.
+    Backward holds two tiles of logits at once and spills registers with larger ones. Wide float32: 0.2 to 0.3 KB per
+    thread on sm_90, 0.3 to 1.0 KB on sm_80, and 187,392 bytes of shared memory.
     """
     width = max(padded(q), padded(v))
     if q.dtype == torch.float32:

@@ -4,6 +4,9 @@ Two keys of a row are set apart: the first visible one (the sink) and the larges
 summed relative to the largest among themselves, the runner-up, so no sum underflows and nothing is ever subtracted.
 statistics_from_sums.py turns the sums into the statistics of a row.
 
+Weights depend on differences of logits. In float32 products are subtracted before they are scaled: at a logit of 10,000
+the rounding of a scaled product would change weights by 1e-3. In half precision one operation does both.
+
 Every class of keys (see row_tiles.py) has its own largest key, runner-up and sums, which are joined at the end: no
 thread waits for another one within a tile.
 
@@ -44,7 +47,8 @@ COLUMNS = (
     "largest",  # of the other keys
     "smallest",
     "level",  # the largest z of the other keys
-    "runner_up",  # the second largest z of the other keys
+    "sink_above",  # z of the first visible key minus the level
+    "drop",  # the second largest z of the other keys minus the level
     "first_power",  # sum e
     "e_log_e",  # sum e log e
     "second_power",  # sum e^2
@@ -63,6 +67,9 @@ class Sums(NamedTuple):
     s2: Any
     s3: Any
     s4: Any
+    s1_lost: Any  # by rounding, in float32
+    e_log_e_lost: Any
+    s2_lost: Any
 
 
 @triton.jit
@@ -85,7 +92,7 @@ def softmax_sums(
     state, sums = no_keys(keys, ROWS), _no_sums(ROWS)
     for whole in tl.static_range(2):
         state, sums = _fold(state, sums, inner if whole else outer, given, unit, C, not whole, LEVELS)
-    values = _columns_of(state, sums, _join_classes(sums, unit), given, logit, C)
+    values = _columns_of(state, _join_classes(sums, unit), given, unit, logit, C)
     column = tl.num_programs(0).to(tl.int64) // tl.cdiv(rows_total, ROWS) * rows_total
     store_columns(out + (own.batch_head * rows_total + at), column, inside, values)
 
@@ -94,7 +101,7 @@ def softmax_sums(
 def _no_sums(ROWS: tl.constexpr):
     leader = tl.full([ROWS, CLASSES], float("-inf"), tl.float32)
     s1 = tl.zeros([ROWS, CLASSES], tl.float32)
-    return Sums(leader, leader, s1, s1, s1, s1, s1)
+    return Sums(leader, leader, s1, s1, s1, s1, s1, s1, s1, s1)
 
 
 @triton.jit
@@ -103,7 +110,7 @@ def _fold(state, sums, span, given, unit, C: tl.constexpr, EDGE: tl.constexpr, L
     for tile in range(span.tiles):
         s, state = _products_of_tile(tile_of_span(span, tile, C), given, state, C, EDGE)
         winners, second = _winners_of(s, LEVELS)
-        sums = _add_products(sums, s, winners, second, unit, EDGE, LEVELS)
+        sums = _add_products(sums, s, winners, second, unit, C, EDGE, LEVELS)
     return state, sums
 
 
@@ -137,9 +144,27 @@ def _winners_of(s, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def _add_products(sums, s, winners, second, unit, EDGE: tl.constexpr, LEVELS: tl.constexpr):
+def _base_of(reference, unit, C: tl.constexpr):
+    """What `_above` subtracts, for logits relative to that of the reference, a product."""
+    if C.PRECISION == "tf32":
+        reference = reference * unit
+    return reference
+
+
+@triton.jit
+def _above(products, base, unit, C: tl.constexpr):
+    """Logits in bits relative to a base."""
+    if C.PRECISION == "tf32":
+        above = products * unit - base
+    else:
+        above = (products - base) * unit
+    return above
+
+
+@triton.jit
+def _add_products(sums, s, winners, second, unit, C: tl.constexpr, EDGE: tl.constexpr, LEVELS: tl.constexpr):
     """The sums with a tile of products added, whose winners and seconds are known."""
-    leader, runner_up, s1, e_log_e, s2, s3, s4 = sums
+    leader, runner_up, s1, e_log_e, s2, s3, s4, s1_lost, e_log_e_lost, s2_lost = sums
     demoted = smaller(leader, winners)
     new_runner_up = tl.maximum(tl.maximum(runner_up, second), demoted)
     reference = tl.where(new_runner_up == float("-inf"), 0.0, new_runner_up) if EDGE else new_runner_up
@@ -150,30 +175,48 @@ def _add_products(sums, s, winners, second, unit, EDGE: tl.constexpr, LEVELS: tl
         none, first_one = runner_up == float("-inf"), demoted == float("-inf")
         drop, shrink = tl.where(none, 0.0, drop), tl.where(none, 0.0, shrink)
         fall, e = tl.where(first_one, 0.0, fall), tl.where(first_one, 0.0, e)
-    e_log_e = shrink * (e_log_e + drop * s1) + e * fall
     square, e_square = shrink * shrink, e * e
-    s1 = s1 * shrink + e
-    s2 = s2 * square + e_square
-    s3 = s3 * square * shrink + e_square * e
-    s4 = s4 * square * square + e_square * e_square
+    e_log_e = shrink * (e_log_e + drop * s1)
+    s1, s2, s3, s4 = s1 * shrink, s2 * square, s3 * square * shrink, s4 * square * square
+    EXACT: tl.constexpr = C.PRECISION != "tf32"
+    if EXACT:
+        before = s1, e_log_e, s2
+        e_log_e_lost = shrink * (e_log_e_lost + drop * s1_lost)
+        s1_lost, s2_lost = s1_lost * shrink, s2_lost * square
+        s1, e_log_e, s2 = e, e * fall, e_square
+    else:
+        s1, e_log_e, s2 = s1 + e, e_log_e + e * fall, s2 + e_square
+    s3, s4 = s3 + e_square * e, s4 + e_square * e_square
     leader = larger(leader, winners)
 
-    base = reference * unit[:, None]
+    base = _base_of(reference, unit[:, None], C)
     even, odd = neighbours(s)
-    s1, e_log_e, s2, s3, s4 = _powers(smaller(even, odd), unit, base, s1, e_log_e, s2, s3, s4, EDGE)
+    s1, e_log_e, s2, s3, s4 = _powers(smaller(even, odd), unit, base, s1, e_log_e, s2, s3, s4, C, EDGE)
     winners = larger(even, odd)
     for _ in tl.static_range(LEVELS):
         left, right = halves(winners)
-        s1, e_log_e, s2, s3, s4 = _powers(smaller(left, right), unit, base, s1, e_log_e, s2, s3, s4, EDGE)
+        s1, e_log_e, s2, s3, s4 = _powers(smaller(left, right), unit, base, s1, e_log_e, s2, s3, s4, C, EDGE)
         winners = larger(left, right)
-    return Sums(leader, new_runner_up, s1, e_log_e, s2, s3, s4)
+    if EXACT:
+        s1, s1_lost = _add(before[0], s1, s1_lost)
+        e_log_e, e_log_e_lost = _add(before[1], e_log_e, e_log_e_lost)
+        s2, s2_lost = _add(before[2], s2, s2_lost)
+    return Sums(leader, new_runner_up, s1, e_log_e, s2, s3, s4, s1_lost, e_log_e_lost, s2_lost)
 
 
 @triton.jit
-def _powers(lost, unit, base, s1, e_log_e, s2, s3, s4, EDGE: tl.constexpr):
-    """Add the sums of e = exp2(unit * lost - base) to those of each class."""
+def _add(total, more, lost):
+    """The sum of all three and what its rounding loses, as Kahan (1965): a flat row has thousands of equal terms."""
+    more += lost
+    new = total + more
+    return new, more - (new - total)
+
+
+@triton.jit
+def _powers(lost, unit, base, s1, e_log_e, s2, s3, s4, C: tl.constexpr, EDGE: tl.constexpr):
+    """Add the sums of e = 2^x to those of each class, with x the logits of the keys that lost, above the base."""
     lost = by_class(lost)
-    x = lost * unit[:, None, None] - base[:, None, :]
+    x = _above(lost, base[:, None, :], unit[:, None, None], C)
     if EDGE:
         hidden = lost == float("-inf")  # times a factor of 0 it would be NaN
         x = tl.where(hidden, 0.0, x)
@@ -191,26 +234,35 @@ def _powers(lost, unit, base, s1, e_log_e, s2, s3, s4, EDGE: tl.constexpr):
 
 @triton.jit
 def _join_classes(sums, unit):
-    """The sums of all classes as one, with leader and runner-up in bits."""
-    leader = tl.where(sums.leader == float("-inf"), sums.leader, sums.leader * unit[:, None])
-    runner_up = tl.where(sums.runner_up == float("-inf"), sums.runner_up, sums.runner_up * unit[:, None])
-    leader, runner_up, s1, e_log_e, s2, s3, s4 = tl.reduce(
-        (leader, runner_up, sums.s1, sums.e_log_e, sums.s2, sums.s3, sums.s4), 1, _join
+    """The sums of all classes as one. The runner-up is in bits, relative to the leader, a product."""
+    leader = tl.max(sums.leader, 1)
+    leaders, runners_up = _below(sums.leader, leader, unit), _below(sums.runner_up, leader, unit)
+    _, runner_up, s1, e_log_e, s2, s3, s4 = tl.reduce(
+        (leaders, runners_up, sums.s1, sums.e_log_e, sums.s2, sums.s3, sums.s4), 1, _join
     )
-    return Sums(leader, runner_up, s1, e_log_e, s2, s3, s4)
+    return Sums(leader, runner_up, s1, e_log_e, s2, s3, s4, sums.s1_lost, sums.e_log_e_lost, sums.s2_lost)
 
 
 @triton.jit
-def _columns_of(state, sums, joined, given, logit, C: tl.constexpr):
-    """The values of COLUMNS from the sums by class and from those of all classes."""
-    leader = tl.max(sums.leader, 1)
+def _below(products, leader, unit):
+    """Products of classes in bits, relative to the leader of the row; -inf stays -inf also with a factor of 0."""
+    missing = products == float("-inf")
+    return tl.where(missing, products, (products - leader[:, None]) * unit[:, None])
+
+
+@triton.jit
+def _columns_of(state, sums, given, unit, logit, C: tl.constexpr):
+    """The values of COLUMNS from the sums of all classes."""
+    leader = sums.leader
     extremes = leader * logit, tl.min(state.smallest, 1) * logit
     empty = leader == float("-inf")
     largest = tl.where(empty, float("-inf"), tl.maximum(extremes[0], extremes[1]))
     least = tl.where(empty, float("inf"), tl.minimum(extremes[0], extremes[1]))
+    level = tl.where(empty, leader, leader * unit)
+    sink_above = tl.where(empty, 0.0, (state.sink - leader) * unit)
     return (
         visible_keys(state.n, given, C).to(tl.float32), state.sink * logit * LN2, largest * LN2, least * LN2,
-        joined.leader * LN2, joined.runner_up * LN2, joined.s1, joined.e_log_e * LN2, joined.s2, joined.s3, joined.s4,
+        level * LN2, sink_above * LN2, sums.runner_up * LN2, sums.s1, sums.e_log_e * LN2, sums.s2, sums.s3, sums.s4,
     )  # fmt: skip
 
 
@@ -272,8 +324,8 @@ def softmax_output(
             acc, peak, state, sums, inner if whole else outer, given, v, unit, C, not whole, LEVELS
         )
     joined = _join_classes(sums, unit)
-    reference = tl.where(peak == float("-inf"), 0.0, peak)
-    row_total = _total_weight(state, joined, reference, unit, given, C)
+    peak = tl.where(peak == float("-inf"), 0.0, peak)
+    row_total, reference = _total_weight(state, joined, peak, unit, given, C), peak * unit
     if SINK:  # it may exceed all logits by far, and all may exceed it
         sink = tl.load(learned_sink + own.head) * LOG2E
         common = tl.maximum(reference, sink)
@@ -285,23 +337,24 @@ def softmax_output(
     )  # fmt: skip
     rows_out = matrix_of_head(output, own.batch, own.head, o_batch, o_head, o_row, rows_total, width)
     store_tile(rows_out, acc * inverse_of(row_total)[:, None], at, WIDTH)
-    values = _columns_of(state, sums, joined, given, logit, C)
+    values = _columns_of(state, joined, given, unit, logit, C)
     column = tl.num_programs(0).to(tl.int64) // tl.cdiv(rows_total, ROWS) * rows_total
     store_columns(out + (own.batch_head * rows_total + at), column, inside, values)
 
 
 @triton.jit
-def _total_weight(state, joined, reference, unit, given, C: tl.constexpr):
-    """sum exp2(z - reference) over all keys: the first one, the largest of the others, and the rest."""
-    sink = tl.where(visible_keys(state.n, given, C) > 0, tl.exp2(state.sink * unit - reference), 0.0)
-    return sink + tl.exp2(joined.leader - reference) + joined.s1 * tl.exp2(joined.runner_up - reference)
+def _total_weight(state, sums, peak, unit, given, C: tl.constexpr):
+    """The weight of all keys relative to that of the peak: the first one, the largest of the others, and the rest."""
+    sink = tl.where(visible_keys(state.n, given, C) > 0, tl.exp2((state.sink - peak) * unit), 0.0)
+    leader = tl.where(sums.leader == float("-inf"), 0.0, tl.exp2((sums.leader - peak) * unit))
+    return sink + leader * (1.0 + sums.s1 * tl.exp2(sums.runner_up))
 
 
 @triton.jit
 def _fold_output(
     acc, peak, state, sums, span, given, v, unit, C: tl.constexpr, EDGE: tl.constexpr, LEVELS: tl.constexpr
 ):  # fmt: skip
-    """Add some tiles to output, largest logit in bits, and the state of the sums."""
+    """Add some tiles to output, largest product, and the state of the sums."""
     for tile in range(span.tiles):
         at = tile_of_span(span, tile, C)
         s, state = _products_of_tile(at, given, state, C, EDGE)
@@ -312,19 +365,21 @@ def _fold_output(
         if EDGE:  # the sink has a value as any other key, but is not among the products that the sums take
             here = (columns[None, :] == state.first[:, None]) & (columns < given.sight.keys)[None, :]
             products = tl.where(here, state.sink[:, None], s)
-            largest = tl.maximum(largest, tl.max(tl.where(here, products, float("-inf")), 1))
-            new_peak = tl.maximum(peak, tl.where(largest == float("-inf"), largest, largest * unit))
+            new_peak = tl.maximum(peak, tl.maximum(largest, tl.max(tl.where(here, products, float("-inf")), 1)))
             reference = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            p = tl.where(products == float("-inf"), 0.0, tl.exp2(products * unit[:, None] - reference[:, None]))
         else:
-            new_peak = tl.maximum(peak, largest * unit)
+            new_peak = tl.maximum(peak, largest)
             reference = new_peak
-            p = tl.exp2(products * unit[:, None] - reference[:, None])
-        shrink = tl.exp2(peak - reference)
+        base = _base_of(reference, unit, C)
+        p = tl.exp2(_above(products, base[:, None], unit[:, None], C))
+        shrink = tl.exp2((peak - reference) * unit)
+        if EDGE:  # with a factor of 0 these are NaN
+            p = tl.where(products == float("-inf"), 0.0, p)
+            shrink = tl.where(peak == float("-inf"), 0.0, shrink)
         peak = new_peak
         v_tile = load_tile(v, columns, C.WIDTH, EDGE, C.FULL)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision=C.PRECISION)
-        sums = _add_products(sums, s, winners, second, unit, EDGE, LEVELS)
+        sums = _add_products(sums, s, winners, second, unit, C, EDGE, LEVELS)
     return acc, peak, state, sums
 
 

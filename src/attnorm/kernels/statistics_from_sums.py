@@ -66,7 +66,8 @@ WEIGHT_NUMBERS = (
 LARGEST = tl.constexpr(COLUMNS.index("largest"))
 SMALLEST = tl.constexpr(COLUMNS.index("smallest"))
 LEVEL = tl.constexpr(COLUMNS.index("level"))
-RUNNER_UP = tl.constexpr(COLUMNS.index("runner_up"))
+SINK_ABOVE = tl.constexpr(COLUMNS.index("sink_above"))
+DROP = tl.constexpr(COLUMNS.index("drop"))
 FIRST_POWER = tl.constexpr(COLUMNS.index("first_power"))
 E_LOG_E = tl.constexpr(COLUMNS.index("e_log_e"))
 SECOND_POWER = tl.constexpr(COLUMNS.index("second_power"))
@@ -213,13 +214,14 @@ def _row_logits(sums, factor, learned_sink, at, inside, rows, heads, total, FACT
         z = z * gain
     largest = tl.load(sums + LEVEL * total + at, mask=inside, other=0.0).to(tl.float64)
     level = tl.where(n > 1, largest, z)
+    sink_above = tl.load(sums + SINK_ABOVE * total + at, mask=inside, other=0.0).to(tl.float64)
     some = tl.load(sums + FIRST_POWER * total + at, mask=inside, other=0.0) != 0  # NaN stays
-    second = tl.load(sums + RUNNER_UP * total + at, mask=inside, other=0.0).to(tl.float64)
-    drop = tl.where(some, second - level, float("-inf"))
+    below = tl.load(sums + DROP * total + at, mask=inside, other=0.0).to(tl.float64)
+    drop = tl.where(some, below, float("-inf"))
     learned = tl.full(at.shape, float("-inf"), tl.float64)
     if SINK:
         learned = tl.load(learned_sink + at // rows % heads, mask=inside, other=0.0).to(tl.float64) - level
-    return n, gain, level, z - level, drop, learned
+    return n, gain, level, tl.where(n > 1, sink_above, z - level), drop, learned
 
 
 @triton.jit

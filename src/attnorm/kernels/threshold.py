@@ -73,8 +73,8 @@ class Tiles(NamedTuple):
 # entmax15 in bfloat16 on an H200, 4,096 x 64 and 8,192 x 128. 128 forward rows cost 4 to 7 %, 128 columns 15 % or
 # more: the leaders, one set per pair of columns, stay in registers. Width 128: 128 keys gain 2 %, but do not fit in
 # registers with a factor. With 168 registers three blocks run at once on a multiprocessor. Width 256 and float32: what
-# fits in shared memory. float32 of width 256 has 16 rows (see launch.tile_without_values): for sm_90 a thread
-# spills 0.5 KB of registers in either kernel of rows, with 64 keys twice as much, 1.0 KB in that of keys.
+# fits in shared memory. float32 of width 256 has 16 rows (see launch.tile_without_values). For sm_90 a thread
+# spills 0.4 to 1.5 KB of registers there, and as forward kernel of width 128 1.5 to 2.6 KB.
 HALF_TILES = {
     64: Tiles((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), query_registers=168),
     128: Tiles((64, 64, 4, 3), (128, 64, 8, 3), (32, 64, 4, 3), (32, 64, 4, 4), small_queries=(64, 64, 8, 2)),

@@ -37,7 +37,7 @@ _MASK_TILE = (16, 256)  # rows and keys whose mask a program counts at a time
 # Rows, keys, warps and stages by bytes of a number and padded width, which is at most the key of this table. For half
 # precision of width 128 the fastest of five on an H200: 13.2 ms, with tiles of 128 x 128 logits 13.3. The others were
 # compiled for it and not timed: a thread holds its part of the output, of a tile of logits and of the sums in 255
-# registers, and with larger tiles it spills more. float32 of width 256 spills 0.5 to 0.8 KB per thread.
+# registers, and with larger tiles it spills more. float32 of width 256 spills 0.5 to 0.9 KB per thread.
 OUTPUT_TILES: dict[tuple[int, int], Tile] = {
     (2, 64): (64, 64, 4, 3),
     (2, 128): (64, 64, 4, 2),
@@ -293,7 +293,7 @@ def levels_of(tile: Tile) -> int:
 
 
 def _tile(dtype: torch.dtype, width: int) -> Tile:
-    """Wide float32 spills at most 124 bytes of registers; why it has 16 rows: `launch.tile_without_values`."""
+    """Wide float32 spills 0.3 to 0.4 KB of registers; why it has 16 rows: `launch.tile_without_values`."""
     if dtype == torch.float32:
         return (64, 64, 4, 2) if width <= 64 else (32, 64, 4, 2) if width <= 128 else (16, 64, 8, 2)
     return (64, 128, 4, 3) if width <= 128 else (64, 64, 4, 2)
