@@ -199,7 +199,10 @@ def test_a_folder_is_measured_from_the_start_of_python(tmp_path: Path, monkeypat
     monkeypatch.setattr(bench_analyze, "_in_own_processes", lambda *_: iter(()))
     monkeypatch.setenv(bench_analyze.FOLDER, str(save_model(tmp_path / "tiny")))
     notes: list[str] = []
-    (run,) = measure_analysis(quick=True, notes=notes, text=save_text(tmp_path / "words.txt", words=20))
+    ratio, run = measure_analysis(quick=True, notes=notes, text=save_text(tmp_path / "words.txt", words=40))
+    assert isinstance(ratio, Ratio)
+    assert (ratio.what, ratio.topic) == ("analyze, default settings", "Measuring tiny, 2 windows of 16 tokens")
+    assert min(ratio.theirs_ms, ratio.ours_ms) > 0
     assert isinstance(run, ModelRun)
     assert run.what == "16 tokens, 4 heads"
     assert run.peak_mb > 100
@@ -216,7 +219,9 @@ def test_a_folder_that_cannot_be_measured_becomes_a_note(tmp_path: Path, monkeyp
     monkeypatch.setattr(bench_analyze, "run_and_read_json", fails)
     notes: list[str] = []
     assert list(measure_analysis(notes=notes, model=tmp_path)) == []
-    assert notes == [
+    first, *others = notes
+    assert first == f"the default call on {tmp_path.name} was not measured: ValueError: 'text' has 20 tokens"
+    assert others == [
         f"{tmp_path.name} at {length} tokens was not measured: ValueError: 'text' has 20 tokens"
         for length in ("1,024", "8,192")
     ]

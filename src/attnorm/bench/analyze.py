@@ -6,6 +6,9 @@ the gradient. full: analyze() with distances and separability too, on 64 rows. e
 `output_attentions=True` and the core numbers computed from the weights. Heavy imports are lazy: the process of the
 plain pass must not load what only the others use.
 
+A pretrained model: the default call of analyze() against the model's own forward pass, and the time and memory of a
+whole run from the start of Python.
+
 A sweep: 64 small items with two workers, in local processes and on Ray. Ideal are the seconds that the items take
 inside their workers, divided by the number of workers; they include loading the model. The wall time also has the start
 of Ray and of the workers, scheduling, and the merged table and page.
@@ -33,6 +36,8 @@ from attnorm.bench.timing import MEGABYTE, Call, peak_above, resident, run_and_r
 Way = Literal["plain", "core", "full", "eager"]
 
 CORE, FULL, EAGER = 1 / 4, 1 / 2, 4.0  # promised speedups: over the plain pass (core, full), over eager
+DEFAULT = 1 / 2  # promised speedup of the default call over the plain pass
+DEFAULT_WINDOWS = 2
 MEMORY = 1.5  # promised: at most this many times the plain pass
 EXPONENT = 1.1  # promised: memory grows at most with this power of the length; an attention matrix has 2
 WHOLE_SECONDS = 60.0  # promised: SmolLM2 at the first of its lengths
@@ -83,7 +88,12 @@ def measure_analysis(
     if named is None:
         notes.append(f"no pretrained model was measured: give a folder of SmolLM2 with --model or ${FOLDER}")
         return
-    for length in (16,) if quick else MODEL_LENGTHS:
+    lengths = (16,) if quick else MODEL_LENGTHS
+    try:
+        yield _default_call(named, text, lengths[0], quick)
+    except RuntimeError as error:
+        notes.append(f"the default call on {named.name} was not measured: {error}")
+    for length in lengths:
         try:
             yield _whole_run(named, text, length, None if quick or length > MODEL_LENGTHS[0] else WHOLE_SECONDS)
         except RuntimeError as error:
@@ -154,9 +164,47 @@ def _runs(costs: dict[Way, Cost], shape: Shape, quick: bool) -> Iterator[Ratio |
         )  # fmt: skip
 
 
+def _default_call(folder: Path, text: Path | None, length: int, quick: bool) -> Ratio:
+    """Measure the default call on a loaded model; a new process shows whether the folder can be loaded."""
+    arguments = f"{_as_arguments(folder, text, length)}, {1 if quick else 3}"
+    timed = run_and_read_json(f"from attnorm.bench.analyze import report_default; report_default({arguments})")
+    return Ratio(
+        topic=f"Measuring {folder.name}, {DEFAULT_WINDOWS} windows of {length:,} tokens",
+        what="analyze, default settings", against="model(input_ids) on each window",
+        target=None if quick else DEFAULT, **timed,
+    )  # fmt: skip
+
+
+def _as_arguments(folder: Path, text: Path | None, length: int) -> str:
+    return f"{str(folder)!r}, {None if text is None else str(text)!r}, {length}, {torch.get_num_threads()}"
+
+
+def _read(text: str | None) -> dict[str, str] | None:
+    return None if text is None else {Path(text).name: Path(text).read_text(encoding="utf-8")}
+
+
+def report_default(folder: str, text: str | None, length: int, threads: int, rounds: int) -> None:
+    """Run in the new process: time the default call and the plain passes in alternation, and print JSON."""
+    from attnorm.analysis.analyze import analyze
+    from attnorm.models.load import load
+
+    torch.set_num_threads(threads)
+    loaded = load(folder)
+    generator = torch.Generator().manual_seed(0)
+    windows = torch.randint(loaded.model.config.vocab_size, (DEFAULT_WINDOWS, length), generator=generator)
+
+    @torch.no_grad()
+    def plain() -> None:
+        for window in windows:
+            loaded.model(input_ids=window[None].to(loaded.model.device), use_cache=False)
+
+    ours = partial(analyze, loaded, _read(text), lengths=length, windows=DEFAULT_WINDOWS)
+    sys.stdout.write(json.dumps(asdict(time_alternating(ours, plain, rounds=rounds))))
+
+
 def _whole_run(folder: Path, text: Path | None, length: int, target: float | None) -> ModelRun:
     """Measure from the start of Python to the tables, including loading the model."""
-    arguments = f"{str(folder)!r}, {None if text is None else str(text)!r}, {length}, {torch.get_num_threads()}"
+    arguments = _as_arguments(folder, text, length)
     start = time.perf_counter()
     measured = run_and_read_json(f"from attnorm.bench.analyze import report; report({arguments})")
     return ModelRun(
@@ -173,8 +221,7 @@ def report(folder: str, text: str | None, length: int, threads: int) -> None:
     from attnorm.analysis.analyze import analyze
 
     torch.set_num_threads(threads)
-    inputs = None if text is None else {Path(text).name: Path(text).read_text(encoding="utf-8")}
-    heads = analyze(folder, inputs, lengths=length, rows="last", metrics="all").heads.num_rows
+    heads = analyze(folder, _read(text), lengths=length, rows="last", metrics="all").heads.num_rows
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MEGABYTE
     sys.stdout.write(json.dumps({"heads": heads, "peak_mb": peak}))
 
