@@ -308,6 +308,40 @@ def test_a_norm_without_closed_form_is_measured_on_a_few_rows_and_unknown_on_oth
     assert not norms[..., -1].isnan().any()
 
 
+@pytest.mark.parametrize("name", ["alibi", "nearmax"])
+def test_numbers_added_to_the_logits_leave_the_norm_of_the_map(name: str) -> None:
+    call, normalizer = in_float64(make_call(40, batch=1)), get(name, heads=HEADS)
+    norms = measured(call, normalizer)
+    assert not norms.values["jacobian_norm"].isnan().any()
+    check_jacobian(call, norms, normalizer, 1e-9)
+
+
+def test_the_norm_of_hard_attention_with_a_sink_is_that_of_softmax_with_it() -> None:
+    call, softmax = in_float64(make_call(9, batch=1)), compose("softmax", sink=Sink(1.5, heads=HEADS))
+    found = measured(call, compose("hard", sink=Sink(1.5, heads=HEADS))).values["jacobian_norm"]
+    torch.testing.assert_close(found, measured(call, softmax).values["jacobian_norm"], rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("first", "others", "sink"),
+    [(-5.0, [-200.0], 0.0), (-1.0, [-400.0], 0.0), (1.0, [-305.0, -306.0], 0.0), (400.0, [0.0], 401.0)],
+)
+def test_the_norm_where_both_sinks_are_far_above_the_others(
+    first: float, others: list[float], sink: float, dtype: torch.dtype
+) -> None:
+    found = measured(one_row([first, *others], dtype), get("sink", logit=sink)).values["jacobian_norm"].item()
+    share = 1 / (1 + math.exp(sink - first))  # the other keys have no weight
+    assert found == pytest.approx(share * (1 - share), rel=4 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("logits", [[-1e30] * 3, [-2e30, -3e30, -2e30]])
+def test_logits_as_low_as_those_of_hidden_keys_make_no_numbers(logits: list[float]) -> None:
+    found = measured(one_row(logits))
+    assert found.broken.all()
+    assert found.values["effective_keys"].isnan().all()
+
+
 @pytest.mark.parametrize("size", [0.1, 1.0, 4.0])
 @pytest.mark.parametrize("function", ["polynomial", "softplus", "elu+1", "exp"])
 def test_norms_of_kernels_whose_values_are_small_or_large(function: str, size: float) -> None:

@@ -14,7 +14,7 @@ from attnorm.metrics import fused_rows
 from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.catalogue import PER_ROW
 from attnorm.metrics.normalized import Choice, resolve_normalizers
-from attnorm.metrics.row_statistics import RowSums
+from attnorm.metrics.row_statistics import RowSums, shared_height
 from attnorm.metrics.rows import _finish_statistics, measure_by_kernel
 from attnorm.normalizers import get
 from tests.metrics.calls import CALLS, HEADS, KEY_HEADS, WIDTH, left_padding, make_call
@@ -66,8 +66,9 @@ def sums_of(z: Tensor, n: Tensor, gain: Tensor) -> Tensor:
 
 
 def entries_of(sums: RowSums, drop: Tensor, n: Tensor) -> tuple[Tensor, ...]:
-    sink, learned = (z.clamp(max=300).exp() for z in (sums.sink, sums.learned))
-    return sink, (n > 1).double(), drop.exp(), learned
+    height = shared_height(sums.sink, sums.learned)
+    sink, learned = ((z - height).clamp(max=300).exp() for z in (sums.sink, sums.learned))
+    return sink, (n > 1) * (-height).exp(), (drop - height).exp(), learned
 
 
 def expected_of(columns: Tensor, gain: Tensor, learned_sink: Tensor, poles: Callable[[Tensor], Tensor] | None) -> dict:
@@ -89,7 +90,8 @@ def expected_of(columns: Tensor, gain: Tensor, learned_sink: Tensor, poles: Call
         ratio = torch.where(sink < one, sink / (x - sink), 0.0)
         p, squares = poles(x).double()
         improved = improved_root(*ends, x, p + ratio, squares + ratio.square(), learned)
-        root = torch.where(improved.isfinite(), improved, root)
+        near = shared_height(sums.sink, sums.learned) == 0
+        root = torch.where(improved.isfinite() & near, improved, root)
     found = {"sums": torch.stack(sums._replace(root=root), -1), "gain": gain.abs()[:, None]}
     limits = {"n": n.long()[:, None], "logits": torch.stack([first, largest, smallest], -1)}
     return _finish_statistics(limits, found, (), ALL).values
@@ -141,14 +143,14 @@ def test_every_number_is_that_of_the_sums_in_float64(rule: str, improve: bool) -
     assert not broken.any()
     names = (*kernels.NUMBERS, *kernels.MORE_NUMBERS, *kernels.WIDE_NUMBERS)
     found = {name: t[0, 0].cpu().double() for name, t in zip(names, (t for o in outputs for t in o), strict=True)}
-    assert found.keys() - {"keys_logsumexp"} == expected.keys()
+    assert found.keys() - {"largest_share"} == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(
             found[name], value, rtol=3e-7, atol=1e-37, equal_nan=True, msg=lambda t, c=name: f"{c}: {t}"
         )
     seen = n > 0
-    exact = scaled(z, gain)[seen].logsumexp(-1)
-    torch.testing.assert_close(found["keys_logsumexp"][seen], exact, rtol=1e-6, atol=1e-6)
+    exact = scaled(z, gain)[seen].softmax(-1).amax(-1)
+    torch.testing.assert_close(found["largest_share"][seen], exact, rtol=3e-7, atol=0)
 
 
 def nearly_equal(keys: int) -> AttentionCall:
@@ -211,6 +213,22 @@ def test_the_sums_of_thousands_of_nearly_equal_weights_lose_no_digits(monkeypatc
     found = measured(on_device(call), None, list(exact))
     for name in ("effective_keys", "max_weight", "entropy_nats"):
         torch.testing.assert_close(found[name].cpu().double(), exact[name], rtol=6e-7, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("size", [1.0, 100.0, 1e4])
+def test_the_mass_of_the_heaviest_key_is_the_largest_weight(size: float) -> None:
+    call, rows = on_device(make_call(9, 70, batch=1, size=size)), torch.arange(9)
+    (found,) = measure_by_kernel(call, resolve_normalizers(call, [None]), rows, (1, 70), mass_rows=None).values()
+    torch.testing.assert_close(found.top_mass[..., 0], found.values["max_weight"], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("logits", [[-5.0, -200.0], [-1.0, -400.0, -401.0], [1.0, -305.0], [400.0, 0.0]])
+def test_the_norm_where_both_sinks_are_far_above_the_others(logits: list[float]) -> None:
+    key = torch.tensor(logits)[None, None, :, None]
+    call = AttentionCall(0, "cross", torch.ones(1, 1, 1, 1), key, key, 1.0, causal=False)
+    found = measured(on_device(call), get("sink", logit=logits[0] + 1), ["jacobian_norm"])["jacobian_norm"].item()
+    share = 1 / (1 + math.e)
+    assert found == pytest.approx(share * (1 - share), rel=1e-6)
 
 
 def on_device(call: AttentionCall) -> AttentionCall:

@@ -34,7 +34,7 @@ NUMBERS = (
     "sink_mass",
     "row_sum",
     "jacobian_norm",
-    "keys_logsumexp",  # log sum exp of the keys alone, without the learned sink
+    "largest_share",  # largest weight among the keys alone, without the learned sink
 )
 # Of weights of any map, in the order in which the kernels store them; softmax has two bounds more.
 MORE_WEIGHT_NUMBERS = (
@@ -75,6 +75,7 @@ THIRD_POWER = tl.constexpr(COLUMNS.index("third_power"))
 FOURTH_POWER = tl.constexpr(COLUMNS.index("fourth_power"))
 
 _LARGEST_EXPONENT = tl.constexpr(300.0)  # exp of more would overflow when it is squared
+_FAR = tl.constexpr(60.0)  # metrics.row_statistics.FAR
 
 
 @triton.jit
@@ -137,7 +138,7 @@ def softmax_statistics(
         (
             max_logit, min_logit, level + log_all, entropy, 1.0 / (m * m + left * left * squares_rest),
             key_share * tl.maximum(m, left / rest), key_share * m + learned_share, key_share,
-            tl.abs(gain) * root * tl.exp(-log_all), level + log_keys,
+            tl.abs(gain) * root * tl.exp(_shared_height(sink, learned) - log_all), tl.maximum(m, left / rest),
         ),
     )  # fmt: skip
     if MORE:
@@ -226,7 +227,7 @@ def _row_logits(sums, factor, learned_sink, at, inside, rows, heads, total, FACT
 
 @triton.jit
 def _first_root(sums, at, inside, total, n, sink, drop, learned):
-    """The Jacobian norm times the sum of all e, from three keys and the moments of the others."""
+    """The Jacobian norm times the sum of all e, over e^_shared_height, from three keys and moments of the others."""
     sink_e, largest, runner_up, learned_e = _entries(n, sink, drop, learned)
     smaller = tl.minimum(sink_e, largest)
     m0 = tl.load(sums + FIRST_POWER * total + at, mask=inside, other=0.0).to(tl.float64)
@@ -256,15 +257,24 @@ def _next_root(roots, poles, at, inside, total, n, sink, drop, learned):
     d = x - second
     d = rational_step(first, first - second, d, value, d / x * (value + squares))
     improved = tl.where((second < first) & (d > 0), second + d, x)
-    return tl.where(tl.abs(improved) < float("inf"), improved, root)  # a sink far above the rest leaves float32
+    # Where both sinks are far above the rest, the first root is exact.
+    return tl.where((tl.abs(improved) < float("inf")) & (_shared_height(sink, learned) == 0), improved, root)
 
 
 @triton.jit
 def _entries(n, sink, drop, learned):
-    """e = exp(z - level) of the sink, the largest other key, the second largest one, and the learned sink."""
-    sink_e = tl.exp(tl.minimum(sink, _LARGEST_EXPONENT))
-    learned_e = tl.exp(tl.minimum(learned, _LARGEST_EXPONENT))
-    return sink_e, tl.where(n > 1, 1.0, 0.0).to(tl.float64), tl.exp(drop), learned_e
+    """e = exp(z - level - height) of the sink, the largest other key, the second largest one, and the learned sink."""
+    height = _shared_height(sink, learned)
+    sink_e = tl.exp(tl.minimum(sink - height, _LARGEST_EXPONENT))
+    learned_e = tl.exp(tl.minimum(learned - height, _LARGEST_EXPONENT))
+    return sink_e, tl.where(n > 1, tl.exp(-height), 0.0), tl.exp(drop - height), learned_e
+
+
+@triton.jit
+def _shared_height(sink, learned):
+    """metrics.row_statistics.shared_height."""
+    height = tl.minimum(sink, learned)
+    return tl.where(height > _FAR, height, 0.0)
 
 
 @triton.jit

@@ -55,8 +55,8 @@ class AttentionStatistics(NamedTuple):
     sink_mass: p of the first visible key; with a learned sink its w and what the sink took, 1 - sum w
     row_sum: sum w
     jacobian_norm: largest singular value of dw/dz; for maps without a closed form (sa_softmax, stick_breaking,
-        scale_invariant, and rules that change single logits or read the row, such as softcap, alibi and
-        adaptive_temperature) in 8 rows of each head only, NaN in the others
+        scale_invariant, and rules that stretch single logits or read the row, such as softcap and
+        adaptive_temperature) by power iteration, at most 0.5 % too small, in 8 rows of each head; NaN in the others
     top_mass: (B, H, Lq, len(top_n)), the sum of the N largest p for each N of top_n
 
     NaN where a number is not defined: in rows that see no key, in rows whose weights are all 0 (all but n, logits,

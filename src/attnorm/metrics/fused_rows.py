@@ -122,7 +122,7 @@ class FusedRows:
 
     n: Tensor  # number of visible keys
     values: dict[str, Tensor]  # by name
-    keys_logsumexp: Tensor  # log sum exp of the rescaled logits of the keys, without the learned sink
+    largest_share: Tensor  # of the weight of the keys, without the learned sink
     broken: Tensor  # boolean: logits or weights are not finite
 
 
@@ -173,7 +173,7 @@ def rows_of_sums(launch: "RowsLaunch", sums: Tensor, names: Sequence[str], learn
         values |= zip(MORE_NUMBERS, others.unbind(), strict=True)
         values |= zip(WIDE_NUMBERS, wide.unbind(), strict=True)
     requested = requested_numbers(values, names, "MORE_NUMBERS of kernels/statistics_from_sums.py")
-    return FusedRows(n, requested, values["keys_logsumexp"], broken)
+    return FusedRows(n, requested, values["largest_share"], broken)
 
 
 def _run_on_rows(

@@ -24,6 +24,8 @@ from attnorm.theory.rank_one_eigenvalues import rank_one_root
 
 # The square of exp overflows above this, in float32 and float64. A sink as large as that has all of the weight.
 LARGEST_EXPONENT = {torch.float32: 40.0, torch.float64: 300.0}
+# Keys that are this far below both sinks add less than a rounding error. e^60 times a million keys fits into float32.
+FAR = 60.0
 # Below this a sum of exponentials may have lost its digits to underflow.
 SMALLEST_SUM = 1e-30
 LISTED = 16  # entries per list of `largest_numbers`: divides the columns of a block of logits
@@ -114,7 +116,7 @@ class RowSums(NamedTuple):
     log_others: Tensor  # log sum e
     e_log_e: Tensor  # sum e log e
     squares: Tensor  # sum e^2
-    root: Tensor  # norm of the Jacobian times the sum of all e, the learned sink's included
+    root: Tensor  # norm of the Jacobian times the sum of all e, the learned sink's included, over e^shared_height
 
     @classmethod
     def from_columns(cls, columns: Tensor) -> "RowSums":
@@ -171,17 +173,28 @@ def _jacobian_root(
     sink: Tensor,
     learned: Tensor | None,
 ) -> Tensor:
-    """Return the norm of diag(e) - e e^T / (sum of all e) over the keys."""
-    # Two large sinks of different size need the range of float64.
-    dtype = e.dtype if learned is None else torch.float64
-    sink_e = torch.exp(sink.to(dtype).clamp(max=LARGEST_EXPONENT[dtype]))
-    at_zero = None if learned is None else torch.exp(learned.to(dtype).clamp(max=LARGEST_EXPONENT[dtype]))
-    largest = rest.to(dtype)
-    smaller = torch.minimum(sink_e, largest)
-    e.scatter_(1, first, smaller.to(e.dtype))
-    second = torch.maximum(smaller, next_largest)
+    """Return the norm of diag(e) - e e^T / (sum of all e) over the keys, for e divided by e^shared_height."""
+    dtype = e.dtype
+    height, at_zero = torch.zeros_like(sink), None
+    if learned is not None:
+        dtype = torch.float64  # two sinks of different size need its range
+        height = shared_height(sink, learned)
+        at_zero = torch.exp((learned - height).to(dtype).clamp(max=LARGEST_EXPONENT[dtype]))
+        e.mul_(torch.exp(-height))
+        next_largest = next_largest * torch.exp(-height)
+    sink_e = torch.exp((sink - height).to(dtype).clamp(max=LARGEST_EXPONENT[dtype]))
+    largest = rest.to(dtype) * torch.exp(-height)
+    smaller = torch.minimum(sink_e, largest).to(e.dtype)
+    e.scatter_(1, first, smaller)
+    second = torch.maximum(smaller, next_largest).to(dtype)
     root = rank_one_root(torch.maximum(sink_e, largest), second, e, at_zero, scratch)
     return root.to(e.dtype)
+
+
+def shared_height(sink: Tensor, learned: Tensor) -> Tensor:
+    """Return how far both sinks are above the other keys, if these are negligible; otherwise 0."""
+    height = torch.minimum(sink, learned)
+    return torch.where(height > FAR, height, 0.0)
 
 
 def softmax_statistics(columns: Tensor, n: Tensor, top_n: Sequence[int]) -> tuple[dict[str, Tensor], Tensor]:
@@ -223,7 +236,8 @@ def softmax_statistics(columns: Tensor, n: Tensor, top_n: Sequence[int]) -> tupl
 
 
 def _jacobian_norm(sums: RowSums, log_keys: Tensor) -> Tensor:
-    log_all = torch.logaddexp(log_keys, sums.learned).double()
+    height = shared_height(sums.sink, sums.learned).double()
+    log_all = torch.logaddexp(log_keys - height, sums.learned - height)
     return (sums.root * torch.exp(-log_all)).to(log_keys.dtype)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnorm.engines.execution import in_threads, sent_to
 from attnorm.metrics import fused_maps, fused_rows
-from attnorm.metrics.call import AttentionCall, LogitBlock, LogitWorkspace, logit_blocks
+from attnorm.metrics.call import LOW, AttentionCall, LogitBlock, LogitWorkspace, logit_blocks
 from attnorm.metrics.catalogue import PER_ROW
 from attnorm.metrics.normalized import Choice, MeasuredNormalizer, resolve_normalizers, rows_block
 from attnorm.metrics.row_statistics import (
@@ -125,15 +125,15 @@ def measure_by_kernel(
     """
     n = fused_rows.visible_keys(call, rows) if any(normalizer.rescales for normalizer in chosen) else None
     statistics = {}
-    tops = []  # for the masses of the heaviest keys: the factor of the logits, and logsumexp over the keys
+    tops = []  # for the masses of the heaviest keys: the factor of the logits, and the share of the largest key
     for normalizer in chosen:
         factor = None if n is None or not normalizer.rescales else fused_rows.factors(normalizer, call, rows, n)
         sink = normalizer.learned_sink(call, slice(0, call.query_BHQD.shape[1]))
         fused = fused_rows.fused_rows(call, rows, names, factor, sink)
         statistics[normalizer.name] = RowStatistics(
-            fused.n, fused.values, fused.keys_logsumexp.new_empty((*fused.n.shape, 0)), fused.broken
+            fused.n, fused.values, fused.largest_share.new_empty((*fused.n.shape, 0)), fused.broken
         )
-        tops.append((factor, fused.keys_logsumexp))
+        tops.append((factor, fused.largest_share))
     if top_n:
         summed_rows = _choose_mass_rows(call, rows, mass_rows)
         masses = _top_masses(call, rows, summed_rows, tops, top_n)
@@ -166,7 +166,8 @@ def _top_masses(
 ) -> list[Tensor]:
     """Return the share of the N heaviest keys, (B, H, R, N), for some of the rows (indices); NaN for the others.
 
-    tops, one per softmax: the factor of its logits (B, H, R, 1), and logsumexp over the keys (B, H, R).
+    tops, one per softmax: the factor of its logits (B, H, R, 1), and the share of the largest key (B, H, R). The other
+    shares follow from differences of the logits here, which round in another way than those of the kernel.
     """
     device = call.query_BHQD.device
     shape = (*call.query_BHQD.shape[:2], len(rows), len(top_n))
@@ -174,13 +175,14 @@ def _top_masses(
     at_rows = sent_to(device, summed_rows)
     for block in logit_blocks(call, rows[summed_rows], all_heads=True):
         row_indices = at_rows[block.rows]
-        for (factor, log_keys), masses in zip(tops, masses_per_softmax, strict=True):
+        for (factor, share), masses in zip(tops, masses_per_softmax, strict=True):
             z = block.logits
             if factor is not None:
                 z = block.hide(z * factor[block.item, block.heads][:, row_indices])
             largest = largest_numbers(z, max(top_n))
-            weights = torch.exp(largest - log_keys[block.item, block.heads][:, row_indices].unsqueeze(-1))
-            masses[block.item, block.heads, row_indices] = sums_of_first(weights, top_n).clamp(max=1)
+            largest_share = share[block.item, block.heads][:, row_indices].unsqueeze(-1)
+            shares = largest_share * torch.exp(largest - largest[..., :1])
+            masses[block.item, block.heads, row_indices] = sums_of_first(shares, top_n).clamp(max=1)
     return masses_per_softmax
 
 
@@ -325,6 +327,7 @@ def _finish_statistics(
     max_logit = torch.maximum(sink, largest)
     distance = max_logit - torch.minimum(sink, smallest)
     finite = (max_logit - distance + values["row_sum"]).isfinite()  # whether all three are finite
+    finite &= max_logit > LOW  # else hidden keys would take weight
     unsound = ~finite | (n < 1)
     distance = distance.masked_fill(unsound, torch.nan)
     rest = (largest - smallest).masked_fill(n <= 1, torch.nan)

@@ -8,8 +8,9 @@ The norm is computed exactly for maps that declare the form of their Jacobian (`
 
 and for softpick, whose solver is its own (theory/rank_two_singular_values.py).
 
-A scale rule multiplies the norm by its factor; after a selection, it is the norm of the map over the kept keys. Other
-normalizers use power iteration on a few rows; their other rows are NaN. The norm is that of the gradient used in
+A scale rule multiplies the norm by its factor, an additive rule leaves it; after a selection, it is the norm of the map
+over the kept keys. Other normalizers use power iteration on a few rows, which ends up to 0.5 % below the norm; their
+other rows are NaN. The norm is that of the gradient used in
 training: for hard attention it is the norm of softmax.
 """
 
@@ -26,7 +27,7 @@ from attnorm.metrics.call import AttentionCall, LogitBlock, logit_blocks
 from attnorm.metrics.normalized import Choice, as_normalizer, resolve_normalizers, rows_block
 from attnorm.metrics.sampling import Source, of_each_source, sources_of
 from attnorm.normalizers.block import Block, RowsBlock
-from attnorm.normalizers.contract import Map, Normalizer, ScaleRule, Sink, per_head
+from attnorm.normalizers.contract import Map, Normalizer, ScaleRule, per_head
 from attnorm.normalizers.softmax import Softmax
 from attnorm.normalizers.softpick import Softpick
 from attnorm.normalizers.topk import Hard
@@ -42,11 +43,12 @@ GPU_ELEMENTS = 2**26  # weights to compute at once on a GPU, over several temper
 
 def has_closed_form(normalizer: Normalizer) -> bool:
     """Whether the norm has a closed form, so that it is computed for every row."""
+    if not normalizer.has_known_parts():
+        return False
     map_ = _differentiable(normalizer.map)
     quotient_with_sink = map_.jacobian == "quotient" and normalizer.sink is not None
     structured = type(map_) is Softpick or (map_.jacobian is not None and not quotient_with_sink)
-    scales = all(isinstance(rule, ScaleRule) for rule in normalizer.rules)
-    return structured and scales and normalizer.has_known_parts()
+    return structured and all(isinstance(rule, ScaleRule) or rule.additive for rule in normalizer.rules)
 
 
 def jacobian_norm(normalizer: Normalizer, block: RowsBlock, weights: Tensor) -> Tensor | None:
@@ -55,12 +57,14 @@ def jacobian_norm(normalizer: Normalizer, block: RowsBlock, weights: Tensor) -> 
         return None
     prepared = normalizer.prepare(block)
     map_ = _differentiable(normalizer.map)
-    if map_ is not normalizer.map:
-        weights = map_(prepared)
     if isinstance(map_, Softpick):
         norm = _softpick(normalizer, map_, prepared)
+    elif map_.jacobian == "threshold" and normalizer.sink is not None:
+        every = normalizer.sink.all_weights(prepared, map_)  # 1 - sum w would be off by the rounding of the sum
+        norm = rank_one_eigenvalue(map_.slopes(prepared, every[..., 1:]), map_.slopes(prepared, every[..., :1]))
     elif map_.jacobian == "threshold":
-        norm = _threshold(map_, normalizer.sink, prepared, weights)
+        weights = weights if map_ is normalizer.map else map_(prepared)
+        norm = rank_one_eigenvalue(map_.slopes(prepared, weights))
     else:
         slopes = prepared.hide(map_.slopes(prepared, weights))
         norm = slopes.abs().amax(-1) if map_.jacobian == "diagonal" else rank_two_singular_value(weights, slopes)
@@ -93,18 +97,12 @@ def _gain(normalizer: Normalizer, block: RowsBlock) -> Tensor | None:
     gain = None
     positions = None if block.given_positions is None else block.positions.query[..., None]
     for rule in normalizer.rules:
+        if rule.additive:
+            continue
         assert isinstance(rule, ScaleRule)
         factor = rule.factor(block.n, positions, block.hidden_states).abs()
         gain = factor if gain is None else gain * factor
     return gain
-
-
-def _threshold(map_: Map, sink: Sink | None, prepared: Block, weights: Tensor) -> Tensor:
-    slopes = map_.slopes(prepared, weights)
-    if sink is None:
-        return rank_one_eigenvalue(slopes)
-    left = (1 - weights.sum(-1, keepdim=True)).clamp(min=0)
-    return rank_one_eigenvalue(slopes, map_.slopes(prepared, left))
 
 
 def _softpick(normalizer: Normalizer, map_: Softpick, prepared: Block) -> Tensor:

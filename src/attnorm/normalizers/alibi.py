@@ -31,6 +31,7 @@ class LinearBias(LogitRule):
     """z - slope |distance|, with the paper's slopes for this number of heads."""
 
     length = "distance"
+    additive = True
     permutation_equivariant = False
     swap_untrained = False
     slopes: Tensor

@@ -130,7 +130,7 @@ class Part(nn.Module):
             cls.known = vars(cls).get("known", False)
 
 
-COMPUTING = ("forward", "factor", "scaled", "factor_of_rows", "prepare", "weights")
+COMPUTING = ("forward", "all_weights", "factor", "scaled", "factor_of_rows", "prepare", "weights")
 
 
 def is_abstract(method: Any) -> bool:
@@ -146,6 +146,7 @@ class LogitRule(Part):
     """Base class of rules that change the logits before the map."""
 
     length: str = ""
+    additive: bool = False  # whether it adds numbers that do not depend on the logits: then the Jacobian is the map's
     shift_invariant: bool = True
     permutation_equivariant: bool = True
     swap_untrained: bool = True
@@ -268,6 +269,10 @@ class Sink(Part):
         set_per_head(self, "logit", logit, heads, learned=learned)
 
     def forward(self, block: Block, map_: Map) -> Tensor:
+        return self.all_weights(block, map_)[..., 1:]
+
+    def all_weights(self, block: Block, map_: Map) -> Tensor:
+        """Return the weights with that of the sink in front, (..., 1 + L)."""
         shape = (*block.logits.shape[:-1], 1)
         column = per_head(self.logit, block.logits).to(block.logits.dtype).expand(shape)
         logits = torch.cat([column, block.logits], dim=-1)
@@ -279,7 +284,7 @@ class Sink(Part):
         if isinstance(positions, Positions):
             positions = Positions(positions.query, torch.cat([positions.key[..., :1], positions.key], dim=-1))
         weights: Tensor = map_(Block(logits, mask, positions, block.hidden_states, block.sinks + 1))
-        return weights[..., 1:]
+        return weights
 
 
 class Normalizer(Part):
