@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.covering import mark_further_cases
-from tests.fresh import start_server
+from tests.case_selection import mark_further_cases
+from tests.clean_interpreter import start_server
+from tests.parallel_rewriting import rewrite_share
 from tests.real_model import smollm2 as smollm2
-from tests.shared_rewriting import rewrite_share
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -32,7 +32,7 @@ gc.disable()  # until the tests are collected: it took a fifth of that time and 
 # conftest.py of a folder named on the command line imports it without.
 if "PYTEST_XDIST_WORKER" in os.environ or not any(given.startswith(("-n", "--numprocesses")) for given in sys.argv):
     start_server()
-    importlib.import_module("tests.ground_rules")
+    importlib.import_module("tests.global_fixtures")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     else:
         atexit.register(gc.unfreeze)  # or nanobind reports what was never freed
     if worker or not config.getoption("numprocesses", None):
-        config.pluginmanager.register(importlib.import_module("tests.ground_rules"), "ground_rules")
+        config.pluginmanager.register(importlib.import_module("tests.global_fixtures"), "global_fixtures")
 
 
 def _send_fewer_reports(config: pytest.Config) -> None:

@@ -3,7 +3,7 @@
 Triton 3.9 prepares `triton.language` anew at every launch and every call of a device function (5 ms), combines the
 elements of a custom reduction one by one, looks for overflow at each integer operation although it reports none unless
 it debugs, and makes the type of each result anew. Here the language is prepared once, a reduction combines whole
-slices, types are made once, and most operators are one call of numpy (direct_operators.py).
+slices, types are made once, and most operators are one call of numpy (numpy_operators.py).
 """
 
 import functools
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from attnorm.engines.execution import HAS_TRITON
-from tests.direct_operators import direct_operators
+from tests.numpy_operators import numpy_operators
 
 DIRECT: dict[tuple[Any, str], Any] = {}
 _prepared: list[Any] = []  # what restores triton.language
@@ -34,7 +34,7 @@ def speed_up_interpreter() -> None:
         interpreter._patch_lang_tensor = _patching_tensors(interpreter)
     if triton.__version__.startswith("3.9."):
         _remember_types(interpreter)
-        DIRECT.update(direct_operators(interpreter))
+        DIRECT.update(numpy_operators(interpreter))
 
 
 def _patching_once(interpreter: Any) -> Any:

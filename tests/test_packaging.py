@@ -19,7 +19,7 @@ from typer.main import get_command
 
 import attnorm
 from attnorm.cli import app
-from tests.fresh import run_fresh
+from tests.clean_interpreter import run_in_clean_interpreter
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -137,7 +137,7 @@ for name in (
 loaded["checked"] = ["normalize"] if hasattr(sys.modules["attnorm"].normalize, "__wrapped__") else []
 print(json.dumps(loaded))
 """
-    return {name: set(found) for name, found in json.loads(run_fresh(script).stdout).items()}
+    return {name: set(found) for name, found in json.loads(run_in_clean_interpreter(script).stdout).items()}
 
 
 def test_dir_lists_what_is_public_before_it_is_loaded_and_nothing_else(loaded: dict[str, set[str]]) -> None:

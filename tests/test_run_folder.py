@@ -16,7 +16,7 @@ from attnorm.run_folder import (
     try_lock,
 )
 from attnorm.text import did_you_mean
-from tests.forked import forked
+from tests.fork_script import forked
 
 
 def test_a_folder_may_be_new_empty_or_of_the_same_kind(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The package is typed (py.typed), so a type checker that reads a user's code must accept what the documents tell.
 
-On every commit mypy reads tests/typed.py beside the package, and the tests run the documents' code.
+On every commit mypy reads tests/typing_examples.py beside the package, and the tests run the documents' code.
 """
 
 import os

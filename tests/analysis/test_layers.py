@@ -11,7 +11,7 @@ from attnorm.analysis import collect, store
 from attnorm.analysis.analyze import AnalysisProgress, analyze
 from attnorm.analysis.tables import TABLES
 from tests.analysis.tiny_models import diffllama, gpt2, ids
-from tests.forked import forked
+from tests.fork_script import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS: dict[str, Any] = {"lengths": (32,), "windows": 1, "metrics": "all", "top_n": (1, 5)}

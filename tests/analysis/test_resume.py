@@ -16,7 +16,7 @@ from attnorm.analysis.result import Analysis
 from attnorm.analysis.tables import SCHEMAS
 from attnorm.analysis.verdicts import Thresholds
 from tests.analysis.tiny_models import gpt2, ids
-from tests.forked import forked
+from tests.fork_script import forked
 
 OPTIONS: dict[str, Any] = {"lengths": (16, 24, 32), "windows": 1, "metrics": "core", "top_n": (1, 5)}
 ROOT = Path(__file__).resolve().parents[2]

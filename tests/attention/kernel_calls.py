@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import attnorm
-from tests.fresh import run_fresh
+from tests.clean_interpreter import run_in_clean_interpreter
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -98,4 +98,4 @@ each_depth = pytest.mark.parametrize("lowered", [False, pytest.param(True, marks
 def assert_compiles(script: str, lowered: bool) -> None:
     """Run a script that calls `compiles` for each of its kernels, without the interpreter."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    run_fresh(COMPILER.replace("LOWERED", str(lowered)) + script, environment=environment)
+    run_in_clean_interpreter(COMPILER.replace("LOWERED", str(lowered)) + script, environment=environment)

@@ -1,3 +1,3 @@
 """Workers that start in no time."""
 
-from tests.quick_workers import quick_workers as quick_workers
+from tests.forked_workers import forked_workers as forked_workers

@@ -39,7 +39,7 @@ from attnorm.bench.results import (
 from attnorm.bench.suites import run_benchmarks
 from attnorm.cli import app
 from tests.cli.saved_model import save_model, save_text
-from tests.forked import forked_json
+from tests.fork_script import forked_json
 
 SMALL = Shape(48, layers=2, heads=2)
 

@@ -16,7 +16,7 @@ from attnorm.bench.normalizers import by_bisection, compare_normalizers
 from attnorm.bench.results import Ratio, Result
 from attnorm.bench.suites import run_benchmarks
 from attnorm.bench.timing import peak_above, run_and_read_json, time_alternating
-from tests.forked import forked_json
+from tests.fork_script import forked_json
 
 linux_only = pytest.mark.skipif(not timing.RESET.exists(), reason="needs /proc/self/clear_refs")
 

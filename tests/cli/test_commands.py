@@ -18,7 +18,7 @@ from attnorm.bench import suites
 from attnorm.bench.results import Benchmarks, Ratio
 from attnorm.bench.timing import this_machine
 from attnorm.cli import app, machine
-from tests.fresh import run_fresh
+from tests.clean_interpreter import run_in_clean_interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -188,7 +188,9 @@ def test_without_a_verb_the_command_explains_itself() -> None:
 @needs_installation
 def test_the_installed_command_keeps_stdout_for_results() -> None:
     command = Path(sys.executable).with_name("attnorm")
-    listed = run_fresh(f"import runpy; runpy.run_path({str(command)!r}, run_name='__main__')", "normalizers", "--json")
+    listed = run_in_clean_interpreter(
+        f"import runpy; runpy.run_path({str(command)!r}, run_name='__main__')", "normalizers", "--json"
+    )
     assert json.loads(listed.stdout)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from attnorm.engines.execution import HAS_TRITON
 from tests.cuda.on_device import NEEDS_DEVICE
-from tests.scattered_lanes import refuse_scattered
+from tests.miscompiled_reductions import refuse_scattered
 
 _skipped: set[pytest.Collector] = set()  # files, each with one test that says so
 

@@ -60,3 +60,15 @@ def test_commands_and_options_of_a_page_exist(page: str) -> None:
         known = {name for one in command.params for name in (*one.opts, *one.secondary_opts)} | {"--help"}
         given = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
         assert given <= known, f"attnorm {line}"
+
+
+def test_the_table_of_verdict_rules_has_the_default_thresholds() -> None:
+    rows = re.findall(
+        r"^\|.*\| ([\d.]+)(?: %)? \| `(\w+)` \|$",
+        (DOCS / "reference" / "verdict-rules.md").read_text(),
+        flags=re.MULTILINE,
+    )
+    defaults = attnorm.Thresholds().as_dict()
+    assert {name: float(value) for value, name in rows} == {name: defaults[name] for _, name in rows}
+    elsewhere = {"sink_matters", "saturation_top_n", "saturation_margin", "separable"}
+    assert {name for _, name in rows} == set(defaults) - elsewhere

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import forked
+from tests.fork_script import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()

@@ -1,5 +1,5 @@
 # ruff: noqa: T201 - a script that prints a table
-"""Prints the rows of docs/reliability.md about kills: what was tried, on which commit, what was lost.
+"""Print the rows of docs/results/kills.md: what was tried, on which commit, what was lost.
 
 python -m tests.reliability [--trials 10] [--kills 3] [--seed 0] [--only analyze] [--new-interpreters]
 """

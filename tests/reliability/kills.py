@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.forked import Forked
+from tests.fork_script import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,6 +1,6 @@
 """Workers that start in no time, and the plan of a small search."""
 
-from tests.quick_workers import quick_workers as quick_workers
+from tests.forked_workers import forked_workers as forked_workers
 
 PLAN = """
 objectives = ["loss", "loss at 4x"]

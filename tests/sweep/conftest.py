@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from attnorm.sweep.plan import Plan, Resources
-from tests.quick_workers import quick_workers as quick_workers
+from tests.forked_workers import forked_workers as forked_workers
 from tests.sweep.forked_ray import forked_cluster
 from tests.sweep.hooks import items
 from tests.sweep.ray_cluster import two_nodes

@@ -25,7 +25,7 @@ from attnorm.sweep.engines import ClusterLost, LocalEngine, Outcome, Work, Worke
 from attnorm.sweep.folder import item_folder, lock_of, open_sweep, result_of, states
 from attnorm.sweep.plan import Item, Resources, read_plan
 from attnorm.sweep.run import merge, run_item, run_items, sweep, work_in
-from tests.forked import forked
+from tests.fork_script import forked
 from tests.sweep.conftest import plan_of
 from tests.sweep.hooks import analyze_and_count_loads, counted, counted_after_a_kill, items
 
@@ -155,7 +155,7 @@ def test_a_finished_item_of_a_lost_chunk_is_kept(tmp_path: Path) -> None:
     assert (tmp_path / "ended").read_text().count("\n") == 3
 
 
-@pytest.mark.usefixtures("quick_workers")
+@pytest.mark.usefixtures("forked_workers")
 def test_a_killed_process_takes_its_item_only(tmp_path: Path) -> None:
     plan = plan_of(6)
     open_sweep(tmp_path, plan)
@@ -397,7 +397,7 @@ def test_slurm_runs_a_plan_through_submitit(cluster: str, tmp_path: Path) -> Non
         engines.open_engine("slurm", tmp_path, plan.resources, WORK)
 
 
-@pytest.mark.usefixtures("quick_workers")
+@pytest.mark.usefixtures("forked_workers")
 def test_analyze_items_load_their_model_once_per_worker(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     path.write_text(

@@ -16,7 +16,7 @@ from attnorm.training import checkpoints
 from attnorm.training.checkpoints import TrainingInterrupted
 from attnorm.training.lm.train import LMProgress
 from attnorm.training.needle import settings_of
-from tests.forked import forked
+from tests.fork_script import forked
 from tests.training.conftest import tiny
 
 Train = Callable[..., dict[str, Any]]

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from attnorm.training.device import Processes
 from attnorm.training.lm.train import train_lm
-from tests.forked import forked
+from tests.fork_script import forked
 from tests.training.conftest import tiny
 
 Train = Callable[..., dict[str, Any]]

@@ -12,7 +12,7 @@ from attnorm.run_folder import only_process
 from attnorm.training.lm.train import train_lm
 from attnorm.training.retrieval.data import RetrievalRecipe
 from attnorm.training.retrieval.train import train_retrieval
-from tests.forked import forked
+from tests.fork_script import forked
 from tests.training.conftest import tiny
 
 HOLD = """

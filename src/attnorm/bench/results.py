@@ -1,4 +1,4 @@
-"""Benchmark results: the records, terminal tables, and the same as Markdown for docs/benchmarks.md."""
+"""Benchmark results: the records, terminal tables, and the same as Markdown for docs/results/benchmarks.md."""
 
 import math
 from collections.abc import Iterable

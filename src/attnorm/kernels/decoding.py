@@ -231,7 +231,7 @@ def _tile(width: int, item_size: int, queries: int) -> tuple[int, int, int, int]
 
     Compiled for sm_90 in bfloat16, tiles of up to 64 rows spill nothing with 8 warps from 64 rows on. 16 rows of width
     128 take at most 126 registers, so that a processor holds four programs, and 56 KB of shared memory. Only these are
-    timed (docs/benchmarks.md).
+    timed (docs/results/benchmarks.md).
     """
     rows = max(16, int(triton.next_power_of_2(queries)))
     return rows, 32 if width * item_size > 256 else 64, 4 if rows <= 32 else 8, 2 if item_size > 2 or rows > 32 else 4

@@ -1,4 +1,4 @@
-"""Workers divide the work of rewriting assertions, which pytest does for each test file that has changed.
+"""Divide the rewriting of assertions, which pytest does for each changed test file, among its workers.
 
 In a new clone every worker would rewrite every file, 8 s each. Here each rewrites its share before tests are collected,
 and pytest finds the files of the others where it stores them.

@@ -1,4 +1,4 @@
-"""Local workers of sweeps and searches that start in no time: forks of one process that has imported the libraries.
+"""Start local workers of sweeps and searches fast: as forks of one process that has imported the libraries.
 
 A worker of a user is a new interpreter, which takes seconds to import them. One test of tests/sweep runs a plan on such
 workers, and so do the nightly tests. The process is multiprocessing's fork server, which itself is a fork of the tests
@@ -28,7 +28,7 @@ IMPORTED = [
 
 
 @pytest.fixture
-def quick_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "START_METHOD", "forkserver")
     for name in IMPORTED:
         importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""Finds reductions that Triton up to 3.6 compiles wrongly, in the TTGIR of a compiled kernel.
+"""Find reductions that Triton up to 3.6 compiles wrongly, in the TTGIR of a compiled kernel.
 
 A reduction exchanges numbers between lanes of a warp. Up to 3.6 these are consecutive bits of the number of a lane,
 from the first that moves along the axis, also where the layout has bits of another dimension between them, as after a

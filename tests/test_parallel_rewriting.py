@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from _pytest.assertion import rewrite
 
-from tests.shared_rewriting import rewrite_share
+from tests.parallel_rewriting import rewrite_share
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.scattered_lanes import lane_and_warp_bases, refuse_scattered, scattered_reductions
+from tests.miscompiled_reductions import lane_and_warp_bases, refuse_scattered, scattered_reductions
 
 KERNEL = """\
 #blocked = #ttg.blocked<{sizePerThread = [1, 4], threadsPerWarp = [2, 16], warpsPerCTA = [4, 1], order = [1, 0]}>

@@ -1,4 +1,4 @@
-"""A script in an interpreter that has imported torch and nothing else: for tests of what is imported, and when.
+"""Run a script in an interpreter that has imported torch only, for tests of what is imported, and when.
 
 Importing torch takes seconds. Each process that runs tests does it, forks a server before it imports more, and each
 script runs in a fork of that server.
@@ -33,7 +33,7 @@ def start_server() -> None:
     _pipes = asks, answers
 
 
-def run_fresh(
+def run_in_clean_interpreter(
     script: str, *arguments: str, environment: dict[str, str] | None = None, check: bool = True
 ) -> subprocess.CompletedProcess[str]:
     """What `python -c script arguments` prints and returns; `check` raises if it fails."""

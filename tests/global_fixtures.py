@@ -1,4 +1,4 @@
-"""What holds in every test: one thread, fixed seeds, shapes checked where they are annotated.
+"""Fixtures of every test: one thread, fixed random seeds, run-time checks of annotated shapes.
 
 A plugin that tests/conftest.py registers in each process that runs tests.
 """
@@ -103,7 +103,7 @@ jaxtyping.config.update("jaxtyping_disable", DISABLED or ROOT not in CHECKING)
 
 
 @pytest.fixture(autouse=True)
-def _ground_rules(request: pytest.FixtureRequest) -> Iterator[None]:
+def _global_fixtures(request: pytest.FixtureRequest) -> Iterator[None]:
     """Seeds, registrations and known calls that end with the test, checks, pictures.
 
     One fixture, since each costs 0.1 ms per test.

@@ -1,4 +1,4 @@
-"""A script in a fork of the test process: it has imported the libraries already, which takes a new interpreter seconds.
+"""Run a script in a fork of the test process, which has imported the libraries (a new interpreter needs seconds).
 
 For tests of processes that are killed or that hold a lock. Tests of what is imported need a new interpreter.
 """

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.covering import MANY, covering, every_second
+from tests.case_selection import MANY, covering, every_second
 
 pytest_plugins = ["pytester"]
 

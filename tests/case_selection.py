@@ -1,4 +1,4 @@
-"""Of a test with many cases every commit runs a few that cover all values; the nightly run has the rest.
+"""Choose a few cases of a test with many for every commit, so that all values occur; the nightly run has the rest.
 
 A test over normalizers x masks x dtypes has hundreds of cases, most of which repeat what two others show together. The
 few are chosen so that every value of every parameter occurs, on as few cases as a greedy choice finds.

@@ -1,4 +1,4 @@
-"""Operators of Triton's interpreter as one call of numpy each; their results stay the same.
+"""Replace operators of Triton's interpreter by single calls of numpy with the same results.
 
 An operator of the interpreter casts, broadcasts and checks its operands anew at each call: 0.1 ms for 64 numbers, of
 which numpy needs 2 µs. Here the first call on operands of these types and shapes asks Triton, which also says what type
@@ -52,7 +52,7 @@ SUITABLE = {
 CASTS = {("int32", "int64"), ("int32", "fp32"), ("fp32", "fp64"), ("fp64", "fp32")}
 
 
-def direct_operators(interpreter: Any) -> dict[tuple[Any, str], Callable[[Plain], Plain]]:
+def numpy_operators(interpreter: Any) -> dict[tuple[Any, str], Callable[[Plain], Plain]]:
     """By class or module and name, what makes an operator of the interpreter a direct one."""
     language, core = interpreter.tl, interpreter.tl.core
     direct = _Direct(core.tensor, core.constexpr, interpreter.TensorHandle)
