@@ -20,11 +20,12 @@ from attnorm.analysis.reads import TopKeys, quote_token, top_keys
 from attnorm.analysis.result import Analysis, measured_on
 from attnorm.analysis.tables import HEAD_KEY
 from attnorm.analysis.verdicts import representative_rows
-from attnorm.analysis.verdicts.rows import Row, format_keys, head_rows, number
+from attnorm.analysis.verdicts.rows import Row, head_rows, number
 from attnorm.analysis.verdicts.what_if import Advice, WhatIf
 from attnorm.metrics.catalogue import BY_NAME
 from attnorm.metrics.sampling import AUTO_ROWS
 from attnorm.report.views import KINDS, VERDICTS, chosen_rows, verdict_word
+from attnorm.text import format_keys
 
 STYLE: dict[str, str] = {
     "broken": "bold #ffffff on #b00020",
@@ -42,7 +43,7 @@ STYLE: dict[str, str] = {
 }
 WORST = 8
 RANK = {word.name: rank for rank, word in enumerate(VERDICTS)}
-PER_LAYER = "keys in use"  # heading of the column next to the grid
+PER_LAYER = "effective keys"  # heading of the column next to the grid
 READING_HEADS, READ_KEYS, LONGEST_TOKEN = 5, 4, 14  # size of the table of read tokens; characters of a token
 CHANGES = 10
 
@@ -152,8 +153,8 @@ def _worst(heads: Sequence[Row]) -> Table | None:
 
 def _evidence(row: Row) -> str:
     """Return the evidence without what was not judged, which the sentences above list for all heads."""
-    sentence, _, unknown = str(row["evidence"]).partition("; not judged:")
-    return f"{sentence}." if unknown else sentence
+    before, _, unknown = str(row["evidence"]).partition(" Not judged: ")
+    return f"{before} {unknown.partition('. ')[2]}".strip()
 
 
 def _take_turns(rows: Sequence[Row]) -> Iterator[Row]:
@@ -185,7 +186,7 @@ def _advice(advice: Sequence[Advice]) -> Iterator[RenderableType]:
             words = ", ".join(what_if_words(effect) for effect in effects)
             yield Padding(Text.assemble((f"{change}: ", "cyan"), words), (0, 0, 0, 3))
         if item.command:
-            yield Padding(Text.assemble("to measure it: ", (item.command, "cyan")), (0, 0, 0, 3))
+            yield Padding(Text.assemble("Measure this with: ", (item.command, "cyan")), (0, 0, 0, 3))
 
 
 def what_if_words(what: WhatIf) -> str:
@@ -221,8 +222,8 @@ def _reads_table(analysis: Analysis, heads: Sequence[Row]) -> Table | None:
         return None
     names = dict.fromkeys(row["normalizer"] for row, _ in top_keys_per_head if row["normalizer"] != "model")
     weight = f"weight with {', '.join(names)}" if names else "weight"
-    title = f"What some of the sharpest heads read (last listed row; position, token or patch, {weight})"
-    table = titled_table(title, "head", "row", "reads")
+    title = f"What some of the sharpest heads read in the last recorded row (position, token or patch, {weight})"
+    table = titled_table(title, "head", "query", "keys with the largest weights")
     for row, reading in sorted(top_keys_per_head, key=lambda read: (read[1].layer, read[1].head)):
         picture = (analysis.manifest.get("pictures") or {}).get(row["text"])
         read = ", ".join(

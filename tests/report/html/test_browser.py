@@ -9,8 +9,8 @@ import pyarrow.compute as pc
 import pytest
 from playwright.sync_api import Page, expect
 
-from attnorm.report.page_text import number
 from attnorm.report.views import verdict_word
+from attnorm.text import format_number
 from tests.analysis.synthetic import synthetic_manifest, synthetic_tables
 from tests.report.html.conftest import Open
 from tests.report.html.sample import (
@@ -116,10 +116,10 @@ def test_a_curve_is_read_with_the_pointer_and_in_its_table(open_report: Open) ->
     shown = figure.locator("tbody tr").all()
     for line, (n, entropy, floor) in zip(shown, expected, strict=True):
         cells = line.locator("th, td").all_inner_texts()
-        assert cells[0] == number(n)
+        assert cells[0] == format_number(n)
         assert close(cells[1], entropy)
         assert close(cells[2], math.log(n))
-        assert cells[3] == number(floor) or close(cells[3], floor)
+        assert cells[3] == format_number(floor) or close(cells[3], floor)
     expect(figure.locator(".readout")).to_contain_text("n = 160")
     box = figure.locator("svg").bounding_box()
     figure.locator("svg").hover(position={"x": 0.14 * box["width"], "y": 0.5 * box["height"]})
