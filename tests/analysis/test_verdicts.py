@@ -531,7 +531,7 @@ def test_a_text_of_few_tokens_gets_no_verdict_without_a_warning(length: int, sho
 def test_lengths_that_growth_does_not_change_are_told_once() -> None:
     """Heads beyond their horizon are bound where they are, whatever the others do."""
     model = verdict_of(synthetic_tables(cast=[["flat", "flat", "flat", "selects"]], **SMALL))
-    (when,) = (sentence for sentence in model.sentences if "With the present logit spread" in sentence)
+    (when,) = (sentence for sentence in model.sentences if "with the present logit spread" in sentence)
     assert "If the spread keeps growing" in when
     clauses = [clause for clause in when.replace(";", ",").split(",") if "beyond" in clause or "no length" in clause]
     lengths = [clause[clause.index("for ") :] for clause in clauses]
@@ -616,9 +616,9 @@ def test_a_ceiling_is_told_of_the_normalizer_that_has_it() -> None:
     assert "all are beyond their horizon, where softmax" in softmax.headline
     assert "all are beyond their horizon, where ssmax" in ssmax.headline
     assert "Is the ceiling binding at 512 keys? Yes: 4 of 4" in ssmax.sentences[0]
-    assert "With the present logit spread" in " ".join(softmax.sentences)
+    assert "with the present logit spread" in " ".join(softmax.sentences)
     said = " ".join(ssmax.sentences)
-    assert "With the present logit spread" not in said, "its factor grows with n, so no length is foretold"
+    assert "with the present logit spread" not in said, "its factor grows with n, so no length is foretold"
 
 
 @pytest.mark.parametrize("runs", ["entmax15", None])

@@ -227,7 +227,7 @@ def test_a_text_without_the_chosen_length_moves_to_one_it_has(open_report: Open)
     page = open_report(with_gaps())
     page.select_option("#choose-text", label="code")
     expect(page.locator("#table-note")).to_contain_text("code, 64 tokens")
-    expect(page.locator("#table-note")).to_contain_text("dispersion is judged without it")
+    expect(page.locator("#table-note")).to_contain_text("dispersion is judged among the other keys")
     expect(page.locator("#choose-length")).to_have_value("0")
     assert len(lines(page)) == 12
 
@@ -359,7 +359,7 @@ def test_without_javascript_the_words_and_the_table_read(open_report: Open) -> N
     assert page.locator("h1").inner_text().split(".")[0] in sample().verdict.headline.replace("; ", ". ")
     expect(page.locator(".advice li").first).to_be_visible()
     assert_every_evidence_ends(page)
-    expect(page.locator("#table-note")).to_contain_text("dispersion is judged without it")
+    expect(page.locator("#table-note")).to_contain_text("dispersion is judged among the other keys")
     expect(page.locator("#controls")).to_be_hidden()
     expect(page.locator("noscript").first).to_be_visible()
 

@@ -174,7 +174,7 @@ def _temperature(model_heads: Rows, sensitivity: Rows, manifest: Mapping[str, An
             command=repeat_command(manifest, metrics="all"),
             caution=True,
         )
-    what_if += compare_medians(what_if[0].change, "its bound", "bound", pair_heads(now, then))
+    what_if += compare_medians(what_if[0].change, "bound of the Jacobian norm", "bound", pair_heads(now, then))
     text = (
         f"Dividing the logits by {lower:g} changes the median Jacobian norm of "
         f"{count_words(len(unselective_heads), 'head')} from {what_if[0].before:.2g} to {what_if[0].after:.2g}. Its "

@@ -161,7 +161,7 @@ def ceiling_sentences(limit: Ceiling | None, manifest: Mapping[str, Any], runs: 
     if runs != "softmax":  # its factor changes with the length or the input, and the horizon with it
         return [sentence]
     when = (
-        "With the present logit spread (largest minus smallest logit of a row), the ceiling binds "
+        "Longer contexts: with the present logit spread (largest minus smallest logit of a row), the ceiling binds "
         f"{_describe_lengths(limit.horizons)}."
     )
     if later := _describe_lengths(limit.binding, limit.horizons):
