@@ -468,7 +468,7 @@ def test_the_sink_of_a_head_behind_a_window_is_the_first_key_of_the_window() -> 
         row["layer"]: row["evidence"] for row in judged(tables)["heads"].to_pylist() if "sink-dominated" in row["flags"]
     }
     assert "the first of 512 keys." in evidence[0]
-    assert "the first of the 64 keys in its window" in evidence[1]
+    assert "the first of the 64 keys that it sees" in evidence[1]
     (advice,) = [one for one in verdict_of(tables).advice if "weight on the first key" in one.text]
     assert "2 of 4 heads" in advice.text
     assert "1 of them on that of their window" in advice.text

@@ -288,7 +288,7 @@ def _quartiles(name: str, side: Side) -> str:
     if quartiles is None:
         return "-"
     low, middle, high = (number_words(name, value) for value in quartiles)
-    return f"{middle} ({low} .. {high})"
+    return f"{middle} ({low} to {high})"
 
 
 def number_words(name: str, value: float) -> str:

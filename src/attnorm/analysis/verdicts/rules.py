@@ -287,7 +287,7 @@ def always_near_worst(runs: str | None, share: float) -> bool:
 def _describe_sink(case: HeadCase) -> str:
     """Describe the sink: the first key, and a learned sink of the model or the normalizer that took some weight."""
     row_sum = case.number("row_sum")
-    first = f"the first of the {case.n:,} keys in its window" if case.windowed else f"the first of {case.n:,} keys"
+    first = f"the first of the {case.n:,} keys that it sees" if case.windowed else f"the first of {case.n:,} keys"
     normalizer = _registered(case.runs)
     learned = case.runs == "softmax" or (normalizer is not None and normalizer.sink is not None)
     if not (learned and case.sums_to_one) or row_sum is None or row_sum > 0.995:

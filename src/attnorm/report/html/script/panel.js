@@ -18,7 +18,7 @@ function drawPanel() {
   panel.replaceChildren(
     h("h3", { id: "panel-title", tabindex: -1 }, headName(row), " ", judgement),
     h("p", { class: "evidence" }, evidenceOf(row) || word.meaning),
-    also ? h("p", { class: "also" }, `Verdicts that apply too: ${also}.`) : "",
+    also ? h("p", { class: "also" }, `Also: ${also}.`) : "",
     heads.beside[row] ? h("p", { class: "also" }, heads.beside[row]) : "",
     h("p", { class: "also" }, rowsText(row)),
     tiles(row, source.panelMetrics),
