@@ -299,7 +299,7 @@ def _changes(first: Side, label: str, changes: Sequence[Change], changed: int) -
     """Return a table of the largest changes; heads with another verdict come first."""
     moved = sorted(changes, key=lambda change: (change.verdicts[0] == change.verdicts[1], -change.size))
     shown = [change for change in moved if change.size > 0 or change.verdicts[0] != change.verdicts[1]][:CHANGES]
-    title = f"{label} against {first.label}: {changed} of {len(changes)} heads have another verdict"
+    title = f"{label} compared with {first.label}: {changed} of {len(changes)} heads have another verdict"
     if not shown:
         return Text(f"{title}; no head changed.", style="bold")
     table = titled_table(title)
