@@ -100,8 +100,8 @@ class OutputBottleneck:
         first = (
             f"Output layer (not attention): {words[self.verdict]}. The centered logits of {self.contexts:,} contexts "
             f"have the numerical rank {own.rank:,}. The hidden states have {width:,} dimensions, the vocabulary has "
-            f"{self.vocabulary:,} tokens. Reduced to rank {own.needed:,}, they lose at most {NEGLIGIBLE:g} nats per token; "
-            f"reduced to half the width, {own.kl_at(width // 2):.3f}."
+            f"{self.vocabulary:,} tokens. Reduced to rank {own.needed:,}, they lose at most {NEGLIGIBLE:g} nats per "
+            f"token; reduced to half the width, {own.kl_at(width // 2):.3f}."
         )
         sentences = [first]
         if self.larger is not None:
