@@ -192,7 +192,8 @@ def _advice(advice: Sequence[Advice]) -> Iterator[RenderableType]:
 def what_if_words(what: WhatIf) -> str:
     """Format a what-if: "entropy / log n 0.93 -> 0.31", "9 become healthy"."""
     if what.quantity.startswith("become "):
-        return f"{_format_number(what.after)} {what.quantity}"
+        quantity = what.quantity.replace("become", "becomes") if what.after == 1 else what.quantity
+        return f"{_format_number(what.after)} {quantity}"
     return f"{what.quantity} {_format_number(what.before)} -> {_format_number(what.after)}"
 
 
