@@ -186,7 +186,7 @@ def _judgements(heads: pa.Table) -> dict[str, Any]:
     return {
         "verdict": [index[verdict_word(name).name] for name in heads["verdict"].to_pylist()],
         "flags": [[index.get(flag, flag) for flag in row or []] for row in heads["flags"].to_pylist()],
-        "evidence": heads["evidence"].to_pylist(),
+        "evidence": [evidence and page_text.keep_percent(evidence) for evidence in heads["evidence"].to_pylist()],
         "beside": [_confidence_and_saturation(row) for row in heads.select(_JUDGED).to_pylist()],
     }
 

@@ -34,7 +34,7 @@ def page_words(analysis: Analysis) -> dict[str, Any]:
     return {
         "model_name": str(manifest["model"].get("name") or "a model"),
         "headline": verdict.headline.partition("; "),  # the first clause is set larger
-        "sentences": [with_lead(sentence) for sentence in verdict.sentences],
+        "sentences": [with_lead(keep_percent(sentence)) for sentence in verdict.sentences],
         "counts": verdict_counts(verdict.counts),
         "advice": [advice_words(advice) for advice in verdict.advice if not advice.caution],
         "cautions": [advice_words(advice) for advice in verdict.advice if advice.caution],
@@ -93,6 +93,11 @@ def output_panel(output: Mapping[str, Any]) -> dict[str, Any] | None:
     }
 
 
+def keep_percent(text: str) -> str:
+    """Return the text with no-break spaces before percent signs, so that no line starts with one."""
+    return text.replace(" %", "\u00a0%")
+
+
 def with_lead(sentence: str) -> tuple[str, str]:
     """Split a sentence that starts with a question or a title into this start and the rest."""
     match = re.match(r"([^.;]{3,60}?[?:]) (.*)", sentence, re.DOTALL)
@@ -116,7 +121,7 @@ def verdict_counts(counts: Mapping[str, int]) -> list[dict[str, Any]]:
 def advice_words(advice: Advice) -> dict[str, Any]:
     return {
         "title": advice.title,
-        "text": advice.text,
+        "text": keep_percent(advice.text),
         "command": advice.command or "",
         "table": what_if_table(advice.what_if, advice.baseline) if advice.what_if else None,
     }
@@ -174,7 +179,7 @@ def table_rows(heads: pa.Table, choice: Mapping[str, Any]) -> list[dict[str, Any
             "layer": row["layer"],
             "head": row["head"],
             "word": verdict_word(row["verdict"]),
-            "evidence": row["evidence"] or "",
+            "evidence": keep_percent(row["evidence"] or ""),
             "numbers": [metric_text(name, values[name][index]) for name in TABLE_METRICS],
         }
         for index, row in enumerate(rows.select(["layer", "head", "verdict", "evidence"]).to_pylist())
