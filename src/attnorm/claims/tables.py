@@ -223,10 +223,11 @@ MEASURED = "*"  # after a name whose Lipschitz constant is measured
 def frontier_table(placed: Frontier) -> RenderableType:
     table = Table(
         title="Effort K g needed to keep a weight w on one of n keys (smaller is better)",
-        caption="g: gap between the logit of this key and the n-1 other logits, which are equal. K: Lipschitz constant "
-        "of the normalizer. A temperature does not change K g. the law: the lower bound (n w - 1)/(n - 1) for all "
-        f"shift-invariant, permutation-equivariant maps with row sum 1. {MEASURED}: K is measured instead of declared, "
-        "so the effort may be larger; empty: measuring would take too long.",
+        caption="g: gap between the logit of this key and the n-1 other logits, which are equal.\n"
+        "K: Lipschitz constant of the normalizer. A temperature does not change K g.\n"
+        "the law: the lower bound (n w - 1)/(n - 1) for all shift-invariant,\n"
+        "permutation-equivariant maps with row sum 1.\n"
+        f"{MEASURED} K is measured, not declared, so the effort may be larger. Empty: takes too long.",
         title_justify="left",
         caption_justify="left",
         box=SIMPLE_HEAD,
@@ -252,9 +253,9 @@ def _format_effort(effort: float) -> str:
 
 
 def _absent_table(placed: Frontier) -> Table:
-    table = Table(title="Not on the frontier, and why", title_justify="left", box=SIMPLE_HEAD)
+    table = Table(title="Normalizers that the law does not cover", title_justify="left", box=SIMPLE_HEAD)
     table.add_column("normalizer", no_wrap=True)
-    table.add_column("why the law does not apply")
+    table.add_column("reason")
     for name, reason in placed.absent.items():
         table.add_row(name, reason)
     return table

@@ -55,5 +55,5 @@ def _reference(row: Row, tau: float = 10.0) -> Tensor:
     ),
 )
 def scale_invariant(tau: float = 10.0) -> Normalizer:
-    """softmax(a_t z + m_t): scale and shift depend on the distance t, so no distance dominates by its number of keys."""
+    """softmax(a_t z + m_t): scale and shift depend on the distance t; no distance dominates by its number of keys."""
     return Normalizer(Softmax(), scale=[DistanceRule(tau)], name="scale_invariant")
