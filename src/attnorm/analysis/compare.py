@@ -176,7 +176,7 @@ def _notes(runs: Mapping[str, Analysis], sides: Sequence[Side], matched: Mapping
     if len(set(texts.values())) > 1:
         notes.append("the texts differ, so differences between heads may come from the texts")
     if any(run.thresholds != runs[first].thresholds for run in runs.values()):
-        notes.append("the thresholds differ; set them with --threshold to judge all sides alike")
+        notes.append("the thresholds differ. To judge all sides by the same ones, pass --threshold")
     for section, name, difference in (
         ("settings", "rows", "the measured rows differ"),
         ("settings", "metrics", "the metric groups differ"),
