@@ -1,4 +1,7 @@
-"""Text for people: names from other people's files made safe to show, and the closest known name for a wrong one.
+"""Text for people: numbers, safe names from other people's files, and the closest known name for a wrong one.
+
+All outputs write numbers in the same way: 1,024; 0.0031; 12 %; 27.5 million; three significant digits if measured. The
+script of the report does the same (report/html/script/format.js).
 
 Terminals obey escape sequences and HTML pages obey bidirectional controls; names and tokens may contain both. So every
 control or format character becomes a visible one. Pages run no code of others: `render_page` escapes every value.
@@ -7,6 +10,7 @@ control or format character becomes a visible one. Pages run no code of others: 
 import base64
 import difflib
 import hashlib
+import math
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
@@ -15,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+
+MISSING = "–"  # a number that is not known
 
 _RAISED = str.maketrans("0123456789-", "⁰¹²³⁴⁵⁶⁷⁸⁹⁻")
 _NAMED = {"\n": "⏎", "\t": "⇥", "\r": "␍", "\x7f": "␡"}
@@ -118,6 +124,64 @@ def _shown(character: str) -> str:
     if _is_hidden(character):
         return f"⟨U+{ord(character):04X}⟩"
     return character
+
+
+def format_number(value: float | None) -> str:
+    """Format with three digits; large numbers get a word, very large and very small ones a power of ten."""
+    if value is None or not math.isfinite(value):
+        return MISSING
+    if value == 0:
+        return "0"
+    size = float(f"{abs(value):.2e}")
+    if size >= 1e12 or size < 1e-4:
+        return minus_sign(power_of_ten(value))
+    for large, word in ((1e9, "billion"), (1e6, "million")):
+        if size >= large:
+            return minus_sign(f"{_three_digits(value / large)} {word}")
+    if size >= 1_000 and not float(value).is_integer():
+        return minus_sign(f"{math.copysign(size, value):,.0f}")
+    return minus_sign(f"{value:,.0f}" if float(value).is_integer() else _three_digits(value))
+
+
+def format_percent(share: float | None) -> str:
+    """Format a share as a percentage: 12 %; below 10 % with one decimal."""
+    if share is None or not math.isfinite(share):
+        return MISSING
+    percent = 100 * share
+    if 0 < abs(percent) < 0.05:
+        return "<0.1 %"
+    return minus_sign(f"{percent:.1f}".removesuffix(".0") if abs(percent) < 9.95 else f"{percent:.0f}") + " %"
+
+
+def format_keys(count: float) -> str:
+    """Format a number of keys: 8.4, 512, 2,190, 473,000, 27.2 million, 2.1 × 10¹⁵, infinitely many.
+
+    Measured numbers have three digits at most, as rounding errors change further ones. Whole numbers below a million,
+    such as lengths, are exact.
+    """
+    if math.isinf(count):
+        return "infinitely many"
+    rounded = float(f"{count:.3g}")
+    if rounded >= 1e12:
+        return power_of_ten(count)
+    for size, word in ((1e9, "billion"), (1e6, "million")):
+        if rounded >= size:
+            return f"{rounded / size:.3g} {word}"
+    if count < 10:
+        return f"{count:.2g}"
+    if count < 1_000:
+        return f"{math.floor(count + 0.5):,}"
+    return f"{count if float(count).is_integer() else rounded:,.0f}"
+
+
+def minus_sign(text: str) -> str:
+    """Replace the hyphen of a negative number by a minus sign."""
+    return text.replace("-", "−")
+
+
+def _three_digits(value: float) -> str:
+    """Return three significant digits of a number between 0.0001 and 1,000."""
+    return f"{value:,.{max(0, 2 - math.floor(math.log10(float(f'{abs(value):.2e}'))))}f}"
 
 
 def power_of_ten(value: float) -> str:

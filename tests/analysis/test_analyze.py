@@ -568,7 +568,7 @@ def test_a_ceiling_that_not_all_heads_have_is_not_told_of_all() -> None:
         found = analyze(model, ids(160), rows=32, **CORE)
     with_one = sum(not np.isnan(horizon) for horizon in found.heads["horizon"].to_pylist())
     assert 0 < with_one < found.heads.num_rows
-    assert f"ceiling binds for all {with_one} heads that have one." in found.verdict.headline
+    assert f"all {with_one} heads with a horizon are beyond it" in found.verdict.headline
 
 
 def test_a_patched_model_is_judged_by_what_it_runs() -> None:
@@ -576,7 +576,7 @@ def test_a_patched_model_is_judged_by_what_it_runs() -> None:
     with attnorm.swap(model, "ssmax"):
         found = analyze(model, ids(160), rows=32, **CORE)
     assert set(found.heads["verdict"].to_pylist()) == {"dispersed-forced"}
-    assert "ssmax's ceiling binds for all" in found.verdict.headline
+    assert "all are beyond their horizon, where ssmax" in found.verdict.headline
     advice = next(one for one in found.verdict.advice if "normalizer" in one.title)
     assert "ssmax" not in advice.title + (advice.command or "")
     assert "would allow" not in advice.text

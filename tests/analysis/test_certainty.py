@@ -178,7 +178,7 @@ def test_windows_that_agree_make_a_verdict_sure() -> None:
     assert by_window == ["dispersed-forced"] * 6
     assert row["deciding"] == "entropy_ratio"
     assert 0.80 <= row["deciding_low"] < row["deciding_value"] < row["deciding_high"] <= 0.83
-    assert "6 of 6 windows agree; 95% interval of entropy / log n: 0.8" in row["evidence"]
+    assert "6 of 6 windows give this verdict. 95 % bootstrap interval of entropy / log n: 0.8" in row["evidence"]
 
 
 def test_a_head_too_close_to_a_threshold_is_undecided_and_says_between_what() -> None:
@@ -190,7 +190,7 @@ def test_a_head_too_close_to_a_threshold_is_undecided_and_says_between_what() ->
     assert Counter(by_window) == {"healthy": 3, "dispersed-forced": 3}
     assert row["deciding_low"] < row["deciding_threshold"] == 0.7 < row["deciding_high"]
     assert "leaning to dispersed-forced" in row["evidence"]
-    assert "others healthy" in row["evidence"]
+    assert "the most frequent other verdict is healthy" in row["evidence"]
 
 
 def test_without_windows_and_blocks_confidence_is_not_claimed() -> None:
@@ -206,10 +206,12 @@ def test_evidence_names_what_decides_in_words_and_not_by_its_column() -> None:
     arguments = tables["heads"], tables["by_length"], tables["top_n"]
     windows = with_rounding_errors(windows_of(tables, [0.69, 0.71, 0.7, 0.9]), np.random.default_rng(0))
     heads, _ = judge_all(*arguments, windows=windows)
-    decided = {row["deciding"]: row["evidence"] for row in heads.to_pylist() if "95% interval" in row["evidence"]}
+    decided = {
+        row["deciding"]: row["evidence"] for row in heads.to_pylist() if "95 % bootstrap interval" in row["evidence"]
+    }
     assert len(decided) == len(cast)
     assert "entropy / log n without the sink: " in decided["entropy_ratio_without_sink"]
-    assert "Jacobian norm that 25% of the rows reach: " in decided["jacobian_norm_q75"]
+    assert "Jacobian norm that 25 % of the rows reach: " in decided["jacobian_norm_q75"]
     assert not [words for words in decided.values() if "_" in words]
 
 
@@ -398,7 +400,7 @@ def test_a_silent_head_has_a_confidence_even_if_every_weight_is_zero() -> None:
     row, by_window = judged_sums([0.0] * 5, sink_mass=math.nan, max_weight=math.nan)
     assert (row["verdict"], row["confidence"], row["agreement"]) == ("silent", 1.0, 1.0)
     assert by_window == ["silent"] * 5
-    assert row["evidence"].endswith("reads no key. 5 of 5 windows agree.")
+    assert row["evidence"].endswith("reads no key. 5 of 5 windows give this verdict.")
     assert (row["deciding"], row["deciding_value"], row["deciding_threshold"]) == ("row_sum", 0.0, 0.01)
     few, _ = judged_sums([0.0] * 2, sink_mass=math.nan, max_weight=math.nan)
     assert math.isnan(few["confidence"]), "two windows without blocks are nothing to resample"
@@ -408,7 +410,7 @@ def test_a_head_near_the_threshold_of_silence_is_undecided() -> None:
     row, by_window = judged_sums([0.004, 0.016, 0.005, 0.013, 0.006, 0.014], entropy_ratio=0.3)
     assert (row["verdict"], row["leaning"]) == ("undecided", "silent")
     assert by_window == ["silent", "healthy"] * 3
-    assert "95% interval of the sum of the weights: 0.01 to 0.01, threshold 0.01" in row["evidence"]
+    assert "95 % bootstrap interval of the sum of the weights: 0.01 to 0.01 (threshold 0.01)" in row["evidence"]
 
 
 def test_windows_of_earlier_versions_have_no_row_sums() -> None:

@@ -79,12 +79,18 @@ def test_analyze_names_the_circuit_of_a_head_and_how_far_it_is_sharp() -> None:
     tokens = torch.randint(80, (1, 128), generator=torch.Generator().manual_seed(0))
     analysis = analyze(planted(4.3), tokens, metrics="circuits", read_keys=0)
     heads = {(row["layer"], row["head"]): row for row in analysis.heads.to_pylist()}
-    assert heads[1, 1]["evidence"].startswith("An induction head, sharp to 7")
-    assert "previous-token head, sharp to 112 keys or more" in heads[0, 0]["evidence"]
+    assert heads[1, 1]["evidence"].startswith("An induction head; its key has half of the weight or more up to 7")
+    assert (
+        "previous-token head; its key has half of the weight or more up to 113 keys, the longest probe"
+        in heads[0, 0]["evidence"]
+    )
     assert "head, sharp" not in heads[0, 1]["evidence"]
     assert heads[0, 1]["induction"] < 0.05
     (sentence,) = [one for one in analysis.verdict.sentences if one.startswith("Circuits")]
-    assert "1 induction head (L1H1; 0 still sharp), 1 previous-token head (L0H0; 1 still sharp)" in sentence
+    assert (
+        "1 induction head (L1H1; 0 sharp at all lengths), 1 previous-token head (L0H0; 1 sharp at all lengths)"
+        in sentence
+    )
     plain = analyze(planted(4.3), tokens, read_keys=0, rows=8)
     assert np.isnan(plain.heads["induction"].to_numpy()).all()
     assert not [one for one in plain.verdict.sentences if one.startswith("Circuits")]
@@ -99,7 +105,7 @@ def test_reach_is_where_the_weight_crosses_a_half() -> None:
 
 def test_a_head_that_is_never_sharp_is_called_so() -> None:
     row = {"induction": 0.42, "previous_token": 0.1, "retrieval": 0.2, "circuit_reach": 0.0, "circuit_probed": 900.0}
-    assert circuit_words(row) == "an induction head, never sharp (42% of the weight on its key at most)"
+    assert circuit_words(row) == "an induction head; its key has at most 42 % of the weight"
     assert circuit_words({**row, "induction": 0.29}) == ""
     assert circuit_sentences([{**row, "circuit_probed": math.nan}]) == []
 

@@ -43,7 +43,7 @@ def test_windows_are_disjoint_spread_over_the_text_and_within_the_budget() -> No
         expected = texts_from(ids(1000))[0].content.reshape(1, -1)[:, part.start : part.start + part.length]
         assert part.model_inputs["input_ids"].equal(expected)
     assert made.windows == 5
-    assert "5 windows of 64 tokens, spread over the text, are measured, 680 tokens (68 %) are left out" in made.notes[0]
+    assert "5 windows of 64 tokens, spread over the text, are measured; 680 tokens (68 %) are left out" in made.notes[0]
 
 
 def test_windows_of_a_given_length_use_the_whole_budget_up_to_sixteen_of_them() -> None:

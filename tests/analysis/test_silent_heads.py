@@ -57,7 +57,7 @@ def test_terminal_comparison_and_report_name_them(tiny: attnorm.Analysis, tmp_pa
     console = Console(width=160, record=True, file=(tmp_path / "terminal").open("w"))
     console.print(analysis_summary(tiny))
     text = console.export_text()
-    assert "Its weights sum to almost nothing: the head reads no key." in text
+    assert "The weights sum to almost 0, so the head reads no key." in text
     assert "Prune silent heads" in text
     listed = text.partition("What some of the sharpest heads read")[2].partition("What to try")[0]
     silent = {(row["layer"], row["head"]) for row in tiny.heads.to_pylist() if row["verdict"] == "silent"}

@@ -15,10 +15,10 @@ from attnorm.analysis.verdicts import VERDICTS, ModelVerdict, Thresholds, judge_
 from attnorm.analysis.verdicts.advice import _no_advice, advise
 from attnorm.analysis.verdicts.judge import Judgement, judge_head
 from attnorm.analysis.verdicts.reach import binding_length
-from attnorm.analysis.verdicts.rows import format_keys
 from attnorm.analysis.verdicts.rules import HeadCase, _entropy_floor, _relative_entropies, is_selecting, worst_norm
 from attnorm.analysis.verdicts.what_if import repeat_command
 from attnorm.report.page_text import what_if_table
+from attnorm.text import format_keys
 from attnorm.theory.dispersion import entropy_floor
 from tests.analysis.synthetic import CAST, EXPECTED, synthetic_manifest, synthetic_tables
 
@@ -84,7 +84,7 @@ def test_dispersed_is_forced_beyond_the_horizon_and_by_choice_before_it() -> Non
 def test_a_head_near_its_entropy_floor_is_never_dispersed() -> None:
     near = {**SMEARED, "entropy_floor": 0.9 * math.log(1024) - 0.01, "horizon": 3.0}
     assert verdict(**near) == "healthy"
-    assert "floor" in judgement_of(**near).evidence
+    assert "lowest entropy that the logits allow" in judgement_of(**near).evidence
     assert verdict(**{**near, "entropy_floor": 5.0}) == "dispersed-forced"
 
 
@@ -92,11 +92,11 @@ def test_the_floor_is_compared_with_the_entropy_of_the_same_row() -> None:
     """The median of rows with 725 to 1,024 keys has 875: at its floor it is sharp, whatever log 1,024 would say."""
     floor = 0.95 * math.log(875)
     at_floor = {"entropy_ratio": 0.95, "entropy_nats": floor, "entropy_floor": floor, "gap_slope": 0.1, "n_low": 725}
-    assert "only 0% of the way" in judgement_of(**at_floor).evidence
+    assert "only 0 % of the way" in judgement_of(**at_floor).evidence
     spread = 2.0
     content = float(entropy_floor(spread, 874)) / math.log(874)
     beside = {"sink_mass": 0.4, "gap_slope_without_sink": 0.0, "horizon_without_sink": 1 + math.exp(spread)}
-    assert "only 0% of the way" in judgement_of(**at_floor, **beside, entropy_ratio_without_sink=content).evidence
+    assert "only 0 % of the way" in judgement_of(**at_floor, **beside, entropy_ratio_without_sink=content).evidence
 
 
 def test_beside_a_sink_the_floor_is_that_of_the_other_keys() -> None:
@@ -148,7 +148,7 @@ def test_a_sink_does_not_make_a_smear_look_sharp() -> None:
     beside = {"entropy_ratio_without_sink": 0.98, "gap_slope_without_sink": 0.05, "horizon_without_sink": 8.4}
     forced = judgement_of(**looks_sharp, **beside)
     assert forced.verdict == "dispersed-forced"
-    assert "horizon of 8.4 keys without the sink (1 million with it)" in forced.evidence
+    assert "horizon is 8.4 keys without the sink (with it: 1 million)" in forced.evidence
     assert verdict(**looks_sharp, **{**beside, "horizon_without_sink": 1e5}) == "dispersed-by-choice"
     assert "without the sink" not in judgement_of(**SMEARED).evidence
     assert verdict(**looks_sharp) == "healthy", "what is beside the sink selects"
@@ -169,10 +169,10 @@ def test_most_of_the_mass_on_the_first_key_is_sink_dominated_even_if_it_froze_th
 
 def test_mass_on_a_learned_sink_is_not_said_to_lie_on_the_first_key() -> None:
     assert judgement_of(sink_mass=0.9, row_sum=1.0).evidence.startswith(
-        "90% of the weight lies on the first of 1,024 keys"
+        "90 % of the weight is on the first of 1,024 keys"
     )
     for runs in ("softmax", "sink", "softmax1"):
-        assert "70% on the learned one" in judgement_of(runs, sink_mass=0.9, row_sum=0.3).evidence
+        assert "70 % on the learned sink" in judgement_of(runs, sink_mass=0.9, row_sum=0.3).evidence
     for runs in ("sigmoid", "composed:map=sigmoid:sink=sink"):
         assert "learned" not in judgement_of(runs, sink_mass=0.9, row_sum=0.3).evidence
 
@@ -187,7 +187,7 @@ NO_WEIGHT = dict.fromkeys(UNDEFINED, math.nan) | {"row_sum": 0.0, "row_sum_mean"
 def test_a_head_whose_weights_are_all_zero_is_silent_and_not_unjudged() -> None:
     found = judgement_of("softpick", **NO_WEIGHT)
     assert (found.verdict, found.flags) == ("silent", ("silent",))
-    assert found.evidence == "The weights of its median row sum to 0, below 0.01: the head reads no key."
+    assert found.evidence == "The weights of its median row sum to 0, below 0.01, so the head reads no key."
     assert verdict("softpick", **NO_WEIGHT, broken_rows=1) == "broken"
 
 
@@ -221,7 +221,7 @@ def test_a_learned_sink_that_takes_all_weight_is_a_sink_and_not_silence() -> Non
     for runs in ("sink", "softmax1", "softmax", None):
         found = judgement_of(runs, row_sum=0.0004, sink_mass=0.9997, max_weight=1e-4)
         assert found.verdict == "sink-dominated"
-    assert "100% on the learned one" in judgement_of("softmax", row_sum=0.0004, sink_mass=0.9997).evidence
+    assert "100 % on the learned sink" in judgement_of("softmax", row_sum=0.0004, sink_mass=0.9997).evidence
     assert verdict("softmax", row_sum=1.0, sink_mass=0.0) == "healthy"
 
 
@@ -282,7 +282,7 @@ def test_sensitive_is_measured_against_the_normalizers_own_worst_case() -> None:
     assert verdict(runs="entmax15", jacobian_norm_q75=0.8) == "sensitive"
     unknown = judgement_of(runs="hard", jacobian_norm_q75=0.5)
     assert unknown.verdict == "healthy"
-    assert "sensitive (no worst case known for hard)" in unknown.evidence
+    assert "sensitive (no worst case is known for hard)" in unknown.evidence
 
 
 def test_the_worst_case_is_that_of_the_parameters_which_were_measured() -> None:
@@ -301,7 +301,7 @@ def test_where_no_ceiling_is_known_neither_force_nor_choice_is_claimed() -> None
     for runs in ("entmax15", None):
         found = judgement_of(**SMEARED, horizon=math.nan, entropy_floor=math.nan, runs=runs)
         assert found.verdict == "dispersed"
-        assert "not known for" in found.evidence
+        assert "is not known" in found.evidence
         assert "although" not in found.evidence
 
 
@@ -325,7 +325,7 @@ def test_a_norm_that_every_row_has_says_nothing_about_a_head() -> None:
     for runs, norm in (("kneemax", 0.5), ("sparsemax", 1.0)):
         found = judgement_of(runs=runs, jacobian_norm_q75=norm)
         assert found.verdict == "healthy"
-        assert f"not judged: sensitive (a row of noise is near the worst case of {runs}" in found.evidence
+        assert f"Not judged: sensitive (even random logits are near the worst case of {runs}" in found.evidence
     assert verdict(runs="softmax", jacobian_norm_q75=0.5) == "sensitive"
     assert "not judged" not in judgement_of(runs="kneemax", jacobian_norm_q75=0.2).evidence
 
@@ -375,13 +375,13 @@ def test_bins_that_gave_no_slope_do_not_give_one_through_the_back_door() -> None
     tables = dict(synthetic_tables(**SMALL))
     rows = [{**row, "gap_slope": math.nan, "gap_slope_without_sink": math.nan} for row in tables["heads"].to_pylist()]
     tables["heads"] = pa.Table.from_pylist(rows, schema=tables["heads"].schema)
-    assert not any("the gap" in row["evidence"] for row in judged(tables)["heads"].to_pylist())
+    assert not any("gap has slope" in row["evidence"] for row in judged(tables)["heads"].to_pylist())
 
 
 def test_one_length_only_leaves_the_rate_open_and_says_so() -> None:
     open_rate = judgement_of(**{**SMEARED, "gap_slope": math.nan})
     assert open_rate.verdict == "dispersed-by-choice"
-    assert "not judged: the rate" in open_rate.evidence
+    assert "Not judged: the slope of the gap" in open_rate.evidence
 
 
 def test_one_broken_row_breaks_the_head() -> None:
@@ -412,12 +412,17 @@ def test_judging_twice_changes_nothing() -> None:
 def test_the_headline_counts_the_heads() -> None:
     model = verdict_of(synthetic_tables(normalizers=("model",)))
     assert model.headline.startswith("1 of 24 heads is broken; 14 of 24 heads still select among 1,024 keys")
-    for part in ("3 dispersed-by-choice", "3 dispersed-forced", "3 sink-dominated", "binds for 6"):
+    for part in (
+        "3 dispersed-by-choice",
+        "3 dispersed-forced",
+        "3 sink-dominated",
+        "6 of the 23 heads with a horizon are beyond it",
+    ):
         assert part in model.headline
     assert sum(model.counts.values()) == 24
     assert "In part: 6 of 23 heads" in model.sentences[0]
     assert "made for 1,024 positions" in model.sentences[1]
-    assert model.sentences[2].startswith("Rate test: the effective gap grows by")
+    assert model.sentences[2].startswith("Rate test: the effective gap is the log-odds")
 
 
 def windowed(tables: dict[str, pa.Table], layer: int, n: int) -> dict[str, pa.Table]:
@@ -462,9 +467,9 @@ def test_the_sink_of_a_head_behind_a_window_is_the_first_key_of_the_window() -> 
     evidence = {
         row["layer"]: row["evidence"] for row in judged(tables)["heads"].to_pylist() if "sink-dominated" in row["flags"]
     }
-    assert "the first of 512 keys;" in evidence[0]
+    assert "the first of 512 keys." in evidence[0]
     assert "the first of the 64 keys that it sees" in evidence[1]
-    (advice,) = [one for one in verdict_of(tables).advice if "rest on the first key" in one.text]
+    (advice,) = [one for one in verdict_of(tables).advice if "weight on the first key" in one.text]
     assert "2 of 4 heads" in advice.text
     assert "1 of them on that of their window" in advice.text
     assert "cache" in advice.text
@@ -472,7 +477,7 @@ def test_the_sink_of_a_head_behind_a_window_is_the_first_key_of_the_window() -> 
 
 def test_no_first_token_is_to_be_kept_for_heads_that_rest_on_that_of_their_window() -> None:
     tables = windowed(synthetic_tables(cast=[["selects", "selects"], ["parked", "parked"]], **SMALL), layer=1, n=64)
-    (advice,) = [one for one in verdict_of(tables).advice if "rest on the first key" in one.text]
+    (advice,) = [one for one in verdict_of(tables).advice if "weight on the first key" in one.text]
     assert "2 of them on that of their window" in advice.text
     assert "cache" not in advice.text
     assert "token" not in advice.title
@@ -480,9 +485,9 @@ def test_no_first_token_is_to_be_kept_for_heads_that_rest_on_that_of_their_windo
 
 def test_what_is_beside_the_first_key_of_a_window_is_named_so() -> None:
     case = HeadCase(row=head(sink_mass=0.4), thresholds=Thresholds(), runs="softmax")
-    assert "1,023 keys beside the sink (which holds 40%)" in judge_head(case).evidence
+    assert "1,023 keys other than the sink (which has 40 % of the weight)" in judge_head(case).evidence
     behind = judge_head(replace(case, windowed=True)).evidence
-    assert "1,023 keys beside the first that it sees (which holds 40%)" in behind
+    assert "1,023 keys other than the first key of its window (which has 40 % of the weight)" in behind
 
 
 def test_a_shorter_text_is_no_window() -> None:
@@ -495,7 +500,9 @@ def test_a_shorter_text_is_no_window() -> None:
 
 def test_several_lengths_of_one_text_are_told_in_one_line() -> None:
     model = verdict_of(synthetic_tables(cast=[["selects", "flat", "parked"]], normalizers=("model",)))
-    line = "At 256 tokens: 1 of 3 heads select, 1 is dispersed; at 1,024: 1 of 3 select, 1 is dispersed."
+    line = (
+        "By length: at 256 tokens, 1 of 3 heads select and 1 is dispersed; at 1,024, 1 of 3 select and 1 is dispersed."
+    )
     assert line in model.sentences
     alone = verdict_of(synthetic_tables(cast=[["selects", "flat", "parked"]], **SMALL))
     assert not any(sentence.startswith("At ") for sentence in alone.sentences)
@@ -507,16 +514,16 @@ def test_verdicts_from_few_rows_say_so(rows: int, counted: str | None) -> None:
     heads = [row | {"rows": rows} for row in tables["heads"].to_pylist()]
     tables = {**tables, "heads": pa.Table.from_pylist(heads, schema=tables["heads"].schema)}
     sampled = {**synthetic_manifest(), "settings": {"rows": rows}}
-    found = [sentence for sentence in model_verdict(judged(tables), sampled).sentences if "rest on" in sentence]
+    found = [sentence for sentence in model_verdict(judged(tables), sampled).sentences if "are based on" in sentence]
     assert found == (
-        [] if counted is None else [f"Verdicts rest on {counted}per head; --rows all makes them more reliable."]
+        [] if counted is None else [f"Verdicts are based on {counted}per head; --rows all makes them more reliable."]
     )
 
 
 @pytest.mark.parametrize(("length", "short"), [(64, True), (256, False)])
 def test_a_text_of_few_tokens_gets_no_verdict_without_a_warning(length: int, short: bool) -> None:
     model = verdict_of(synthetic_tables(cast=[["selects", "flat"]], lengths=(length,), normalizers=("model",)))
-    assert model.sentences[0].startswith("The longest rows have 64 keys: too few") == short
+    assert model.sentences[0].startswith("The longest rows have 64 keys, too few") == short
     texts = [advice.text for advice in model.advice]
     assert any("100 heaviest" in text for text in texts) != short, "100 of 64 keys are no selection"
 
@@ -524,8 +531,8 @@ def test_a_text_of_few_tokens_gets_no_verdict_without_a_warning(length: int, sho
 def test_lengths_that_growth_does_not_change_are_told_once() -> None:
     """Heads beyond their horizon are bound where they are, whatever the others do."""
     model = verdict_of(synthetic_tables(cast=[["flat", "flat", "flat", "selects"]], **SMALL))
-    (when,) = (sentence for sentence in model.sentences if "as it is now the ceiling binds" in sentence)
-    assert "if it keeps growing" in when
+    (when,) = (sentence for sentence in model.sentences if "with the present logit spread" in sentence)
+    assert "If the spread keeps growing" in when
     clauses = [clause for clause in when.replace(";", ",").split(",") if "beyond" in clause or "no length" in clause]
     lengths = [clause[clause.index("for ") :] for clause in clauses]
     assert len(lengths) == len(set(lengths))
@@ -543,7 +550,10 @@ def test_what_cannot_be_tried_is_a_caution() -> None:
 
 def test_a_model_without_fault_is_told_so() -> None:
     model = verdict_of(synthetic_tables(cast=[["selects"] * 3] * 2, **SMALL))
-    assert model.headline == "6 of 6 heads still select among 512 keys; softmax's ceiling binds for none."
+    assert model.headline == (
+        "6 of 6 heads still select among 512 keys; none is beyond its horizon, where softmax can give no key half of "
+        "the weight."
+    )
     assert [advice.title for advice in model.advice] == ["Nothing needs changing"]
 
 
@@ -603,12 +613,12 @@ def running(name: str | None, cast: list[list[str]], measured: str) -> ModelVerd
 
 def test_a_ceiling_is_told_of_the_normalizer_that_has_it() -> None:
     softmax, ssmax = (running(name, [["flat"] * 4], name) for name in ("softmax", "ssmax"))
-    assert "softmax's ceiling binds for all" in softmax.headline
-    assert "ssmax's ceiling binds for all" in ssmax.headline
+    assert "all are beyond their horizon, where softmax" in softmax.headline
+    assert "all are beyond their horizon, where ssmax" in ssmax.headline
     assert "Is the ceiling binding at 512 keys? Yes: 4 of 4" in ssmax.sentences[0]
-    assert "as it is now the ceiling binds" in " ".join(softmax.sentences)
+    assert "with the present logit spread" in " ".join(softmax.sentences)
     said = " ".join(ssmax.sentences)
-    assert "as it is now the ceiling binds" not in said, "its factor grows with n, so no length is foretold"
+    assert "with the present logit spread" not in said, "its factor grows with n, so no length is foretold"
 
 
 @pytest.mark.parametrize("runs", ["entmax15", None])
@@ -616,7 +626,7 @@ def test_no_ceiling_is_told_where_none_is_known(runs: str | None) -> None:
     model = running(runs, [["flat"] * 4], "entmax15")
     assert "ceiling" not in model.headline
     assert model.ceiling is None
-    assert model.sentences[0].startswith("Whether a ceiling binds is not known")
+    assert model.sentences[0].startswith("Whether the ceiling is binding is not known")
 
 
 @pytest.mark.parametrize(
@@ -649,15 +659,15 @@ def test_advice_tells_by_how_much_a_rescaled_softmax_falls_short() -> None:
     """Uniform logits of spread 2 among 256 keys: half of the weight takes log(255) / 2 = 2.8 times as much."""
     tables = synthetic_tables(cast=[["flat"] * 4], lengths=(256,), normalizers=("model", "ssmax"))
     model = verdict_of(tables)
-    (advice,) = (one for one in model.advice if one.title == "Not ssmax as it starts")
+    (advice,) = (one for one in model.advice if one.title == "ssmax without training does not help")
     assert advice.caution, "what makes heads broader does not help"
     assert not [one for one in model.advice if "normalizer" in one.title]
-    assert "ssmax multiplies their logits by 0.93 here, less than 1, so that it flattens them" in advice.text
-    assert "it would take 2.8 (an s of 0.5)" in advice.text
+    assert "ssmax multiplies their logits by 0.93 here, which flattens them" in advice.text
+    assert "a factor of 2.8 (s = 0.5) would" in advice.text
     other = {"model": "log_scaled", "ssmax": "ssmax"}
     rows = [row | {"normalizer": other[row["normalizer"]]} for row in tables["heads"].to_pylist()]
     stands_in = verdict_of({**tables, "heads": pa.Table.from_pylist(rows, schema=tables["heads"].schema)})
-    (advice,) = (one for one in stands_in.advice if one.title == "Not ssmax as it starts")
+    (advice,) = (one for one in stands_in.advice if one.title == "ssmax without training does not help")
     assert "no sharper weights than log_scaled" in advice.text
     assert "multiplies" not in advice.text, "its factor is known only beside the logits of the model"
 

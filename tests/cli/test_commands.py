@@ -68,7 +68,7 @@ def test_doctor_finds_this_machine_well() -> None:
     promises = " ".join(check["promise"] for check in health["checks"])
     assert len(health["checks"]) >= 7
     assert "analyze measures" in promises
-    assert "patch exchanges" in promises
+    assert "patch replaces" in promises
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     required = {Requirement(line).name for line in project["dependencies"]}
     optional = {one["name"] for one in health["optional"]}
@@ -92,7 +92,7 @@ def test_doctor_exits_with_1_when_a_promise_breaks(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(machine, "PROMISES", {"arithmetic holds": breaks})
     result = runner.invoke(app, ["doctor"])
     assert result.exit_code == 1
-    assert "BROKEN" in result.stdout
+    assert "FAILED" in result.stdout
     assert "two and two are five" in result.stdout
 
 
@@ -110,7 +110,7 @@ def test_dispersion_prints_a_table(few: None) -> None:
     result = runner.invoke(app, ["dispersion", "--draws", "1", "--gap", "4"])
     assert result.exit_code == 0, result.output
     assert "One key scores 4" in result.stdout
-    for word in ("softmax", "131,072", "stays", "fades", "left out: soft"):
+    for word in ("softmax", "131,072", "stays", "fades", "not measured: soft"):
         assert word in result.stdout
 
 

@@ -42,7 +42,7 @@ def test_two_runs_are_compared_head_by_head(tmp_path: Path) -> None:
 def test_one_run_is_compared_over_its_normalizers(tmp_path: Path) -> None:
     result = runner.invoke(app, ["compare", saved(tmp_path / "run", normalizers=("model", "entmax15"))])
     assert result.exit_code == 0, result.output
-    assert "entmax15 against model" in result.stdout
+    assert "entmax15 compared with model" in result.stdout
 
 
 def test_models_are_measured_on_the_spot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

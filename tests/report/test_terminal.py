@@ -104,7 +104,7 @@ def test_a_horizon_is_shown_only_of_normalizers_that_have_one() -> None:
     text = shown(comparison_tables(compare({"run": several})), width=160)
     (line,) = (line for line in text.splitlines() if line.strip().startswith("Horizon"))
     assert line.split()[-1] == "-"
-    assert line.count("..") == 2
+    assert line.count(" to ") == 2
 
 
 @pytest.mark.parametrize("width", [30, 60, 200])
@@ -129,7 +129,7 @@ def test_a_model_without_fault_has_no_table_of_bad_heads() -> None:
 def test_sides_stand_side_by_side_with_the_changed_heads_below() -> None:
     changed = (CAST[0], ("flat", *CAST[1][1:]), *CAST[2:])
     text = shown(comparison_tables(compare({"before": made(), "after [1]": made(changed)})), width=160)
-    assert "after [1] against before: 1 of 24 heads have another verdict" in text
+    assert "after [1] compared with before: 1 of 24 heads have another verdict" in text
     assert "layer 1 head 0" in text
     assert "healthy -> dispersed-forced" in text
     assert "-0.00" not in text

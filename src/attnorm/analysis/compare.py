@@ -165,7 +165,7 @@ def _change(label: str, key: tuple[str, int, int], before: Row, after: Row) -> C
 def _notes(runs: Mapping[str, Analysis], sides: Sequence[Side], matched: Mapping[str, Any]) -> list[str]:
     first, *others = runs
     notes = [
-        f"{label} has other layers or heads than {first}: compared by distribution, not by head"
+        f"{label} has other layers or heads than {first}, so only the distributions over heads are compared"
         for label in others
         if label not in matched
     ]
@@ -176,7 +176,7 @@ def _notes(runs: Mapping[str, Analysis], sides: Sequence[Side], matched: Mapping
     if len(set(texts.values())) > 1:
         notes.append("the texts differ, so differences between heads may come from the texts")
     if any(run.thresholds != runs[first].thresholds for run in runs.values()):
-        notes.append("the thresholds differ: judge all sides by the same ones with --threshold")
+        notes.append("the thresholds differ. To judge all sides by the same ones, pass --threshold")
     for section, name, difference in (
         ("settings", "rows", "the measured rows differ"),
         ("settings", "metrics", "the metric groups differ"),

@@ -129,8 +129,8 @@ def finished_manifest(
     if broken:
         notes.insert(
             0,
-            f"{broken} of {len(broken_by_head)} heads have logits or weights that are not finite (see "
-            "broken_rows); no number includes those rows. The checkpoint, or its precision, is broken there",
+            f"{broken} of {len(broken_by_head)} heads have rows with logits or weights that are not finite (column "
+            "broken_rows). No number includes those rows. Check the weights of the model and its precision",
         )
     if any(part.about.get("repeats") for part in parts):
         notes.append(
@@ -155,8 +155,8 @@ def sampling_notes(settings: AnalysisSettings, lengths: Sequence[int]) -> list[s
     compared = min(NULL_ROWS, most)
     if lengths and max(lengths) * (1 - math.sqrt(1 / 2)) <= compared:
         return []  # all of the longest rows, half an octave, are measured
-    note = f"come from at most {most} of the longest rows of each sequence (separability and its null: {compared})"
-    return [f"distances, separability, sensitivity and coverage {note}; all other numbers from every measured row"]
+    sampled = f"at most {most} of the longest rows of each sequence (separability and its null: {compared})"
+    return [f"distances, separability, sensitivity and coverage use {sampled}; all other metrics use all measured rows"]
 
 
 def readings(parts: Sequence[Mapping[str, Any]], unigrams: Mapping[str, float]) -> dict[str, dict[str, Any]]:
@@ -180,9 +180,9 @@ def readings(parts: Sequence[Mapping[str, Any]], unigrams: Mapping[str, float]) 
 
 def unreadable_notes(reading: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [
-        f"the model can hardly read {text!r}: its loss is {facts['loss']:.2f} nats per token, the text's own token "
-        f"frequencies reach {facts['unigram_entropy']:.2f}. Verdicts on a text that a model cannot read say little; "
-        "choose a text like those that it was trained on"
+        f"the model can hardly read {text!r}: its loss is {facts['loss']:.2f} nats per token, and the entropy of the "
+        f"text's token frequencies is {facts['unigram_entropy']:.2f}. Verdicts on such a text mean little. Choose a "
+        "text like those that the model was trained on"
         for text, facts in reading.items()
         if facts["readable"] is False
     ]

@@ -91,22 +91,22 @@ class OutputBottleneck:
     def sentences(self) -> list[str]:
         own, width = self.own, self.width
         words = {
-            "binds": "the width binds",
-            "partly": "the width binds in part",
-            "room": "the width leaves room",
-            "lifted": "the width does not bind, as the output layer is not linear",
-            "not tested": f"not judged, as {self.contexts:,} contexts are fewer than twice the width",
+            "binds": "the width limits the predictions",
+            "partly": "the width limits the predictions in part",
+            "room": "the width is larger than needed",
+            "lifted": "the width is no limit, because the output layer is not linear",
+            "not tested": f"not judged, because {self.contexts:,} contexts are fewer than twice the width",
         }
         first = (
-            f"Output layer (not attention): {words[self.verdict]}. The centred logits of {self.contexts:,} contexts "
-            f"have the numerical rank {own.rank:,}; the hidden states have {width:,} dimensions, the vocabulary "
-            f"{self.vocabulary:,}. A rank of {own.needed:,} loses no more than {NEGLIGIBLE:g} nats per token, half of "
-            f"the width {own.kl_at(width // 2):.3f}."
+            f"Output layer (not attention): {words[self.verdict]}. The centered logits of {self.contexts:,} contexts "
+            f"have the numerical rank {own.rank:,}. The hidden states have {width:,} dimensions, the vocabulary has "
+            f"{self.vocabulary:,} tokens. Reduced to rank {own.needed:,}, they lose at most {NEGLIGIBLE:g} nats per "
+            f"token; reduced to half the width, {own.kl_at(width // 2):.3f}."
         )
         sentences = [first]
         if self.larger is not None:
             sentences.append(
-                f"{self.larger.model} predicts with rank {self.larger.needed:,}; cut to rank {width:,} it loses "
+                f"{self.larger.model} needs rank {self.larger.needed:,}. Reduced to rank {width:,}, it loses "
                 f"{self.larger.kl_at(width):.3f} nats per token."
             )
         return sentences

@@ -216,7 +216,7 @@ def _coverage_note(text: Text, coverage: TextCoverage, length: int, exact: bool)
     return [
         (
             f"{text.name!r} has {about}{coverage.tokens:,} tokens: {several} of {length:,} tokens{spread} "
-            f"{'are' if coverage.windows > 1 else 'is'} measured, {about}{coverage.left_out:,} tokens "
+            f"{'are' if coverage.windows > 1 else 'is'} measured; {about}{coverage.left_out:,} tokens "
             f"({'<1' if share < 0.01 else f'{min(share, 0.999) * 100:.3g}'} %) are left out"
         )
     ]

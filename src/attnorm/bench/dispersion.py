@@ -1,12 +1,12 @@
-"""The command `attnorm dispersion`: the weight that a clearly largest logit keeps as n grows, for every normalizer.
+"""Measure how the weight of the largest logit falls as the number of keys n grows (`attnorm dispersion`).
 
 One row of n scores: the winner, in the middle of the context, scores `gap`; the others are normal noise around 0. The
 result is w / max(1, sum |w|): the winner's weight, but rows that sum to more than 1 are divided by their sum. The
 weights of a mechanism are the derivative of its output by the values, for queries and keys with these scores.
 
-Verdicts at the largest context: a winner that still holds more than half of its row *stays*, one that holds less than
-the equal share 1/n *collapses*, and everything between *fades*. One half is also where the theory draws its line: the
-horizon 1 + e^spread is the length beyond which softmax cannot give any key more.
+Verdicts at the largest context: a winner with more than half of the weight of its row *stays*, one with less than
+the uniform weight 1/n *collapses*, and everything between *fades*. Theory uses one half too:
+beyond the length 1 + e^spread, the horizon, softmax cannot give more than that to any key.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -84,7 +84,7 @@ def dispersion_table(dispersion: Dispersion) -> RenderableType:
     lengths = dispersion.curves[0].lengths if dispersion.curves else ()
     columns = printed_lengths(lengths)
     table = Table(
-        title=f"Weight a clear winner keeps among n keys\n{dispersion.setting}",
+        title=f"Weight of the largest logit among n keys\n{dispersion.setting}",
         caption=_caption(dispersion, lengths[-1] if lengths else 0),
         title_justify="left",
         caption_justify="left",
@@ -97,14 +97,14 @@ def dispersion_table(dispersion: Dispersion) -> RenderableType:
         table.add_row(Text(verdict, style=STYLE[verdict]))
         for curve in curves:
             table.add_row(f"  {curve.label}", *(percent(curve.kept[column]) for column in columns))
-    notes = [Text(f"left out: {name} - {reason}", style="dim") for name, reason in dispersion.left_out.items()]
+    notes = [Text(f"not measured: {name} - {reason}", style="dim") for name, reason in dispersion.left_out.items()]
     return Group(table, *notes)
 
 
 def _caption(dispersion: Dispersion, longest: int) -> str:
     verdicts = "; ".join(f"{verdict}: {meaning}" for verdict, meaning in MEANING.items())
     draws = f"Median of {dispersion.draws} draws. " if dispersion.noise else ""
-    return f"At {longest:,} keys - {verdicts}. {draws}Rows that sum to more than 1 are divided by their sum."
+    return f"Groups by the weight at {longest:,} keys: {verdicts}. {draws}Rows with a sum above 1 are divided by it."
 
 
 def printed_lengths(lengths: tuple[int, ...]) -> list[int]:
@@ -141,11 +141,12 @@ SETTINGS: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
 # Mechanisms whose weights do not follow from a row of scores.
 NOT_ASKED = {
     "selective": "it depends on what earlier queries selected; if they selected nothing it is softmax",
-    "differential_v2": "its second query is free to cancel anything; with a lambda of 0 it is softmax",
+    "differential_v2": "its second query can cancel any weight; with a lambda of 0 it is softmax",
     "tda": "cosines lie between -1 and 1, so that no gap of logits applies; threshold_relu has its weights",
     "laser": "its output is a smooth maximum of the values, with the weights of its normalizer",
     "forget": "it depends on how many tokens lie between key and query; with gates of 1 it is softmax",
-    "soft": "its landmarks are averages of keys, so the answer depends on where the keys lie, not on their scores",
+    "soft": "its landmarks are averages of keys, so that the result depends on the positions of the keys and not only "
+    "on their logits",
 }
 
 
@@ -182,13 +183,15 @@ def dispersion(
 
 def _check(gap: float, noise: float, lengths: Sequence[int], draws: int) -> None:
     if not gap > 0:
-        raise ValueError(f"gap must be positive (how far the winner's score lies above the mean of others), got {gap}")
+        raise ValueError(
+            f"gap: expected a positive difference between the largest logit and the mean of the others, got {gap}."
+        )
     if not noise >= 0:
-        raise ValueError(f"noise must not be negative (standard deviation of the other scores), got {noise}")
+        raise ValueError(f"noise: expected a standard deviation of the other logits of at least 0, got {noise}.")
     if not lengths or min(lengths) < 2 or list(lengths) != sorted(set(lengths)):
-        raise ValueError(f"lengths must rise and start at 2 or more keys, got {list(lengths)}")
+        raise ValueError(f"lengths: expected increasing numbers of keys, 2 or more, got {list(lengths)}.")
     if draws < 1:
-        raise ValueError(f"draws must be at least 1, got {draws}")
+        raise ValueError(f"draws: expected an integer of at least 1, got {draws}.")
 
 
 def _scores(n: int, gap: float, noise: float, draws: int, seed: int) -> Tensor:
@@ -212,7 +215,7 @@ def _weights(normalizer: Normalizer | Mechanism, scores: Tensor, winner: int) ->
             weights: Tensor = normalizer(scores)
         return weights
     if normalizer.name not in PROBES:
-        raise ValueError("it needs queries and keys; attnorm does not know which ones give these scores")
+        raise ValueError("it needs queries and keys, and attnorm has none that give these logits")
     return torch.cat([PROBES[normalizer.name](normalizer, row, winner) for row in scores.split(1)])
 
 

@@ -22,18 +22,22 @@ from attnorm.theory.frontier import Frontier
 from attnorm.theory.search import Counterexample, Finding, table_stands
 
 COLOUR = {"refuted": "yellow", "survived": "green", "says nothing": "yellow", "argument": "dim"}
-CAPTION = (
-    "worst: largest ratio of quantity / upper bound, or of lower bound / quantity, above 1 where the claim fails. "
-    "tried: rows, an ascent counts as the row it ends at. tightness: 5, 50 and 95 % of the ratio over random rows. "
-    "smallest counterexample: keys n, top N, width d, temperature T; make it again with attnorm verify --replay "
-    "CLAIM:SEED:ROUND:ROW. "
-    "A bound that rows are known to reach must be reached, or it has become looser: NOT ATTAINED."
-)
+CAPTION = """\
+form: printed in the paper, corrected by us, or added by us. status: what we expect.
+rows: random and optimized rows that were tried. violated: rows on which the claim is false.
+worst ratio: largest quantity / upper bound, or lower bound / quantity. Above 1 the claim is false.
+5, 50, 95 %: quantiles of this ratio over random rows. Near 1 the bound is tight.
+smallest counterexample: n keys, top N, width d, temperature T, and its SEED:ROUND:ROW.
+Show a counterexample: attnorm verify --replay CLAIM:SEED:ROUND:ROW
+result: refuted (counterexample found), survived (none found), argument (proved, not searched),
+says nothing (true, but trivial on many rows). Capital letters: not as expected.
+NOT ATTAINED: no row reached a bound that is known to be reached, so it has become looser."""
+STATED = 5  # claims up to which the table is preceded by their statements
 
 
 def findings_table(findings: Sequence[Finding]) -> RenderableType:
     table = Table(
-        title="Every claim, searched for counterexamples",
+        title="Claims searched for counterexamples",
         caption=CAPTION,
         title_justify="left",
         caption_justify="left",
@@ -44,14 +48,14 @@ def findings_table(findings: Sequence[Finding]) -> RenderableType:
         "claim",
         "form",
         "status",
-        "tried",
+        "rows",
         "violated",
-        "worst",
-        "tightness",
+        "worst ratio",
+        "5, 50, 95 %",
         "smallest counterexample",
-        "",
+        "result",
     ):
-        right = heading in ("tried", "violated", "worst", "tightness")
+        right = heading in ("rows", "violated", "worst ratio", "5, 50, 95 %")
         table.add_column(heading, justify="right" if right else "left", no_wrap=heading != "smallest counterexample")
     family = ""
     for finding in findings:
@@ -60,7 +64,13 @@ def findings_table(findings: Sequence[Finding]) -> RenderableType:
             table.add_section()
             table.add_row(Text(family, style="italic dim"))
         table.add_row(*_cells(finding))
-    return Group(table, Text(closing_sentence(findings)))
+    statements = [Text(_statement(finding.claim)) for finding in findings] if len(findings) <= STATED else []
+    return Group(*statements, table, Text(closing_sentence(findings)))
+
+
+def _statement(claim: Claim) -> str:
+    correction = f" Use instead: {claim.correction}." if claim.correction else ""
+    return f"{claim.id}: {claim.statement}. Domain: {claim.domain}. From: {claim.source}.{correction}"
 
 
 def _cells(finding: Finding) -> tuple[str | Text, ...]:
@@ -105,12 +115,12 @@ def closing_sentence(findings: Sequence[Finding]) -> str:
     rows = sum(finding.tried for finding in searched)
     if not table_stands(findings):
         broken = ", ".join(f"{finding.claim.id} ({finding.verdict})" for finding in findings if not finding.stands)
-        return f"The table does not stand: {broken}."
+        return f"Not as expected: {broken}."
     wrong = sum(finding.claim.status == "false" for finding in searched)
     claims = f"{len(searched)} claim{'s' * (len(searched) != 1)}"
     return (
-        f"The table stands: {claims} searched on {rows:,} rows, {wrong} false one{'s' * (wrong != 1)} refuted by this "
-        "run, no other violated."
+        f"All as expected: {claims} searched on {rows:,} rows, {wrong} false claim{'s' * (wrong != 1)} refuted, no "
+        "other claim violated."
     )
 
 
@@ -180,10 +190,10 @@ def counterexample_text(claim: Claim, case: ClaimCase, row: int, ratio: float) -
     verdict = "fails" if ratio > 1 else "does not fail"
     lines = [
         f"{claim.id}: {claim.statement}",
-        f"domain: {claim.domain}",
-        f"It {verdict} here: ratio {ratio:.17g}.",
+        f"Domain: {claim.domain}",
+        f"It {verdict} here: the ratio of quantity and bound is {ratio:.17g}.",
         f"keys n = {case.keys}, top N = {case.top_n}, width d = {case.width}, temperature T = {case.temperature:.17g}",
-        f"free numbers of the claim: dial {float(case.dial[row]):.17g}, pick {int(case.pick[row])}",
+        f"Random numbers of the claim: dial {float(case.dial[row]):.17g}, pick {int(case.pick[row])}",
     ]
     table = Table("key", "logit", "softmax weight", "vector", box=SIMPLE_HEAD, padding=(0, 2, 0, 0))
     for key in range(case.keys):
@@ -212,10 +222,12 @@ MEASURED = "*"  # after a name whose Lipschitz constant is measured
 
 def frontier_table(placed: Frontier) -> RenderableType:
     table = Table(
-        title="Effort K g needed to keep a weight w on one of n keys",
-        caption="g: how far its logit leads n-1 equal ones; K: the declared Lipschitz constant. A temperature changes "
-        "nothing. No shift-invariant, permutation-equivariant map with row sum 1 lies below the law (n w - 1)/(n - 1). "
-        f"{MEASURED} K measured, not declared: at least this much, up to the length where measuring takes seconds.",
+        title="Effort K g needed to keep a weight w on one of n keys (smaller is better)",
+        caption="g: gap between the logit of this key and the n-1 other logits, which are equal.\n"
+        "K: Lipschitz constant of the normalizer. A temperature does not change K g.\n"
+        "the law: the lower bound (n w - 1)/(n - 1) for all shift-invariant,\n"
+        "permutation-equivariant maps with row sum 1.\n"
+        f"{MEASURED} K is measured, not declared, so the effort may be larger. Empty: takes too long.",
         title_justify="left",
         caption_justify="left",
         box=SIMPLE_HEAD,
@@ -241,9 +253,9 @@ def _format_effort(effort: float) -> str:
 
 
 def _absent_table(placed: Frontier) -> Table:
-    table = Table(title="Not on the frontier, and why", title_justify="left", box=SIMPLE_HEAD)
+    table = Table(title="Normalizers that the law does not cover", title_justify="left", box=SIMPLE_HEAD)
     table.add_column("normalizer", no_wrap=True)
-    table.add_column("why the law does not apply")
+    table.add_column("reason")
     for name, reason in placed.absent.items():
         table.add_row(name, reason)
     return table

@@ -268,20 +268,24 @@ def _stability_table(result: "Stability", measured: str) -> "RenderableType":
     table.add_row(
         "judged per run (not undecided)", f"{result.heads - result.undecided:.1f}", _share(1 - result.undecided / heads)
     )
-    table.add_row("of heads judged in one run, in another run:")
-    table.add_row("  the same verdict (undecided is a change)", "", _share(result.again))
+    table.add_row("heads judged in one run have in another run")
+    table.add_row("  the same verdict (undecided counts as a change)", "", _share(result.again))
     table.add_row("  the same verdict or undecided", "", _share(result.uncontradicted))
     table.add_row("judged in at least one run", str(result.judged), _share(result.judged / heads))
-    table.add_row("  never given two verdicts", str(result.kept), _share(result.kept / judged))
+    table.add_row("  no two different verdicts (undecided allowed)", str(result.kept), _share(result.kept / judged))
     table.add_row("  the same verdict in every run", str(result.same), _share(result.same / judged))
-    table.add_row("the same by the first window alone", str(result.one_window), _share(result.one_window / heads))
+    table.add_row(
+        "same verdict in every run, by the first window alone",
+        str(result.one_window),
+        _share(result.one_window / heads),
+    )
     for head, verdicts in result.changing.items():
         table.add_row(f"{head}: {', '.join(f'{count} x {name}' for name, count in verdicts.items())}", "", "")
     return table
 
 
 def _share(value: float) -> str:
-    return f"{value:.1%}"
+    return f"{100 * value:.1f} %"
 
 
 if TYPE_CHECKING:

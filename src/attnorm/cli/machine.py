@@ -65,12 +65,12 @@ OPTIONAL_PACKAGES = {
     "entmax": "the comparison in `attnorm bench normalizers`",
 }
 ENGINES = {
-    "fused": "torch SDPA",
-    "triton": "one-pass kernels",
-    "sparse": "threshold kernels",
-    "flex": "FlexAttention",
-    "blocked": "blocks of queries",
-    "its own": "a mechanism",
+    "fused": "fused: torch SDPA",
+    "triton": "triton: one-pass kernels",
+    "sparse": "sparse: threshold kernels",
+    "flex": "flex: FlexAttention",
+    "blocked": "blocked: blocks of queries",
+    "its own": "mechanisms: their own function",
 }
 CLOSE = 1e-5  # float32 attention of unit normal inputs
 
@@ -224,7 +224,10 @@ def _patch_can_be_taken_back() -> tuple[bool, str]:
         after = model(tokens).logits
     changed = bool(torch.isfinite(patched).all()) and not torch.equal(patched, before)
     restored = torch.equal(after, before)
-    return changed and restored, f"{'other' if changed else 'WRONG'} logits, then the {'same' if restored else 'WRONG'}"
+    return (
+        changed and restored,
+        f"logits {'changed' if changed else 'NOT CHANGED'}, then {'restored' if restored else 'NOT RESTORED'}",
+    )
 
 
 def _inputs(length: int) -> list[Tensor]:
@@ -238,13 +241,13 @@ def _compare_outputs(output: Tensor, expected: Tensor) -> tuple[bool, str]:
 
 
 PROMISES: dict[str, Callable[[], tuple[bool, str]]] = {
-    "softmax keeps the contract": lambda: _keeps_the_contract("softmax"),
-    "entmax15 keeps the contract": lambda: _keeps_the_contract("entmax15"),
+    "softmax passes check_normalizer": lambda: _keeps_the_contract("softmax"),
+    "entmax15 passes check_normalizer": lambda: _keeps_the_contract("entmax15"),
     "attention with softmax equals torch SDPA": _matches_sdpa,
-    "attention in blocks equals the dense form": _blocks_match_the_dense_form,
-    "a NaN at a hidden key does not leak": _hidden_keys_get_nothing,
+    "attention in blocks equals dense attention": _blocks_match_the_dense_form,
+    "a NaN logit at a masked key has no effect": _hidden_keys_get_nothing,
     "analyze measures the bundled model": _analyze_measures,
-    "patch exchanges softmax and unpatch restores it": _patch_can_be_taken_back,
+    "patch replaces softmax and unpatch restores it": _patch_can_be_taken_back,
 }
 
 
@@ -259,17 +262,21 @@ def health_tables(health: Health) -> RenderableType:
     ]:
         machine_table.add_row(name, value)
     caption = "To install a missing package: pip install NAME"
-    optional = Table("what", "version", "enables", title="Optional", title_justify="left", caption=caption)
+    optional = Table(
+        "package", "version", "needed for", title="Optional packages", title_justify="left", caption=caption
+    )
     for package in health.optional:
         optional.add_row(package.name, package.version or Text("missing", style="yellow"), package.enables)
-    checks = Table("promise", "", "found", title="Self check", title_justify="left")
+    checks = Table("check", "result", "details", title="Self-test", title_justify="left")
     for check in health.checks:
-        verdict = Text("holds", style="green") if check.passed else Text("BROKEN", style="bold red")
+        verdict = Text("passed", style="green") if check.passed else Text("FAILED", style="bold red")
         checks.add_row(check.promise, verdict, check.detail)
-    engines = Table("engine", "normalizers", title="Engines of attention()", title_justify="left")
-    for engine, what in ENGINES.items():
+    engines = Table(
+        "engine", "normalizers", title="Engine that attention() chooses for each normalizer", title_justify="left"
+    )
+    for engine, label in ENGINES.items():
         if names := [name for name, used in health.engines.items() if used == engine]:
-            engines.add_row(f"{engine}: {what}", ", ".join(names))
+            engines.add_row(label, ", ".join(names))
     return Group(machine_table, optional, engines, checks)
 
 

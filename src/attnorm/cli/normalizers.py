@@ -276,7 +276,7 @@ def _card(description: Description) -> Text:
     options = ", ".join(description.options) or "none"
     lines = [description.summary, promises(description)]
     if description.lipschitz_1024 is not None:
-        lines.append(f"Largest norm of the Jacobian over rows of {KEYS} keys: {description.lipschitz_1024:.3g}")
+        lines.append(f"Largest Jacobian norm over rows of {KEYS:,} keys: {description.lipschitz_1024:.3g}")
     lines += [f"Options: {options}", f"Paper: {description.paper}, {description.url}"]
     return Text("\n").join([Text(description.name, style="bold"), *map(Text, lines)])
 
@@ -287,9 +287,11 @@ NARROW = ("name", "sum", "zeros", "length enters by", "Lipschitz", "swap")  # th
 def normalizer_table(descriptions: list[Description], *, narrow: bool = False) -> Table:
     table = Table(
         title="Normalizers: logits to weights",
-        caption="zeros: some visible keys get exactly 0. shift: a constant added to a row changes nothing. Lipschitz: "
-        f"largest norm of the Jacobian over rows of {KEYS} keys, if known. swap: can replace softmax in a trained "
-        "model without training. Last group (italics): mechanisms, which need q, k and v instead of a row of logits."
+        caption="sum: of the weights of a row. sign: ± if weights may be negative. zeros: weights can be exactly 0. "
+        "shift: adding a constant to a row of logits changes nothing. length enters by: how the number n of visible "
+        f"keys changes the weights. Lipschitz: largest Jacobian norm over rows of {KEYS:,} keys, if known. swap: can "
+        "replace softmax in a trained model without training. learned: parameters that are trained by default. Last "
+        "group (italics): mechanisms, which need q, k and v instead of a row of logits."
         + (" A wider terminal shows more columns." if narrow else ""),
         title_justify="left",
         caption_justify="left",

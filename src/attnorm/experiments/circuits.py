@@ -20,7 +20,6 @@ from matplotlib.figure import Figure
 from attnorm.analysis.circuits import SEQUENCES, SHORTEST, circuit_columns, measure_circuits, probe_lengths
 from attnorm.analysis.settings import named_normalizers, started_at_length
 from attnorm.analysis.verdicts.reach import CIRCUITS, NAMED_FROM, SHARP, circuit_of
-from attnorm.analysis.verdicts.rows import format_keys
 from attnorm.experiments.experiment import (
     Experiment,
     ExperimentFinding,
@@ -34,6 +33,7 @@ from attnorm.experiments.experiment import (
 from attnorm.figures import CORRECTED, DASHED, INK, MEASURED, NULL, PALE, PRINTED, note, panel
 from attnorm.files import atomic_replace
 from attnorm.models.describe import longest_context
+from attnorm.text import format_keys
 
 LOOKS: dict[str, dict[str, Any]] = {"induction": CORRECTED, "previous_token": PRINTED, "retrieval": MEASURED}
 WORDS = {"induction": "induction", "previous_token": "previous token", "retrieval": "retrieval"}

@@ -21,7 +21,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 from numpy.typing import NDArray
 
-from attnorm.analysis.verdicts.rows import format_keys
 from attnorm.experiments.experiment import (
     Experiment,
     ExperimentFinding,
@@ -40,6 +39,7 @@ from attnorm.metrics.normalized import MODEL
 from attnorm.metrics.rows import measure_rows
 from attnorm.models.dispatch import attention_sites
 from attnorm.models.query_key_origin import projections
+from attnorm.text import format_keys
 from attnorm.theory.dispersion import horizon, proposition31_bound
 
 

@@ -39,7 +39,7 @@ from attnorm.normalizers.declaration import WarmStart, declare
     )
 )
 class Forget(Mechanism):
-    """softmax of logits that fall by a learned forget gate of every token between key and query; causal.
+    """softmax of logits lowered by a learned forget gate of every token between key and query; causal.
 
     heads: of q, for gates per head. width: of the hidden states x that the gates read (default: gates that do not
     depend on x). bias: b at the start; 5 is a gate of 0.993. normalizer: any shift invariant one, an

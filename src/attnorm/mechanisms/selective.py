@@ -22,7 +22,7 @@ from attnorm.normalizers.softmax import Softmax
 
 @declare(warm_start=WarmStart("far", "nothing to set: no function of the logits"))
 class Selective(Mechanism):
-    """softmax(z - F): what head 0 selected before is masked softly from now on."""
+    """softmax(z - F): keys that head 0 selected for earlier queries get lower logits."""
 
     name = "selective"
     needs_every_query = True

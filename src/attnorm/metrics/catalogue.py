@@ -33,12 +33,12 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         name="entropy_nats", label="Entropy", unit="nats", group="weights",
         meaning="Shannon entropy of the row's weights, rescaled to sum to one.",
-        reading="exp of it is roughly how many keys share the attention; compare it with its floor and with log n.",
+        reading="exp(entropy) is roughly the number of keys in use. Compare it with its floor and with log n.",
     ),
     Metric(
         name="effective_keys", label="Effective keys", unit="keys", group="weights", logarithmic=True,
-        meaning="1 / sum of squared weights: how many equal weights would concentrate as much.",
-        reading="A head that selects keeps it small as the context grows; a dispersed one lets it grow with n.",
+        meaning="1 / sum of squared weights: the number of keys with equal weights that would be as concentrated.",
+        reading="It stays small as the context grows if the head selects, and grows with n if the head is dispersed.",
     ),
     Metric(
         name="max_weight", label="Largest weight", unit="", group="weights", bounded=(0, 1),
@@ -49,12 +49,12 @@ METRICS: tuple[Metric, ...] = (
         name="effective_gap", label="Effective gap", unit="nats", group="rate",
         meaning="Log-odds of the largest weight against the mean of the others: logit(max weight) + log(n - 1) where "
         "the row sums to 1.",
-        reading="Keeping the same largest weight takes one more for each factor e in n; a constant gap disperses.",
+        reading="To keep the largest weight, it must grow by 1 when n grows 2.7-fold (e). A constant gap disperses.",
     ),
     Metric(
         name="row_sum", label="Row sum", unit="", group="weights",
         meaning="The sum of the row's weights.",
-        reading="1 for softmax; less where a sink or an unnormalised map lets a head attend to nothing.",
+        reading="1 for softmax; less where a sink or an unnormalized map lets a head attend to nothing.",
     ),
     Metric(
         name="logit_spread", label="Logit spread", unit="nats", group="limits",
@@ -70,24 +70,25 @@ METRICS: tuple[Metric, ...] = (
         name="weight_ceiling", label="Weight ceiling", unit="", group="limits", bounded=(0, 1),
         meaning="The largest weight that the row's spread d, times the factor of a rescaled softmax, allows among its "
         "n keys: 1/(1+(n-1)e^-d); only known for softmax and its rescalings.",
-        reading="Well above the largest weight, the head could be sharper and is not: dispersion by choice.",
+        reading="If it is well above the largest weight, the head could be sharper but is not: dispersion by choice.",
     ),
     Metric(
         name="entropy_floor", label="Entropy floor", unit="nats", group="limits",
         meaning="The smallest entropy that the row's spread allows among its n keys, for softmax and its rescalings.",
-        reading="A head near its floor is as sharp as its logits permit - the opposite of dispersed.",
+        reading="A head near its floor is as sharp as its logits allow, which is the opposite of dispersed.",
     ),
     Metric(
         name="horizon", label="Horizon", unit="keys", group="limits", logarithmic=True,
-        meaning="1 + e^spread, the spread times the factor of a rescaled softmax: beyond this many keys no key can "
-        "have more than half of the weight. The sink counts as a key. Of the median row: a wide row dominates means.",
-        reading="A horizon shorter than your context means that the ceiling binds: dispersion is forced.",
+        meaning="1 + e^d for the logit spread d, which includes the factor of a rescaled softmax: with more keys, no "
+        "key can get half of the weight. The sink counts as a key. It is the value of the median row, because rows "
+        "with a wide spread would dominate a mean.",
+        reading="If it is shorter than your context, the ceiling is binding: dispersion is forced.",
     ),
     Metric(
         name="sink_mass", label="Sink mass", unit="", group="sink", bounded=(0, 1),
         meaning="Weight on the row's first visible key (in a sliding-window layer the first key of the window) and on "
         "learned sinks, where the model has them.",
-        reading="Near 1 the head is parked: it attends to nothing in particular.",
+        reading="Near 1 the head attends to almost nothing but the sink.",
     ),
     Metric(
         name="entropy_ratio_without_sink", label="Entropy / log n, no sink", unit="", group="sink", bounded=(0, 1),
@@ -98,17 +99,17 @@ METRICS: tuple[Metric, ...] = (
         name="effective_keys_without_sink", label="Effective keys, no sink", unit="keys", group="sink",
         logarithmic=True,
         meaning="Effective number of keys among those other than the first.",
-        reading="As effective keys, for the keys that carry content: a sink can hide their dispersion.",
+        reading="Like effective keys, for the keys that carry content: a sink can hide their dispersion.",
     ),
     Metric(
         name="max_weight_without_sink", label="Largest weight, no sink", unit="", group="sink", bounded=(0, 1),
         meaning="Largest weight among the other keys, rescaled to sum to one.",
-        reading="As largest weight, for the keys that carry content.",
+        reading="Like the largest weight, for the keys that carry content.",
     ),
     Metric(
         name="effective_gap_without_sink", label="Effective gap, no sink", unit="nats", group="sink",
         meaning="Effective gap among the keys other than the first.",
-        reading="As effective gap, for the keys that carry content.",
+        reading="Like the effective gap, for the keys that carry content.",
     ),
     Metric(
         name="logit_spread_without_sink", label="Logit spread, no sink", unit="nats", group="sink",
@@ -117,13 +118,13 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         name="horizon_without_sink", label="Horizon, no sink", unit="keys", group="sink", logarithmic=True,
-        meaning="The horizon of the keys other than the first; the median row.",
-        reading="As the horizon, for the keys that carry content: where a sink matters, verdicts rest on this one.",
+        meaning="The horizon of the keys other than the first, for the median row.",
+        reading="Like the horizon, for the keys that carry content. Verdicts use it for heads with a sink.",
     ),
     Metric(
         name="jacobian_norm", label="Jacobian norm", unit="", group="gradient",
         meaning="Largest singular value of d weights / d logits of the row, exact.",
-        reading="0: frozen, no gradient reaches the logits. 1/2 is the worst case of softmax: as sensitive as can be.",
+        reading="Near 0 almost no gradient reaches the logits: the head is frozen. 1/2 is the worst case of softmax.",
     ),
     Metric(
         name="output_gate", label="Output gate", unit="", group="weights", per_row=False, bounded=(0, 1),
@@ -133,7 +134,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         name="gated_sink_mass", label="Sink mass behind the gate", unit="", group="sink", per_row=False, bounded=(0, 1),
         meaning="Sink mass of a row times its output gate, mean over rows; NaN without gates.",
-        reading="Near 0 nothing of the sink reaches the model: the head closes its gate where it attends to the sink.",
+        reading="Near 0 the sink adds nothing to the output: the head closes its gate where it attends to the sink.",
     ),
     Metric(
         name="gap_slope", label="Slope of the gap", unit="", group="rate", per_row=False,
@@ -143,7 +144,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         name="gap_slope_without_sink", label="Slope of the gap, no sink", unit="", group="rate", per_row=False,
         meaning="The same slope for the keys other than the first.",
-        reading="As the slope of the gap, for the keys that carry content.",
+        reading="Like the slope of the gap, for the keys that carry content.",
     ),
     Metric(
         name="forced_share", label="Rows beyond the horizon", unit="", group="rate", per_row=False, bounded=(0, 1),
@@ -157,8 +158,8 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric(
         name="effective_rank", label="Effective rank", unit="", group="vectors", per_row=False,
-        meaning="(trace C)^2 / trace C^2 of the vectors' second moments C: dimensions they really use.",
-        reading="Near the head's width: isotropic, as assumed. Small: a few directions carry everything.",
+        meaning="(trace C)^2 / trace C^2 of the vectors' second moments C: the number of dimensions in use.",
+        reading="Near the head's width: isotropic vectors, as assumed. Small: a few directions dominate.",
     ),
     Metric(
         name="smallest_distance", label="Smallest distance", unit="", group="vectors", per_row=False,

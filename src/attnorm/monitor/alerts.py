@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from attnorm.monitor.watch import Heads
+from attnorm.text import format_percent
 
 MEANING: dict[str, str] = {
     "entropy_collapse": "attends to single keys, and hardly any gradient reaches the logits",
@@ -83,7 +84,7 @@ def states(heads: Heads, first_logit: float, thresholds: AlertThresholds) -> Ite
     """The states that a layer is in. first_logit: its largest logit at the first measurement; NaN if unknown."""
     broken = max(heads["broken_rows"])
     if broken > 0:
-        yield State(kind="not_finite", value=broken, words=f"up to {broken:.0%} of a head's rows")
+        yield State(kind="not_finite", value=broken, words=f"up to {format_percent(broken)} of a head's rows")
     count = len(heads["entropy"])
     selecting = [head for head, mass in enumerate(heads["sink_mass"]) if not mass >= thresholds.parked_sink]
     collapsed = sum(heads["entropy"][head] <= thresholds.collapsed_entropy for head in selecting)

@@ -99,5 +99,5 @@ def _nearmax_reference(row: Row, knee: float = 0.25, heads: int | None = None) -
     warm_start=WarmStart("far", "nothing to set: for models that are trained with it", options=slope_per_head),
 )
 def nearmax(knee: float = 0.25, *, heads: int | None = None) -> Normalizer:
-    """Kneemax with a penalty on the distance: sparse, softmax's gradient bound, a reach that does not grow with n."""
+    """Kneemax of logits minus a slope times the distance: sparse, softmax's gradient bound, reach constant in n."""
     return Normalizer(Kneemax(knee=knee), scale=[LinearBias(heads)], name="nearmax")

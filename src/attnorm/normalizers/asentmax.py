@@ -114,6 +114,6 @@ def asentmax(
     heads: int | None = None,
     width: int | None = None,
 ) -> Normalizer:
-    """entmax((delta + beta log(n+1)^gamma) z): sparse and length-aware; starts at the mean of the authors' start."""
+    """entmax((delta + beta log(n+1)^gamma) z): sparse and length-aware; starts at the authors' mean initialization."""
     rule = AdaptiveLengthScale(delta, beta, gamma, heads=heads, width=width)
     return Normalizer(Entmax(alpha), scale=[rule], name="asentmax")

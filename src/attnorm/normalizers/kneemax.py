@@ -186,7 +186,7 @@ def kneemax(
     learned: bool = False,
     heads: int | None = None,
 ) -> Normalizer:
-    """Sparse and gradient-stable: entmax15 up to the weight 1/4, then straight; Jacobian norm at most 1/(2T), any n."""
+    """Sparse and gradient-stable: entmax15 up to the weight 1/4, then linear; Jacobian norm <= 1/(2T) for every n."""
     plain = temperature == 1.0 and not learned and heads is None
     scale = [] if plain else [Temperature(temperature, learned=learned, heads=heads)]
     return Normalizer(Kneemax(share, knee=knee), scale=scale, name="kneemax")

@@ -100,7 +100,7 @@ def log_scaled(
     floor_scale: int = 8192,
     extension: float = 4.0,
 ) -> Normalizer:
-    """softmax behind a fixed length rule of a deployed model: qwen, llama4 or yarn."""
+    """softmax of logits scaled by the fixed length rule of a deployed model: qwen, llama4 or yarn."""
     scale: ScaleRule
     if rule == "qwen":
         scale = QwenScale(train_length)

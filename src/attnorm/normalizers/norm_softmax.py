@@ -55,5 +55,5 @@ def _reference(row: Row, temperature: float = 1.0) -> Tensor:
     warm_start=WarmStart("far", "nothing to set: rows of every spread get the same one"),
 )
 def norm_softmax(temperature: float = 1.0) -> Normalizer:
-    """softmax of logits brought to unit variance: sharpness no longer depends on the size of q and k."""
+    """softmax of logits scaled to unit variance, so that sharpness does not depend on the norms of q and k."""
     return Normalizer(Softmax(), scale=[UnitVariance(temperature)], name="norm_softmax")

@@ -52,5 +52,5 @@ def _reference(row: Row, power: int = 3) -> Tensor:
 
 @declare(reference=_reference, examples=[{}, {"power": 1}, {"power": 5}], warm_start=WarmStart("far"))
 def odd_polynomial(power: int = 3) -> Normalizer:
-    """z^power / sqrt(n), power odd: signed weights without a sum over the row, no distribution."""
+    """z^power / sqrt(n) for odd powers: signed weights that are not normalized over the row."""
     return Normalizer(OddPolynomial(power), name="odd_polynomial")

@@ -55,5 +55,5 @@ def _reference(row: Row, tau: float = 10.0) -> Tensor:
     ),
 )
 def scale_invariant(tau: float = 10.0) -> Normalizer:
-    """softmax(a_t z + m_t): logits spread and sink with the distance t, so near and far keys share alike."""
+    """softmax(a_t z + m_t): scale and shift depend on the distance t; no distance dominates by its number of keys."""
     return Normalizer(Softmax(), scale=[DistanceRule(tau)], name="scale_invariant")

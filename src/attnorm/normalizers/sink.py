@@ -48,5 +48,5 @@ def softmax1() -> Normalizer:
     ),
 )
 def sink(logit: float = 0.0, *, learned: bool = True, heads: int | None = None) -> Normalizer:
-    """softmax with one more logit per head, learned, whose weight is dropped."""
+    """softmax with one additional logit per head, which is learned and whose weight is dropped."""
     return Normalizer(Softmax(), sink=Sink(logit, learned=learned, heads=heads), name="sink")

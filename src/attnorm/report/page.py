@@ -30,7 +30,7 @@ from attnorm.analysis.store import write_file
 from attnorm.analysis.tables import HEAD_KEY
 from attnorm.metrics.catalogue import BY_NAME, PER_ROW
 from attnorm.report import page_text
-from attnorm.report.page_text import LINE, WIDTH, Evaluated, number, share
+from attnorm.report.page_text import LINE, WIDTH, Evaluated
 from attnorm.report.views import (
     DISTANCES,
     KINDS,
@@ -45,7 +45,7 @@ from attnorm.report.views import (
     relative_distances,
     verdict_word,
 )
-from attnorm.text import render_page, visible
+from attnorm.text import format_number, format_percent, render_page, visible
 
 HERE = Path(__file__).parent / "html"
 STYLES = ("colours", "page", "explorer", "charts", "reads", "table", "scores", "print")
@@ -82,7 +82,7 @@ def render(analysis: Analysis, evaluation: Evaluated | None = None) -> str:
         style=style,
         script=script,
         images="data:",
-        filters={"number": page_text.number, "share": page_text.share, "plain": page_text.plain},
+        filters={"number": format_number, "share": format_percent, "plain": page_text.plain},
         data=payload(analysis),
         **page_text.page_words(analysis),
         verdict_words=VERDICTS,
@@ -186,20 +186,22 @@ def _judgements(heads: pa.Table) -> dict[str, Any]:
     return {
         "verdict": [index[verdict_word(name).name] for name in heads["verdict"].to_pylist()],
         "flags": [[index.get(flag, flag) for flag in row or []] for row in heads["flags"].to_pylist()],
-        "evidence": heads["evidence"].to_pylist(),
+        "evidence": [evidence and page_text.keep_percent(evidence) for evidence in heads["evidence"].to_pylist()],
         "beside": [_confidence_and_saturation(row) for row in heads.select(_JUDGED).to_pylist()],
     }
 
 
 def _confidence_and_saturation(row: dict[str, Any]) -> str:
     confidence, excess = row["confidence"], row["saturation_excess"]
-    parts = [] if confidence is None or not np.isfinite(confidence) else [f"Confidence {share(confidence)}."]
+    parts = [] if confidence is None or not np.isfinite(confidence) else [f"Confidence {format_percent(confidence)}."]
     if row["saturation"] not in (None, "", "not judged"):
         numbers = ""
         if excess is not None and np.isfinite(excess):
             low, high = row["saturation_low"], row["saturation_high"]
-            interval = f", {number(low)} to {number(high)}" if np.isfinite(low) else ""
-            numbers = f" (excess over permuted weights at N = {row['saturation_top_n']}: {number(excess)}{interval})"
+            interval = f", {format_number(low)} to {format_number(high)}" if np.isfinite(low) else ""
+            numbers = (
+                f" (excess over permuted weights at N = {row['saturation_top_n']}: {format_number(excess)}{interval})"
+            )
         parts.append(f"Saturation: {row['saturation']}{numbers}.")
     return " ".join(parts)
 

@@ -1,7 +1,4 @@
-"""The text of the page, which can be read without JavaScript: words, the table of heads, scores, numbers as text.
-
-Numbers look like 1,024; 0.0031; 12 %; 27.5 million. The script writes them in the same way (script/format.js).
-"""
+"""The text of the page, which can be read without JavaScript: words, the table of heads, scores."""
 
 import math
 import re
@@ -28,9 +25,7 @@ from attnorm.report.views import (
     default_choice,
     verdict_word,
 )
-from attnorm.text import power_of_ten
-
-MISSING = "–"
+from attnorm.text import MISSING, format_keys, format_number, format_percent, minus_sign
 
 
 def page_words(analysis: Analysis) -> dict[str, Any]:
@@ -39,7 +34,7 @@ def page_words(analysis: Analysis) -> dict[str, Any]:
     return {
         "model_name": str(manifest["model"].get("name") or "a model"),
         "headline": verdict.headline.partition("; "),  # the first clause is set larger
-        "sentences": [with_lead(sentence) for sentence in verdict.sentences],
+        "sentences": [with_lead(keep_percent(sentence)) for sentence in verdict.sentences],
         "counts": verdict_counts(verdict.counts),
         "advice": [advice_words(advice) for advice in verdict.advice if not advice.caution],
         "cautions": [advice_words(advice) for advice in verdict.advice if advice.caution],
@@ -92,10 +87,15 @@ def output_panel(output: Mapping[str, Any]) -> dict[str, Any] | None:
         "paths": [(curve["model"], path(curve)) for curve in curves],
         "ticks": [(f"{tick:g}", point(0, tick)[1]) for tick in ticks],
         "table": [
-            (curves[0]["ranks"][index], number(curves[0]["kl"][index]), number(curves[0]["loss"][index]))
+            (curves[0]["ranks"][index], format_number(curves[0]["kl"][index]), format_number(curves[0]["loss"][index]))
             for index in dict.fromkeys(shown)
         ],
     }
+
+
+def keep_percent(text: str) -> str:
+    """Return the text with no-break spaces before percent signs, so that no line starts with one."""
+    return text.replace(" %", "\u00a0%")
 
 
 def with_lead(sentence: str) -> tuple[str, str]:
@@ -121,7 +121,7 @@ def verdict_counts(counts: Mapping[str, int]) -> list[dict[str, Any]]:
 def advice_words(advice: Advice) -> dict[str, Any]:
     return {
         "title": advice.title,
-        "text": advice.text,
+        "text": keep_percent(advice.text),
         "command": advice.command or "",
         "table": what_if_table(advice.what_if, advice.baseline) if advice.what_if else None,
     }
@@ -137,11 +137,11 @@ def what_if_table(what_if: Sequence[WhatIf], baseline: str = "now") -> dict[str,
     rows = []
     for quantity in dict.fromkeys(entry.quantity for entry in what_if):
         by_change = {entry.change: entry for entry in what_if if entry.quantity == quantity}
-        now = number(next(iter(by_change.values())).before)
+        now = format_number(next(iter(by_change.values())).before)
         cells = []
         for change in changes:
             entry = by_change.get(change)
-            before, after = (number(entry.before), number(entry.after)) if entry else (now, MISSING)
+            before, after = (format_number(entry.before), format_number(entry.after)) if entry else (now, MISSING)
             cells.append(after if before == now else f"{before} → {after}")
         rows.append([quantity, now, *cells])
     return {"headings": ["", baseline, *changes], "rows": rows}
@@ -152,11 +152,12 @@ def length_text(length: int | None) -> str:
 
 
 def metric_text(name: str, value: float | None) -> str:
-    """Format a metric; numbers of keys from 10 on have no fraction."""
+    """Format a metric, as metricText of script/format.js does."""
     if name in SHARES:
-        return share(value)
-    counted = BY_NAME[name].unit == "keys" and value is not None and 10 <= value < 1_000
-    return number(math.floor(value + 0.5) if counted and value is not None else value)
+        return format_percent(value)
+    if BY_NAME[name].unit == "keys" and value is not None and 1 <= value < 1_000:
+        return format_keys(value)
+    return format_number(value)
 
 
 def model_facts(model: Mapping[str, Any]) -> list[str]:
@@ -165,7 +166,7 @@ def model_facts(model: Mapping[str, Any]) -> list[str]:
     if model.get("layers") and model.get("heads"):
         facts.append(f"{plain(model['layers'])} layers × {plain(model['heads'])} heads")
     if isinstance(model.get("parameters"), int):
-        facts.append(f"{number(model['parameters'])} parameters")
+        facts.append(f"{format_number(model['parameters'])} parameters")
     return facts + [str(model[name]) for name in ("class", "dtype", "device") if model.get(name)]
 
 
@@ -178,7 +179,7 @@ def table_rows(heads: pa.Table, choice: Mapping[str, Any]) -> list[dict[str, Any
             "layer": row["layer"],
             "head": row["head"],
             "word": verdict_word(row["verdict"]),
-            "evidence": row["evidence"] or "",
+            "evidence": keep_percent(row["evidence"] or ""),
             "numbers": [metric_text(name, values[name][index]) for name in TABLE_METRICS],
         }
         for index, row in enumerate(rows.select(["layer", "head", "verdict", "evidence"]).to_pylist())
@@ -226,38 +227,6 @@ def _leaves(value: Any, path: str = "") -> Iterable[tuple[str, str]]:
             yield name, plain(item)
 
 
-def number(value: float | None) -> str:
-    """Format with three digits; large numbers get a word, very large and very small ones a power of ten."""
-    if value is None or not math.isfinite(value):
-        return MISSING
-    if value == 0:
-        return "0"
-    size = float(f"{abs(value):.2e}")
-    if size >= 1e12 or size < 1e-4:
-        return _minus(power_of_ten(value))
-    for large, word in ((1e9, "billion"), (1e6, "million")):
-        if size >= large:
-            return _minus(f"{_digits(value / large)} {word}")
-    if size >= 1_000 and not float(value).is_integer():
-        return _minus(f"{math.copysign(size, value):,.0f}")
-    return _minus(f"{value:,.0f}" if float(value).is_integer() else _digits(value))
-
-
-def _digits(value: float) -> str:
-    """Return three significant digits of a number between 0.0001 and 1,000."""
-    return f"{value:,.{max(0, 2 - math.floor(math.log10(float(f'{abs(value):.2e}'))))}f}"
-
-
-def share(value: float | None) -> str:
-    """Format as percentage: one decimal below 10 %."""
-    if value is None or not math.isfinite(value):
-        return MISSING
-    percent = 100 * value
-    if 0 < abs(percent) < 0.05:
-        return "<0.1 %"
-    return _minus(f"{percent:.1f}".removesuffix(".0") if abs(percent) < 9.95 else f"{percent:.0f}") + " %"
-
-
 def plain(value: Any) -> str:
     """Format any value of the manifest."""
     match value:
@@ -266,19 +235,15 @@ def plain(value: Any) -> str:
         case bool():
             return "yes" if value else "no"
         case int():
-            return _minus(f"{value:,}")
+            return minus_sign(f"{value:,}")
         case float():
-            return number(value)
+            return format_number(value)
         case dict() if not value:
             return MISSING
         case list() | tuple():
             return ", ".join(plain(item) for item in value) or MISSING
         case _:
             return str(value)
-
-
-def _minus(text: str) -> str:
-    return text.replace("-", "−")
 
 
 WIDTH = 160  # of the drawing of the intervals

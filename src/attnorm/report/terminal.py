@@ -20,11 +20,12 @@ from attnorm.analysis.reads import TopKeys, quote_token, top_keys
 from attnorm.analysis.result import Analysis, measured_on
 from attnorm.analysis.tables import HEAD_KEY
 from attnorm.analysis.verdicts import representative_rows
-from attnorm.analysis.verdicts.rows import Row, format_keys, head_rows, number
+from attnorm.analysis.verdicts.rows import Row, head_rows, number
 from attnorm.analysis.verdicts.what_if import Advice, WhatIf
 from attnorm.metrics.catalogue import BY_NAME
 from attnorm.metrics.sampling import AUTO_ROWS
 from attnorm.report.views import KINDS, VERDICTS, chosen_rows, verdict_word
+from attnorm.text import format_keys
 
 STYLE: dict[str, str] = {
     "broken": "bold #ffffff on #b00020",
@@ -42,7 +43,7 @@ STYLE: dict[str, str] = {
 }
 WORST = 8
 RANK = {word.name: rank for rank, word in enumerate(VERDICTS)}
-PER_LAYER = "keys in use"  # heading of the column next to the grid
+PER_LAYER = "effective keys"  # heading of the column next to the grid
 READING_HEADS, READ_KEYS, LONGEST_TOKEN = 5, 4, 14  # size of the table of read tokens; characters of a token
 CHANGES = 10
 
@@ -152,8 +153,8 @@ def _worst(heads: Sequence[Row]) -> Table | None:
 
 def _evidence(row: Row) -> str:
     """Return the evidence without what was not judged, which the sentences above list for all heads."""
-    sentence, _, unknown = str(row["evidence"]).partition("; not judged:")
-    return f"{sentence}." if unknown else sentence
+    before, _, unknown = str(row["evidence"]).partition(" Not judged: ")
+    return f"{before} {unknown.partition('. ')[2]}".strip()
 
 
 def _take_turns(rows: Sequence[Row]) -> Iterator[Row]:
@@ -185,11 +186,14 @@ def _advice(advice: Sequence[Advice]) -> Iterator[RenderableType]:
             words = ", ".join(what_if_words(effect) for effect in effects)
             yield Padding(Text.assemble((f"{change}: ", "cyan"), words), (0, 0, 0, 3))
         if item.command:
-            yield Padding(Text.assemble("to measure it: ", (item.command, "cyan")), (0, 0, 0, 3))
+            yield Padding(Text.assemble("Measure this with: ", (item.command, "cyan")), (0, 0, 0, 3))
 
 
 def what_if_words(what: WhatIf) -> str:
-    """Format a what-if: "entropy / log n 0.93 -> 0.31"."""
+    """Format a what-if: "entropy / log n 0.93 -> 0.31", "9 become healthy"."""
+    if what.quantity.startswith("become "):
+        quantity = what.quantity.replace("become", "becomes") if what.after == 1 else what.quantity
+        return f"{_format_number(what.after)} {quantity}"
     return f"{what.quantity} {_format_number(what.before)} -> {_format_number(what.after)}"
 
 
@@ -221,8 +225,8 @@ def _reads_table(analysis: Analysis, heads: Sequence[Row]) -> Table | None:
         return None
     names = dict.fromkeys(row["normalizer"] for row, _ in top_keys_per_head if row["normalizer"] != "model")
     weight = f"weight with {', '.join(names)}" if names else "weight"
-    title = f"What some of the sharpest heads read (last listed row; position, token or patch, {weight})"
-    table = titled_table(title, "head", "row", "reads")
+    title = f"What some of the sharpest heads read in the last recorded row (position, token or patch, {weight})"
+    table = titled_table(title, "head", "query", "keys with the largest weights")
     for row, reading in sorted(top_keys_per_head, key=lambda read: (read[1].layer, read[1].head)):
         picture = (analysis.manifest.get("pictures") or {}).get(row["text"])
         read = ", ".join(
@@ -285,7 +289,7 @@ def _quartiles(name: str, side: Side) -> str:
     if quartiles is None:
         return "-"
     low, middle, high = (number_words(name, value) for value in quartiles)
-    return f"{middle} ({low} .. {high})"
+    return f"{middle} ({low} to {high})"
 
 
 def number_words(name: str, value: float) -> str:
@@ -296,7 +300,7 @@ def _changes(first: Side, label: str, changes: Sequence[Change], changed: int) -
     """Return a table of the largest changes; heads with another verdict come first."""
     moved = sorted(changes, key=lambda change: (change.verdicts[0] == change.verdicts[1], -change.size))
     shown = [change for change in moved if change.size > 0 or change.verdicts[0] != change.verdicts[1]][:CHANGES]
-    title = f"{label} against {first.label}: {changed} of {len(changes)} heads have another verdict"
+    title = f"{label} compared with {first.label}: {changed} of {len(changes)} heads have another verdict"
     if not shown:
         return Text(f"{title}; no head changed.", style="bold")
     table = titled_table(title)

@@ -240,7 +240,7 @@ def outside_the_law(normalizer: Normalizer | Mechanism) -> str | None:
     if not promised.permutation_equivariant:
         reasons.append("depends on the order of the keys")
     if isinstance(normalizer.map, Hard) or any(isinstance(selection, TopK) for selection in normalizer.selections):
-        reasons.append("it jumps where keys change order, so no Lipschitz constant is finite")
+        reasons.append("it jumps where keys change order, so it has no finite Lipschitz constant")
     return "; ".join(reasons) or None
 
 
@@ -268,7 +268,7 @@ def place_on_frontier(
             )
             missed = next((point for point in new_points if math.isinf(point.gap)), None)
             if missed is not None:
-                absent[name] = f"gives a leader among {missed.n} keys less than {missed.weight:g} at any gap"
+                absent[name] = f"gives none of {missed.n} keys a weight of {missed.weight:g}, however large its gap"
                 continue
             points += new_points
             if not declared:

@@ -9,8 +9,8 @@ import pyarrow.compute as pc
 import pytest
 from playwright.sync_api import Page, expect
 
-from attnorm.report.page_text import number
 from attnorm.report.views import verdict_word
+from attnorm.text import format_number
 from tests.analysis.synthetic import synthetic_manifest, synthetic_tables
 from tests.report.html.conftest import Open
 from tests.report.html.sample import (
@@ -116,10 +116,10 @@ def test_a_curve_is_read_with_the_pointer_and_in_its_table(open_report: Open) ->
     shown = figure.locator("tbody tr").all()
     for line, (n, entropy, floor) in zip(shown, expected, strict=True):
         cells = line.locator("th, td").all_inner_texts()
-        assert cells[0] == number(n)
+        assert cells[0] == format_number(n)
         assert close(cells[1], entropy)
         assert close(cells[2], math.log(n))
-        assert cells[3] == number(floor) or close(cells[3], floor)
+        assert cells[3] == format_number(floor) or close(cells[3], floor)
     expect(figure.locator(".readout")).to_contain_text("n = 160")
     box = figure.locator("svg").bounding_box()
     figure.locator("svg").hover(position={"x": 0.14 * box["width"], "y": 0.5 * box["height"]})
@@ -227,7 +227,7 @@ def test_a_text_without_the_chosen_length_moves_to_one_it_has(open_report: Open)
     page = open_report(with_gaps())
     page.select_option("#choose-text", label="code")
     expect(page.locator("#table-note")).to_contain_text("code, 64 tokens")
-    expect(page.locator("#table-note")).to_contain_text("dispersion is judged without it")
+    expect(page.locator("#table-note")).to_contain_text("dispersion is judged among the other keys")
     expect(page.locator("#choose-length")).to_have_value("0")
     assert len(lines(page)) == 12
 
@@ -359,7 +359,7 @@ def test_without_javascript_the_words_and_the_table_read(open_report: Open) -> N
     assert page.locator("h1").inner_text().split(".")[0] in sample().verdict.headline.replace("; ", ". ")
     expect(page.locator(".advice li").first).to_be_visible()
     assert_every_evidence_ends(page)
-    expect(page.locator("#table-note")).to_contain_text("dispersion is judged without it")
+    expect(page.locator("#table-note")).to_contain_text("dispersion is judged among the other keys")
     expect(page.locator("#controls")).to_be_hidden()
     expect(page.locator("noscript").first).to_be_visible()
 

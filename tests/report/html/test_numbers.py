@@ -9,7 +9,8 @@ from playwright.sync_api import Page
 
 from attnorm.report import page as report
 from attnorm.report.page import packed
-from attnorm.report.page_text import number, plain, share
+from attnorm.report.page_text import plain
+from attnorm.text import format_number, format_percent
 
 SCRIPTS = report.HERE / "script"
 
@@ -24,7 +25,7 @@ SCRIPTS = report.HERE / "script"
     ],
 )  # fmt: skip
 def test_numbers(value: float | None, text: str) -> None:
-    assert number(value) == text
+    assert format_number(value) == text
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ def test_numbers(value: float | None, text: str) -> None:
      (0.0996, "10 %"), (None, "–"), (math.nan, "–"), (-0.2, "−20 %")],
 )  # fmt: skip
 def test_shares(value: float | None, text: str) -> None:
-    assert share(value) == text
+    assert format_percent(value) == text
 
 
 def test_values_of_a_manifest() -> None:
@@ -60,9 +61,9 @@ def test_the_script_writes_numbers_as_python_does(empty_page: Page) -> None:
         f"(values) => {{ {script}\n return values.map((v) => [number(v), share(v / 1e6)]); }}", values
     )
     wrong = [
-        (value, texts, number(value), share(value / 1e6))
+        (value, texts, format_number(value), format_percent(value / 1e6))
         for value, texts in zip(values, found, strict=True)
-        if texts != [number(value), share(value / 1e6)]
+        if texts != [format_number(value), format_percent(value / 1e6)]
     ]
     assert wrong == []
 

@@ -10,7 +10,7 @@ from statistics import median, median_high
 from typing import Any
 
 from attnorm.analysis.manifest import input_word
-from attnorm.analysis.verdicts.rows import Row, format_keys, number, split_by_window
+from attnorm.analysis.verdicts.rows import Row, number, split_by_window
 from attnorm.analysis.verdicts.rules import BEYOND_NUMBERS, judged_horizon
 from attnorm.analysis.verdicts.thresholds import DISPERSED, thresholds_of
 from attnorm.analysis.verdicts.what_if import (
@@ -28,6 +28,7 @@ from attnorm.analysis.verdicts.what_if import (
     select_verdicts,
     stand_in,
 )
+from attnorm.text import format_keys, format_percent
 
 MANY_PARKED = 0.25  # share of sink-dominated heads from which there is advice about them
 
@@ -63,7 +64,7 @@ def _broken(model_heads: Rows) -> Advice | None:
         return None
     return Advice(
         title="Repair the checkpoint first",
-        text="Logits or weights that are not finite make every later layer wrong; the numbers of those layers come "
+        text="Logits or weights that are not finite make every later layer wrong. The numbers of those layers come "
         "only from rows that stayed finite. Look for NaN in the weights, or use float32 instead of half precision.",
         heads=len(broken),
     )
@@ -74,7 +75,7 @@ def _top_k(model_heads: Rows, top_n: Rows, manifest: Mapping[str, Any]) -> Advic
     unselective_heads = _unselective_heads(model_heads, DISPERSED)
     if not unselective_heads:
         return None
-    title = "Keep top-k sub-linear in the length"
+    title = "Let the k of top-k grow more slowly than the length"
     measured = _same_heads(top_n, unselective_heads)
     longest = max(row["n_high"] for row in model_heads)
     sizes = sorted({row["top_n"] for row in measured if 1 < row["top_n"] < longest and number(row, "mass") is not None})
@@ -87,7 +88,7 @@ def _top_k(model_heads: Rows, top_n: Rows, manifest: Mapping[str, Any]) -> Advic
     if not what_if:  # fewer than two sizes N, or merged runs without a common one
         return Advice(
             title=title,
-            text="A cut that grows as fast as the length keeps what it should leave out; how much weight a small one "
+            text="A k in proportion to the length keeps keys that top-k should leave out. How much weight a small k "
             "loses was not measured.",
             heads=len(unselective_heads),
             command=repeat_command(manifest, top_n=[5, 20, 100]),
@@ -95,9 +96,9 @@ def _top_k(model_heads: Rows, top_n: Rows, manifest: Mapping[str, Any]) -> Advic
     what_if += compare_medians(change, "keys distinguishable", "separability", pairs)
     before, after = what_if[0].before, what_if[0].after
     text = (
-        f"The {small} heaviest of {longest:,} keys hold {before:.0%} of the weight of "
-        f"{count_words(len(unselective_heads), 'head')}, the {large} heaviest {after:.0%}. Let a cut grow more slowly "
-        "than the length, and end where the weight does."
+        f"In {count_words(len(unselective_heads), 'head')}, the {small} heaviest of {longest:,} keys have "
+        f"{format_percent(before)} of the weight, the {large} heaviest {format_percent(after)} (medians). Choose k so "
+        "that the selected keys have most of the weight, and let it grow more slowly than the length."
     )
     return Advice(title=title, text=text, heads=len(unselective_heads), what_if=tuple(what_if))
 
@@ -119,8 +120,8 @@ def _more_heads(model_heads: Rows, coverage: Rows, manifest: Mapping[str, Any]) 
     if not layer_rows:
         return Advice(
             title=title,
-            text="Several narrow selections reach more keys than a broad one; how far the heads of a layer overlap was "
-            "not measured.",
+            text="Several heads that each select a few keys cover more keys than one broad head. How much the keys of "
+            "a layer's heads overlap was not measured.",
             heads=len(unselective_heads),
             command=repeat_command(manifest, metrics="all"),
             caution=True,
@@ -128,14 +129,15 @@ def _more_heads(model_heads: Rows, coverage: Rows, manifest: Mapping[str, Any]) 
     N = min((row["top_n"] for row in layer_rows), key=lambda size: abs(size - 20))
     one_head, together, independent = (median(row[name] for row in layer_rows if row["top_n"] == N) for name in names)
     overlap = (
-        "They overlap, so that more heads help only if they learn to look elsewhere."
+        "The heads select many of the same keys, so more heads help only if they learn to select other keys."
         if together < 0.8 * independent
-        else "They overlap little: each further head reaches further keys."
+        else "The heads select few of the same keys, so each further head adds keys."
     )
     return Advice(
         title=title,
-        text=f"In these layers the top {N} keys of one head are {one_head:.1%} of the context, of all heads together "
-        f"{together:.1%}; heads that choose independently would reach {independent:.1%}. {overlap}",
+        text=f"In these layers, the top {N} keys of one head are {format_percent(one_head)} of the context. Those of "
+        f"all heads together are {format_percent(together)}; heads that select independently would cover "
+        f"{format_percent(independent)}. {overlap}",
         heads=len(unselective_heads),
         what_if=(
             WhatIf(
@@ -166,17 +168,17 @@ def _temperature(model_heads: Rows, sensitivity: Rows, manifest: Mapping[str, An
     if not what_if:
         return Advice(
             title=title,
-            text="It sharpens every row alike, and raises the worst case of the Jacobian norm as 1/T"
-            + ("; the horizon moves out without becoming infinite." if bounded else "."),
+            text="A lower temperature T sharpens all rows alike, and the worst case of the Jacobian norm grows as 1/T"
+            + (". The horizon grows but stays finite." if bounded else "."),
             heads=len(unselective_heads),
             command=repeat_command(manifest, metrics="all"),
             caution=True,
         )
-    what_if += compare_medians(what_if[0].change, "its bound", "bound", pair_heads(now, then))
+    what_if += compare_medians(what_if[0].change, "bound of the Jacobian norm", "bound", pair_heads(now, then))
     text = (
-        f"Dividing the logits by {lower:g} takes the Jacobian norm of {count_words(len(unselective_heads), 'head')} "
-        f"from {what_if[0].before:.2g} to {what_if[0].after:.2g}; its worst case grows as 1/T"
-        + (", and the horizon moves out but stays finite." if bounded else ".")
+        f"Dividing the logits by {lower:g} changes the median Jacobian norm of "
+        f"{count_words(len(unselective_heads), 'head')} from {what_if[0].before:.2g} to {what_if[0].after:.2g}. Its "
+        "worst case grows as 1/T" + (", and the horizon grows but stays finite." if bounded else ".")
     )
     return Advice(title=title, text=text, heads=len(unselective_heads), what_if=tuple(what_if), caution=True)
 
@@ -190,23 +192,23 @@ def _sinks(model_heads: Rows, heads: Rows, others: Mapping[str, Rows], runs: str
         what_if += compare_medians(name, "sink mass", "sink_mass", pair_heads(parked, rows))
     properties = properties_of(runs)
     on_first, windowed = split_by_window(parked, heads)
-    rest = f"{len(parked)} of {len(model_heads)} heads rest on the first key"
+    rest = f"{len(parked)} of {len(model_heads)} heads put most of their weight on the first key"
     if windowed:
         where = "that of their fewer patches" if word == "image" else "that of their window, which moves with the text"
         rest += f" ({len(windowed)} of them on {where})"
-    keep = "; keep the first token in any cache that is cut." if on_first else "."
+    keep = ". If you truncate the KV cache, keep the first token." if on_first else "."
     if properties is None or properties.row_sum != "one":
         whether = "" if properties is None else f", although rows of {runs} need not sum to 1"
         return Advice(
-            title="Keep the first token" if on_first else "Heads on the first key that they see",
+            title="Keep the first token" if on_first else "Heads on the first key of their window",
             text=f"{rest}{whether}{keep}",
             heads=len(parked),
             what_if=tuple(what_if),
         )
     return Advice(
         title="A way to attend to nothing",
-        text=f"{rest}, as {runs} rows must sum to 1. A learned sink, softpick or sigmoid weights let a head rest "
-        f"without it{keep}",
+        text=f"{rest}, because the weights of {runs} must sum to 1. With a learned sink, softpick or sigmoid a head "
+        f"can attend to nothing instead{keep}",
         heads=len(parked),
         what_if=tuple(what_if),
     )
@@ -218,8 +220,8 @@ def _frozen(model_heads: Rows) -> Advice | None:
         return None
     return Advice(
         title="Raise the temperature of frozen heads before fine-tuning",
-        text="A head that gives one key everything may work well, but hardly any gradient reaches its logits: a higher "
-        "temperature there, or smaller norms of queries and keys, lets it learn again.",
+        text="A head that gives all weight to one key may work well, but almost no gradient reaches its logits. A "
+        "higher temperature in this head, or smaller norms of queries and keys, lets it learn again.",
         heads=len(frozen),
     )
 
@@ -230,9 +232,9 @@ def _silent(model_heads: Rows, runs: str | None) -> Advice | None:
         return None
     return Advice(
         title="Prune silent heads, or retrain them",
-        text="They cost time and add almost nothing to the output here. If they are silent on other inputs too, prune "
-        "them. Rows without weight give almost no gradient: before training, change the initial values of "
-        f"{runs or 'what they run'}, or its bias if it has one.",
+        text="These heads cost time and add almost nothing to the output here. If they are silent on other inputs too, "
+        "prune them. To train them again, first change the initial values of "
+        f"{runs or 'their normalizer'}, or its bias if it has one: rows without weight give almost no gradient.",
         heads=len(silent),
     )
 

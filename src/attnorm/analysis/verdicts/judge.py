@@ -18,7 +18,7 @@ from attnorm.analysis.collect_rows import SHORTEST_IN_SLOPE
 from attnorm.analysis.tables import BLOCKS, HEAD_KEY, VERDICT_COLUMNS, WINDOW_NUMBERS, WINDOWS
 from attnorm.analysis.verdicts.certainty import Certainty, HeadArrays, assess_certainty
 from attnorm.analysis.verdicts.reach import circuit_words
-from attnorm.analysis.verdicts.rows import Row, format_keys, head_rows, number, sees_fewer_keys
+from attnorm.analysis.verdicts.rows import Row, head_rows, number, sees_fewer_keys
 from attnorm.analysis.verdicts.rules import (
     OPEN,
     RULES,
@@ -29,6 +29,7 @@ from attnorm.analysis.verdicts.rules import (
     silent,
 )
 from attnorm.analysis.verdicts.thresholds import UNDECIDED, VERDICTS, Thresholds
+from attnorm.text import format_keys, format_percent, minus_sign
 
 ONE_SIDED = 0.95  # level of each of the two tests for saturation
 
@@ -95,7 +96,8 @@ def judge_head(case: HeadCase) -> Judgement:
     broken = case.row.get("broken_rows") or 0
     if broken:
         rows = f"{broken:,} measured row{'s' * (broken != 1)}"
-        return Judgement("broken", ("broken",), f"{rows} had logits or weights that are not finite; none is averaged.")
+        words = f"{rows} had logits or weights that are not finite; all means leave out such rows."
+        return Judgement("broken", ("broken",), words)
     for verdict, evidence in silent(case):
         return Judgement(verdict, (verdict,), _sentence(case, evidence))
     if case.number("entropy_ratio") is None:
@@ -106,7 +108,7 @@ def judge_head(case: HeadCase) -> Judgement:
     verdict = flags[0] if flags else "healthy"
     unknown = "; ".join(words for name, words in findings if name == OPEN)
     evidence = words_by_verdict.get(verdict) or describe_selection(case)
-    return Judgement(verdict, flags, _sentence(case, f"{evidence}{'; not judged: ' if unknown else ''}{unknown}"))
+    return Judgement(verdict, flags, _sentence(case, f"{evidence}{'. Not judged: ' if unknown else ''}{unknown}"))
 
 
 def _sentence(case: HeadCase, evidence: str) -> str:
@@ -154,7 +156,8 @@ def saturation(row: Row, top_n: Sequence[Row], thresholds: Thresholds) -> Satura
     error, rows = number(top_n_row, "separability_excess_error"), int(top_n_row.get("rows") or 0)
     if measured is None or null is None:
         return Saturation("not judged", "separability has no null", N)
-    shares = f"{measured:.0%} of its top {N} keys are distinguishable, {null:.0%} with permuted weights"
+    by_chance = f"{format_percent(null)} with permuted weights"
+    shares = f"{format_percent(measured)} of its top {N} keys are distinguishable, {by_chance}"
     excess = measured - null
     # A mean of shares such as 4/5 may round to either side of a threshold that it equals.
     most = round(measured, 6) >= thresholds.separable
@@ -173,7 +176,7 @@ def saturation(row: Row, top_n: Sequence[Row], thresholds: Thresholds) -> Satura
         return Saturation("saturated", f"{interval}, below the margin of {thresholds.saturation_margin:g}", *numbers)
     if low > 0:
         return Saturation("distinguishes", interval, *numbers)
-    return Saturation("not judged", f"{interval}; the power of these rows is {power:.0%}", *numbers)
+    return Saturation("not judged", f"{interval}; the power of these rows is {format_percent(power)}", *numbers)
 
 
 def _verdict_columns(case: HeadCase, certainty: Certainty, saturated: Saturation) -> dict[str, Any]:
@@ -187,7 +190,7 @@ def _verdict_columns(case: HeadCase, certainty: Certainty, saturated: Saturation
     words = "" if settled else _describe_certainty(judgement.verdict, certainty, undecided=verdict == UNDECIDED)
     evidence = judgement.evidence
     if verdict == UNDECIDED:
-        evidence = f"Undecided, leaning to {judgement.verdict}: {evidence[:1].lower()}{evidence[1:]}"
+        evidence = f"Undecided, leaning to {judgement.verdict}. {evidence}"
     evidence += words
     return {
         "verdict": verdict,
@@ -208,18 +211,19 @@ def _verdict_columns(case: HeadCase, certainty: Certainty, saturated: Saturation
 def _describe_certainty(verdict: str | None, certainty: Certainty, *, undecided: bool) -> str:
     if math.isnan(certainty.confidence):
         return ""
-    windows = f"{certainty.agreeing} of {certainty.windows} windows agree" if certainty.windows > 1 else ""
-    interval = ""
+    parts = []
+    if certainty.windows > 1:
+        judged = verdict if undecided else "this verdict"
+        parts.append(f"{certainty.agreeing} of {certainty.windows} windows give {judged}")
+    if undecided and certainty.other:
+        share = f"{format_percent(certainty.confidence)} of the bootstrap resamples give {verdict}"
+        parts.append(f"{share}; the most frequent other verdict is {certainty.other}")
     if math.isfinite(certainty.low):
         shown = format_keys if certainty.deciding.startswith("horizon") else _format_number
         bounds = f"{shown(certainty.low)} to {shown(certainty.high)}"
-        limit = f", threshold {shown(certainty.threshold)}" if math.isfinite(certainty.threshold) else ""
-        interval = f"95% interval of {_deciding_words(certainty.deciding)}: {bounds}{limit}"
-    other = ""
-    if undecided and certainty.other:
-        other = f"{certainty.confidence:.0%} of resamples say {verdict}, others {certainty.other}"
-    sentence = "; ".join(part for part in (windows, other, interval) if part)
-    return f" {sentence[0].upper()}{sentence[1:]}." if sentence else ""
+        limit = f" (threshold {shown(certainty.threshold)})" if math.isfinite(certainty.threshold) else ""
+        parts.append(f"95 % bootstrap interval of {_deciding_words(certainty.deciding)}: {bounds}{limit}")
+    return "".join(f" {part}." for part in parts)
 
 
 _DECIDING_WORDS = {
@@ -228,7 +232,7 @@ _DECIDING_WORDS = {
     "row_sum": "the sum of the weights",
     "horizon": "the horizon",
     "entropy_ratio": "entropy / log n",
-    "gap_slope": "the growth of the gap",
+    "gap_slope": "the slope of the gap",
 }
 
 
@@ -236,13 +240,13 @@ def _deciding_words(column: str) -> str:
     """Describe the number in a column of `deciding_numbers`."""
     metric, is_quantile, quantile = column.partition("_q")
     if is_quantile:
-        return f"the Jacobian norm that {100 - int(quantile)}% of the rows reach"
+        return f"the Jacobian norm that {100 - int(quantile)} % of the rows reach"
     words = _DECIDING_WORDS[metric.removesuffix("_without_sink")]
     return f"{words} without the sink" if metric.endswith("_without_sink") else words
 
 
 def _format_number(value: float) -> str:
-    return f"{value:.2f}" if abs(value) >= 0.005 else f"{value:.1g}"
+    return minus_sign(f"{value:.2f}") if abs(value) >= 0.005 else f"{value:.1g}"
 
 
 def _as_arrays(heads: pa.Table, cases: Sequence[HeadCase]) -> HeadArrays:

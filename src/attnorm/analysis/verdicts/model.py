@@ -20,7 +20,6 @@ from attnorm.analysis.verdicts.advice import advise
 from attnorm.analysis.verdicts.reach import FARTHEST, Ceiling, Rate, ceiling, circuit_sentences, rate
 from attnorm.analysis.verdicts.rows import (
     Row,
-    format_keys,
     head_id,
     head_rows,
     number,
@@ -39,9 +38,11 @@ from attnorm.analysis.verdicts.thresholds import (
     thresholds_of,
 )
 from attnorm.analysis.verdicts.what_if import Advice, own_normalizer, stand_in
+from attnorm.text import format_keys, format_percent, minus_sign
 
 FEW_KEYS = 128  # below it entropy, slopes and separability are mostly chance
 FEW_ROWS = 16  # below it the median row of a head is a matter of which rows were taken
+SHARES = ("10 %", "50 %", "90 %")  # of heads, for which the length where the ceiling binds is given
 TEXTS = 8  # whose headlines are shown
 _CURVE = [*(name for name, _ in HEAD_KEY), "n", "logit_spread", "logit_spread_without_sink"]
 
@@ -78,26 +79,26 @@ def headline(
     if broken:
         parts.insert(0, f"{broken} of {total + len(windowed)} heads {'is' if broken == 1 else 'are'} broken")
     others = (*reversed(DISPERSED), "sink-dominated", "silent", UNDECIDED, DIFFERS, None)
-    rest = [f"{keeping_up} broad but keeping up"] if keeping_up else []
+    rest = [f"{keeping_up} broad but keeping up with the length"] if keeping_up else []
     rest += [_count_words(counts, name, word) for name in others if counts[name]]
     if rest:
         parts.append(", ".join(rest))
     if limit is not None:
-        whose = "the" if runs is None else f"{runs}'s"
-        parts.append(f"{whose} ceiling binds for {_heads_beyond(limit, total)}")
+        what = "no key can get" if runs is None else f"{runs} can give no key"
+        parts.append(f"{_heads_beyond(limit, total)}, where {what} half of the weight")
     return "; ".join(parts) + "."
 
 
 def _heads_beyond(limit: Ceiling, total: int) -> str:
-    """Describe for how many of all heads the ceiling binds; heads may have no ceiling."""
-    if not limit.beyond:
-        return "none"
-    count = "all" if limit.beyond == limit.heads else f"{limit.beyond}"
-    if limit.heads == total:
-        return count
-    if limit.heads == 1:
-        return "the only head that has one"
-    return f"{count}{'' if count == 'all' else ' of the'} {limit.heads} heads that have one"
+    """Describe how many heads are beyond their horizon; heads may have none."""
+    if limit.heads == 1 and total > 1:
+        return f"the only head with a horizon is {'' if limit.beyond else 'not '}beyond it"
+    count = {0: "none", limit.heads: "all"}.get(limit.beyond, f"{limit.beyond}")
+    if limit.heads < total:
+        count = f"all {limit.heads}" if count == "all" else f"{count} of the {limit.heads}"
+        return f"{count} heads with a horizon {'is' if limit.beyond < 2 else 'are'} beyond it"
+    singular = limit.beyond < 2 and count != "all"
+    return f"{count} {'is beyond its' if singular else 'are beyond their'} horizon"
 
 
 def window_sentences(windowed: Sequence[Row], word: str) -> list[str]:
@@ -112,7 +113,7 @@ def window_sentences(windowed: Sequence[Row], word: str) -> list[str]:
         listed = ", ".join(_count_words(counts, name, word) for name in (*reversed(VERDICTS), None) if counts[name])
         parts.append(f"{total} head{'s see' if total > 1 else ' sees'} at most {n:,} keys ({listed})")
     why = "fewer patches than others (merged, or a window)" if word == "image" else "a window"
-    return [f"{', '.join(parts)}: {why}, so that headline and ceiling are about the others."] if parts else []
+    return [f"{', '.join(parts)}: {why}, so the headline and the horizon are about the others."] if parts else []
 
 
 def length_sentences(heads: Iterable[Row], counted: Sequence[Row], thresholds: Thresholds) -> list[str]:
@@ -128,13 +129,12 @@ def length_sentences(heads: Iterable[Row], counted: Sequence[Row], thresholds: T
         rows, _ = representative_rows([row for row in measured if row["length"] == length])
         select = sum(is_selecting(row, thresholds) for row in rows)
         dispersed = sum(row["verdict"] in DISPERSED for row in rows)
-        units = (" tokens", " heads") if not parts else ("", "")
+        tokens, heads_word = (" tokens", " heads") if not parts else ("", "")
         parts.append(
-            f"at {length:,}{units[0]}: {select} of {len(rows)}{units[1]} select, {dispersed} "
+            f"at {length:,}{tokens}, {select} of {len(rows)}{heads_word} select and {dispersed} "
             f"{'is' if dispersed == 1 else 'are'} dispersed"
         )
-    sentence = "; ".join(parts)
-    return [f"{sentence[0].upper()}{sentence[1:]}."]
+    return [f"By length: {'; '.join(parts)}."]
 
 
 def _keys_seen(row: Row) -> int:
@@ -149,19 +149,23 @@ def _count_words(counts: Mapping[str | None, int], name: str | None, word: str) 
 
 def ceiling_sentences(limit: Ceiling | None, manifest: Mapping[str, Any], runs: str | None) -> list[str]:
     if limit is None:
-        normalizer = "what runs here" if runs is None else f"{runs} on these logits"
-        return [f"Whether a ceiling binds is not known: no head has a horizon, which {normalizer} would have to obey."]
+        normalizer = "" if runs is None else f" under {runs}"
+        return [f"Whether the ceiling is binding is not known: no head has a horizon{normalizer}."]
     now = {0: "No", limit.heads: "Yes"}.get(limit.beyond, "In part")
+    what = "no key can get" if runs is None else f"{runs} can give no key"
     sentence = (
         f"Is the ceiling binding at {limit.length:,} keys? {now}: {limit.beyond} of {limit.heads} heads are beyond "
-        f"their horizon, the length after which {runs or 'a head that has one'} can give no key half of the weight."
+        f"their horizon. The horizon is the number of keys beyond which {what} half of the weight, because the logits "
+        "of the head do not differ enough."
     )
     if runs != "softmax":  # its factor changes with the length or the input, and the horizon with it
         return [sentence]
-    when = f"With the spread of the logits as it is now the ceiling binds {_describe_lengths(limit.horizons)}"
+    when = (
+        "Longer contexts: with the present logit spread (largest minus smallest logit of a row), the ceiling binds "
+        f"{_describe_lengths(limit.horizons)}."
+    )
     if later := _describe_lengths(limit.binding, limit.horizons):
-        when += f"; if it keeps growing with n as it does inside the {input_word(manifest)}, {later}"
-    when += "."
+        when += f" If the spread keeps growing with n as it does inside the {input_word(manifest)}, it binds {later}."
     trained = manifest.get("model", {}).get("max_positions")
     made_for = f" The model was made for {trained:,} positions." if isinstance(trained, int) else ""
     return [sentence, when + made_for]
@@ -179,14 +183,14 @@ def _describe_lengths(lengths: Sequence[float], described: Sequence[float] = ())
 def _length_clauses(lengths: Sequence[float]) -> list[str]:
     """Return one clause per length below FARTHEST, and one for all that are beyond it."""
     reached = [
-        f"for {share} {'of the heads ' * (share == 'a tenth')}beyond {format_keys(length)} keys"
-        for share, length in zip(("a tenth", "half", "nine tenths"), lengths, strict=bool(lengths))
+        f"for {share} {'of the heads ' * (share == '10 %')}beyond {format_keys(length)} keys"
+        for share, length in zip(SHARES, lengths, strict=bool(lengths))
         if length < FARTHEST
     ]
+    far = f"only beyond {format_keys(FARTHEST)} keys"
     if not reached:
-        return ["for less than a tenth of the heads at any length in use"] if lengths else []
-    beyond = {1: ["for half at no length in use"], 2: ["for nine tenths at no length in use"]}.get(len(reached), [])
-    return [*reached, *beyond]
+        return [f"for 10 % of the heads {far}"] if lengths else []
+    return [*reached, *(f"for {share} {far}" for share in SHARES[len(reached) : len(reached) + 1])]
 
 
 def rate_sentences(slopes: Rate | None) -> list[str]:
@@ -194,13 +198,18 @@ def rate_sentences(slopes: Rate | None) -> list[str]:
         return ["The rate test needs rows of several lengths; this run has none."]
     low, middle, high = slopes.quartiles
     sentence = (
-        f"Rate test: the effective gap grows by {middle:.2f} per e-fold of n in the median head (quartiles {low:.2f} "
-        f"to {high:.2f}); {slopes.keeping_up} of {slopes.heads} heads keep up with the context (0.9 or more), "
-        f"{slopes.below_half} are nearer to dispersing as theory predicts (below 0.5)."
+        "Rate test: the effective gap is the log-odds of the largest weight against the mean of the others. Its slope "
+        f"on log n is {_signed(middle)} in the median head (quartiles {_signed(low)} to {_signed(high)}). Slope 1 "
+        f"keeps the largest weight, slope 0 disperses as theory predicts. {slopes.keeping_up} of {slopes.heads} heads "
+        f"have a slope of 0.9 or more, {slopes.below_half} have one below 0.5."
     )
     if slopes.without_sink is not None and abs(slopes.without_sink - middle) >= 0.1:
-        sentence += f" Without the first key the median is {slopes.without_sink:.2f}."
+        sentence += f" Without the first key the median is {_signed(slopes.without_sink)}."
     return [sentence]
+
+
+def _signed(value: float) -> str:
+    return minus_sign(f"{value:z.2f}")
 
 
 def reading_sentences(manifest: Mapping[str, Any]) -> list[str]:
@@ -242,11 +251,12 @@ def confidence_sentences(heads: Sequence[Row], manifest: Mapping[str, Any], thre
     unsure = sum(row["verdict"] == UNDECIDED for row in decidable)
     are = "is" if unsure == 1 else "are"
     unanimous = [row for row in decidable if (number(row, "agreement") or 0) >= 1 and row["verdict"] != UNDECIDED]
-    agree = f"; all windows agree on {len(unanimous)}" if windows > 1 else ""
+    agree = f" All windows give the same verdict on {len(unanimous)} of the heads." if windows > 1 else ""
+    share = format_percent(thresholds.confidence)
     return [
         (
-            f"Confidence: judged over {rest}, {len(decidable) - unsure} of {len(decidable)} heads have a verdict that "
-            f"holds in {thresholds.confidence:.0%} of resamples or more, {unsure} {are} undecided{agree}."
+            f"Confidence, from {rest}: {len(decidable) - unsure} of {len(decidable)} heads keep their verdict in at "
+            f"least {share} of the bootstrap resamples, {unsure} {are} undecided.{agree}"
         )
     ]
 
@@ -258,7 +268,7 @@ def silent_sentences(heads: Sequence[Row], thresholds: Thresholds) -> list[str]:
         return []
     read = "reads" if silent == 1 else "read"
     less = f"sum to less than {thresholds.silent_sum:g} in the median row and on average"
-    return [f"Silent heads: {silent} of {len(heads)} {read} no key; the weights {less}."]
+    return [f"Silent heads: {silent} of {len(heads)} {read} no key. Their weights {less}."]
 
 
 def saturation_sentences(heads: Sequence[Row], manifest: Mapping[str, Any], thresholds: Thresholds) -> list[str]:
@@ -267,15 +277,14 @@ def saturation_sentences(heads: Sequence[Row], manifest: Mapping[str, Any], thre
     answers = Counter(row.get("saturation") or "not judged" for row in heads)
     if all(number(row, "saturation_excess") is None for row in heads):
         measured = "vectors" in (manifest.get("settings", {}).get("metrics") or ())
-        why = "no head uses enough keys" if measured else "the metric group vectors was not measured"
+        why = "no head uses enough keys" if measured else "needs --metrics vectors"
         return [f"Saturation: not judged ({why})."]
     powers = [power for row in heads if (power := number(row, "saturation_power")) is not None]
-    typical = f", median power {median(powers):.0%}" if powers else ""
+    typical = f"; median power of the test: {format_percent(median(powers))}" if powers else ""
     return [
         (
-            f"Saturation: {answers['saturated']} of {len(heads)} heads are shown to distinguish their keys hardly "
-            "better than with permuted weights (90% interval of the excess below "
-            f"{thresholds.saturation_margin:g}{typical}), "
+            f"Saturation: {answers['saturated']} of {len(heads)} heads distinguish their keys hardly better than with "
+            f"permuted weights (90 % interval of the excess below {thresholds.saturation_margin:g}{typical}). "
             f"{answers['distinguishes']} distinguish them, {answers['not judged']} are not judged."
         )
     ]
@@ -298,8 +307,8 @@ def too_short(heads: Sequence[Row]) -> list[str]:
     longest = max((row["n_high"] or 0 for row in heads), default=0)
     if not 0 < longest < FEW_KEYS:
         return []
-    few = f"The longest rows have {longest} key{'s' * (longest > 1)}: too few to decide reliably whether a head selects"
-    return [f"{few}; some hundred are needed, and verdicts and advice here are no more than a first look."]
+    few = f"The longest rows have {longest} key{'s' * (longest > 1)}, too few to decide reliably whether a head selects"
+    return [f"{few}. Measure some hundred keys; verdicts and advice here are only a first look."]
 
 
 def caveats(heads: Sequence[Row], changing: int, manifest: Mapping[str, Any]) -> list[str]:
@@ -308,7 +317,8 @@ def caveats(heads: Sequence[Row], changing: int, manifest: Mapping[str, Any]) ->
     if changing:
         subject = "1 head gets" if changing == 1 else f"{changing} heads get"
         sentences.append(
-            f"{subject} different verdicts from different {word}s; a verdict counts if most {word}s give it."
+            f"{subject} different verdicts from different {word}s. A verdict counts if more than half of the {word}s "
+            "give it."
         )
     rows = [count for row in heads if row["verdict"] not in ("broken", None) and (count := row.get("rows"))]
     if rows and min(rows) < FEW_ROWS:
@@ -317,7 +327,7 @@ def caveats(heads: Sequence[Row], changing: int, manifest: Mapping[str, Any]) ->
         )
         larger = "a larger image" if word == "image" else "a longer text"
         remedy = larger if all_rows else "--rows all"
-        sentences.append(f"Verdicts rest on {few} per head; {remedy} makes them more reliable.")
+        sentences.append(f"Verdicts are based on {few} per head; {remedy} makes them more reliable.")
     missing = Counter(
         reason
         for row in heads

@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from attnorm.analysis.verdicts.rows import Row, format_keys, number
+from attnorm.analysis.verdicts.rows import Row, number
 from attnorm.analysis.verdicts.rules import judged_horizon, judged_suffix
 from attnorm.analysis.verdicts.thresholds import Thresholds
+from attnorm.text import format_keys, format_percent
 
 FARTHEST = 1e10  # longer lengths are not printed as numbers
 
@@ -147,15 +148,15 @@ def reach(n: Sequence[float], weights: Sequence[float], level: float = SHARP) ->
 
 
 def circuit_words(row: Row) -> str:
-    """Return "an induction head, sharp to 2,300 keys", or "" for a head without a circuit."""
+    """Return "an induction head; its key has half of the weight up to 2,300 keys", or "" without a circuit."""
     name = circuit_of(row)
     if name is None:
         return ""
     sharp = number(row, "circuit_reach") or 0.0
     if not sharp:
-        return f"{CIRCUITS[name]}, never sharp ({number(row, name):.0%} of the weight on its key at most)"
-    end = "or more, the longest probe" if _still_sharp(row) else ""
-    return f"{CIRCUITS[name]}, sharp to {format_keys(sharp)} keys {end}".strip()
+        return f"{CIRCUITS[name]}; its key has at most {format_percent(number(row, name))} of the weight"
+    end = ", the longest probe" if _still_sharp(row) else ""
+    return f"{CIRCUITS[name]}; its key has half of the weight or more up to {format_keys(sharp)} keys{end}"
 
 
 def circuit_sentences(heads: Sequence[Row]) -> list[str]:
@@ -173,8 +174,9 @@ def circuit_sentences(heads: Sequence[Row]) -> list[str]:
         word = f"{CIRCUITS[name].split(' ', 1)[1]}{'s' * (len(rows) != 1)}"
         still = sum(_still_sharp(row) for row in rows)
         listed = ", ".join(f"L{row['layer']}H{row['head']}" for row in _best(rows, name)[:3])
-        parts.append(f"{len(rows)} {word}" + (f" ({listed}; {still} still sharp)" if rows else ""))
-    return [f"Circuits, probed to {format_keys(probed)} keys: {', '.join(parts)}."]
+        parts.append(f"{len(rows)} {word}" + (f" ({listed}; {still} sharp at all lengths)" if rows else ""))
+    sharp = "Sharp: the key that the circuit needs has at least half of the weight."
+    return [f"Circuits, tested up to {format_keys(probed)} keys: {', '.join(parts)}. {sharp}"]
 
 
 def _still_sharp(row: Row) -> bool:

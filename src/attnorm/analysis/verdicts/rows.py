@@ -9,7 +9,6 @@ import pyarrow as pa
 
 from attnorm.analysis.tables import HEAD_KEY, QUANTILES, VERDICT_COLUMNS
 from attnorm.analysis.verdicts.thresholds import DIFFERS, UNDECIDED
-from attnorm.text import power_of_ten
 
 Row = Mapping[str, Any]
 
@@ -48,25 +47,6 @@ def number(row: Row, name: str) -> float | None:
     """Return a number of the median row; None if it is not finite."""
     value = row.get(name)
     return None if value is None or not math.isfinite(value) else float(value)
-
-
-def format_keys(count: float) -> str:
-    """Format a number of keys: 8.4, 512, 2,190, 473,000, 27.2 million, 2.1 × 10¹⁵, infinitely many.
-
-    Measured numbers have three digits at most, as rounding errors change further ones. Whole numbers below a million,
-    such as lengths, are exact.
-    """
-    if math.isinf(count):
-        return "infinitely many"
-    rounded = float(f"{count:.3g}")
-    if rounded >= 1e12:
-        return power_of_ten(count)
-    for size, word in ((1e9, "billion"), (1e6, "million")):
-        if rounded >= size:
-            return f"{rounded / size:.3g} {word}"
-    if count < 10:
-        return f"{count:.2g}"
-    return f"{count if float(count).is_integer() else rounded:,.0f}"
 
 
 def representative_rows(heads: Sequence[Row], normalizer: str | None = None) -> tuple[list[Row], int]:

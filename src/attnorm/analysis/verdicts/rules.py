@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from torch.autograd.functional import jacobian
 
-from attnorm.analysis.verdicts.rows import Row, format_keys, number
+from attnorm.analysis.verdicts.rows import Row, number
 from attnorm.analysis.verdicts.thresholds import SELECTING, VERDICTS, Thresholds
 from attnorm.attention import normalize
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.registry import get
+from attnorm.text import format_keys, format_percent, minus_sign
 from attnorm.theory.dispersion import entropy_floor
 
 OPEN = "open"
@@ -118,7 +119,7 @@ def silent(case: HeadCase) -> Findings:
     if total is not None and total < threshold:
         weights, at_most = ("absolute weights", "at most ") if case.signed else ("weights", "")
         words = f"The {weights} of its median row sum to {at_most}{total:.2g}, below {threshold:g}"
-        yield "silent", f"{words}: the head reads no key"
+        yield "silent", f"{words}, so the head reads no key"
 
 
 def sink_dominated(case: HeadCase) -> Findings:
@@ -127,8 +128,8 @@ def sink_dominated(case: HeadCase) -> Findings:
         yield OPEN, "sink-dominated (no sink mass)"
     elif mass >= case.thresholds.sink_dominated and not _behind_closed_gate(case):
         rest = case.number("effective_keys_without_sink")
-        shared = "" if rest is None else f"; the rest is shared by {format_keys(rest)} others"
-        yield "sink-dominated", f"{mass:.0%} of the weight lies on {_describe_sink(case)}{shared}"
+        shared = "" if rest is None else f". The rest is spread over {format_keys(rest)} effective keys"
+        yield "sink-dominated", f"{format_percent(mass)} of the weight is on {_describe_sink(case)}{shared}"
 
 
 def _behind_closed_gate(case: HeadCase) -> bool:
@@ -145,7 +146,7 @@ def frozen(case: HeadCase) -> Findings:
         yield OPEN, "frozen (no Jacobian norm)"
     elif norm <= case.thresholds.frozen_norm * (case.worst_norm or 0.5):
         words = f"The largest weight is {largest:.4f} and the Jacobian norm {norm:.2g}"
-        yield "frozen", f"{words}: no gradient reaches the logits"
+        yield "frozen", f"{words}: almost no gradient reaches the logits"
 
 
 def sensitive(case: HeadCase) -> Findings:
@@ -154,14 +155,15 @@ def sensitive(case: HeadCase) -> Findings:
     if norm is None or not math.isfinite(norm):
         yield OPEN, "sensitive (no Jacobian norm)"
     elif worst is None:
-        yield OPEN, f"sensitive (no worst case known for {case.runs or 'what the model runs'})"
+        yield OPEN, f"sensitive (no worst case is known for {case.runs or 'this normalizer'})"
     elif norm < thresholds.sensitive_norm * worst:
         return
     elif always_near_worst(case.runs, thresholds.sensitive_norm):
-        yield OPEN, f"sensitive (a row of noise is near the worst case of {case.runs}, {worst:.3g}, as well)"
+        yield OPEN, f"sensitive (even random logits are near the worst case of {case.runs}, {worst:.3g})"
     else:
         share = 100 - thresholds.sensitive_quantile
-        yield "sensitive", f"The Jacobian norm is {norm:.3g} or more, of at most {worst:.3g}, on {share}% of the rows"
+        words = f"On {share} % of the rows the Jacobian norm is at least {norm:.3g}"
+        yield "sensitive", f"{words}, and its worst case is {worst:.3g}"
 
 
 def dispersed(case: HeadCase) -> Findings:
@@ -179,22 +181,22 @@ def dispersed(case: HeadCase) -> Findings:
     words = _describe_entropy(case)
     above_floor = _relative_entropy(case, ratio)
     if above_floor is not None and above_floor <= thresholds.near_floor:
-        share = f"{max(above_floor, 0):.0%}"
-        yield "healthy", f"{words}, but only {share} of the way from its floor to log n: as sharp as its logits allow"
+        share = format_percent(max(above_floor, 0))
+        floor = f"only {share} of the way from the lowest entropy that the logits allow to log n"
+        yield "healthy", f"{words}. This is {floor}: the head is about as sharp as it can be"
         return
     if slope is None and not case.what_if:
-        yield OPEN, "the rate (one length only, so that entropy alone decides)"
+        yield OPEN, "the slope of the gap (only one length, so entropy alone decides)"
     horizon = case.horizon
     if horizon is None:
-        yield (
-            "dispersed",
-            f"{words}; whether its logits would allow sharper weights is not known for {case.runs or 'what it runs'}",
-        )
+        normalizer = case.runs or "this normalizer"
+        yield "dispersed", f"{words}. How sharp {normalizer} could be on these logits is not known"
     elif case.n > horizon:
-        beyond = f"beyond its horizon of {_horizon_words(case, horizon)}"
-        yield "dispersed-forced", f"{words}; {beyond} its logits let none have half of the weight"
+        limit = "with more keys, no key can get half of the weight"
+        yield "dispersed-forced", f"{words}. Its horizon is {_horizon_words(case, horizon)}: {limit}"
     else:
-        yield "dispersed-by-choice", f"{words}, although its horizon is {_horizon_words(case, horizon)}"
+        limit = "up to this length, one key could get half of the weight"
+        yield "dispersed-by-choice", f"{words}. Its horizon is {_horizon_words(case, horizon)}: {limit}"
 
 
 RULES = (sink_dominated, frozen, sensitive, dispersed)
@@ -203,8 +205,8 @@ RULES = (sink_dominated, frozen, sensitive, dispersed)
 def describe_selection(case: HeadCase) -> str:
     """Return the evidence for a head to which no rule applies."""
     largest = case.number(f"max_weight{case.suffix}")
-    words = _describe_entropy(case) + ("" if largest is None else f"; the largest weight is {largest:.2g}")
-    return f"{words}: broad, but it keeps up with the length" if is_broad(case) else words
+    words = _describe_entropy(case) + ("" if largest is None else f". The largest weight is {largest:.2g}")
+    return f"{words}. The head is broad, but it keeps up with the length" if is_broad(case) else words
 
 
 def is_broad(case: HeadCase) -> bool:
@@ -290,17 +292,21 @@ def _describe_sink(case: HeadCase) -> str:
     learned = case.runs == "softmax" or (normalizer is not None and normalizer.sink is not None)
     if not (learned and case.sums_to_one) or row_sum is None or row_sum > 0.995:
         return first
-    return f"its sinks, {1 - row_sum:.0%} on the learned one that is no key and the rest on {first}"
+    return f"sinks: {format_percent(1 - row_sum)} on the learned sink, which is not a key, the rest of it on {first}"
 
 
 def _describe_entropy(case: HeadCase) -> str:
     suffix, slope = case.suffix, _gap_slope(case)
     ratio, mass = case.number(f"entropy_ratio{suffix}"), case.number("sink_mass")
-    sink = "the first that it sees" if case.windowed else "the sink"
-    among = f"the {case.n - 1:,} keys beside {sink} (which holds {mass:.0%})" if suffix else f"{case.n:,} keys"
-    change = "shrinks" if slope is not None and round(slope, 2) < 0 else "grows"
-    rate = "" if slope is None else f" and the gap {change} by {abs(slope):.2f} per e-fold of n"
-    return f"Entropy is {ratio:.2f} of log n among {among}{rate}"
+    sink = "the first key of its window" if case.windowed else "the sink"
+    among = f"{case.n:,} keys"
+    if suffix:
+        among = f"the {case.n - 1:,} keys other than {sink} (which has {format_percent(mass)} of the weight)"
+    entropy = f"Entropy is {ratio:.2f} of its maximum, log n, among {among}"
+    if slope is None:
+        return entropy
+    rate = minus_sign(f"{slope:z.2f}")
+    return f"{entropy}. The effective gap has slope {rate} on log n (1 would keep the largest weight)"
 
 
 def _horizon_words(case: HeadCase, judged: float) -> str:
@@ -308,7 +314,7 @@ def _horizon_words(case: HeadCase, judged: float) -> str:
     if not case.suffix:
         return f"{format_keys(judged)} keys"
     sink, with_sink = "that key" if case.windowed else "the sink", case.number("horizon")
-    other = "" if with_sink is None else f" ({format_keys(with_sink)} with it)"
+    other = "" if with_sink is None else f" (with it: {format_keys(with_sink)})"
     return f"{format_keys(judged)} keys without {sink}{other}"
 
 

@@ -12,17 +12,17 @@ from attnorm.text import did_you_mean
 # sink-dominated; and a dispersed head selects nothing that could be judged further.
 MEANING: dict[str, str] = {
     "broken": "logits or weights that are not finite",
-    "silent": "its weights sum to almost nothing: the head reads no key",
-    "sink-dominated": "most of the weight is on the first key (in a sliding window: its first key)",
-    "frozen": "one key takes everything and no gradient reaches the logits",
-    "dispersed-forced": "spread over the context, beyond its horizon: its logits let no key have half of the weight "
-    "at this length",
-    "dispersed-by-choice": "spread over the context, although its logits would allow it to select",
-    "dispersed": "spread over the context; how sharp its logits would allow this normalizer to be is not known",
-    "sensitive": "near the worst case of the Jacobian norm on many rows: small changes of logits move it most",
-    "healthy": "none of the other verdicts applies: it selects, or is broad and keeps up with the length",
+    "silent": "the weights sum to almost 0, so the head reads no key",
+    "sink-dominated": "most of the weight is on the first key (in a sliding window: the first key of the window)",
+    "frozen": "one key has almost all of the weight, and almost no gradient reaches the logits",
+    "dispersed-forced": "the weight is spread over the context; at this length the logits let no key have half of it",
+    "dispersed-by-choice": "the weight is spread over the context, although the logits would let one key have half "
+    "of it",
+    "dispersed": "the weight is spread over the context; how sharp this normalizer could be on the logits is not known",
+    "sensitive": "on many rows the Jacobian norm is near its worst case: small changes of the logits matter most",
+    "healthy": "no other verdict applies: the head selects, or it is broad but keeps up with the length",
     "undecided": "too close to a threshold: other windows of the text, or other images, may give another verdict",
-    "differs": "the texts or images give it different verdicts",
+    "differs": "different texts or images give different verdicts",
 }
 VERDICTS: tuple[str, ...] = tuple(MEANING)
 UNDECIDED, DIFFERS = "undecided", "differs"

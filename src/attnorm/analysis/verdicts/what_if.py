@@ -186,12 +186,12 @@ def _caution(
     factors = _describe_factors(broader, thresholds_of(manifest.get("thresholds", {})), instead)
     than = "" if instead is None else f" than {instead}"
     return Advice(
-        title=f"Not {names} as {'it starts' if len(broader) == 1 else 'they start'}",
+        title=f"{names} without training {'does' if len(broader) == 1 else 'do'} not help",
         text=" ".join(
             [
                 (
-                    f"On the logits of {count_words(len(dispersed), 'dispersed head')} {names} gives no sharper "
-                    f"weights{than} at this length: without training it does not help."
+                    f"On the logits of {count_words(len(dispersed), 'dispersed head')}, {names} "
+                    f"{'gives' if len(broader) == 1 else 'give'} no sharper weights{than} at this length."
                 ),
                 *factors,
             ]
@@ -243,20 +243,19 @@ def _title(runs: str | None) -> str:
 def _explain_dispersed(dispersed: Rows, runs: str | None) -> str:
     """Describe why the heads are dispersed, as far as it is known."""
     count = {name: len(select_verdicts(dispersed, (name,))) for name in DISPERSED}
-    heads, normalizer = count_words(len(dispersed), "dispersed head"), runs or "what the model runs"
+    heads, normalizer = count_words(len(dispersed), "dispersed head"), runs or "the model's normalizer"
     if forced := count["dispersed-forced"]:
         properties = properties_of(runs)
-        further = "further up" if properties and properties.length else "up with the length"
+        aware = bool(properties and properties.length)
+        scale = "Scale the logits up further" if aware else "Scale the logits with the length (as ssmax does)"
         return (
-            f"{forced} of {heads} are beyond their horizon, where {normalizer} gives no key half of the weight: logits "
-            f"must be scaled {further}, or small weights cut off."
+            f"{forced} of {heads} are beyond their horizon, where {normalizer} can give no key half of the weight. "
+            f"{scale}, or set small weights to 0 (as entmax15 does)."
         )
     if by_choice := count["dispersed-by-choice"]:
         whose = heads if by_choice == len(dispersed) else f"{by_choice} of {heads}"
-        return f"The logits of {whose} would allow sharper weights; a sharper normalizer can use this."
-    return (
-        f"How sharp {normalizer} could be on the logits of {heads} is not known; another normalizer on them shows more."
-    )
+        return f"The logits of {whose} would allow sharper weights, and a sharper normalizer can use this."
+    return f"How sharp {normalizer} could be on the logits of {heads} is not known. Measure another normalizer on them."
 
 
 def _describe_factors(
@@ -284,11 +283,11 @@ def _describe_factor(name: str, pairs: Sequence[tuple[Row, Row]], thresholds: Th
     if factor >= needed:
         return None
     longest = max(n for *_, n in log_horizons)
-    s = f" (an s of {needed / math.log(longest):.2g})" if name == "ssmax" else ""
-    flattens = ", less than 1, so that it flattens them" if factor < 0.995 else ""
+    s = f" (s = {needed / math.log(longest):.2g})" if name == "ssmax" else ""
+    flattens = ", which flattens them" if factor < 0.995 else ""
     return (
-        f"As it starts, {name} multiplies their logits by {factor:.2g} here{flattens}; for half of those beyond their "
-        f"horizon to reach half of the weight it would take {needed:.2g}{s}, which training has to find."
+        f"Before training, {name} multiplies their logits by {factor:.2g} here{flattens}. For half of the heads beyond "
+        f"their horizon, a factor of {needed:.2g}{s} would let one key get half of the weight; training has to find it."
     )
 
 

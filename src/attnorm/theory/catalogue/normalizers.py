@@ -182,7 +182,7 @@ KNEEMAX_CLAIMS = [
     kneemax_claim(
         id="kneemax-weight",
         proof=KEPT,
-        statement="a key that leads n-1 equal ones by g keeps min(1, g/2T) up to 1/n, for every n",
+        statement="a key whose logit is g above n-1 equal ones has weight min(1, g/2T) up to 1/n, for every n",
         ratio=_kept,
         attained=(NEARLY,),
     ),
@@ -196,7 +196,7 @@ KNEEMAX_CLAIMS = [
     kneemax_claim(
         id="kneemax-weight-any-row",
         proof=KEPT,
-        statement="among unequal keys a leader by g keeps at least w_n(g)",
+        statement="a key whose logit is g above all others, which may differ, has at least the weight w_n(g)",
         ratio=_kept_among_any,
         differentiable=False,
         attained=(EXACTLY,),
@@ -236,15 +236,15 @@ KNEEMAX_CLAIMS = [
     kneemax_claim(
         id="kneemax-fixed-weight",
         proof=FIXED,
-        domain="kneemax as it is by default, knee 1/4",
-        statement="a leader by g keeps at least min(1, phi(g/2T)), for every n",
+        domain="kneemax with its default knee 1/4",
+        statement="a key whose logit is g above all others has at least the weight min(1, phi(g/2T)), for every n",
         ratio=_kept_with_knee,
         differentiable=False,
     ),
     kneemax_claim(
         id="kneemax-fixed-zeros-certain",
         proof=FIXED,
-        domain="kneemax as it is by default, knee k = 1/4",
+        domain="kneemax with its default knee k = 1/4",
         statement="a key 2T(1 + k) below the largest logit has weight exactly 0",
         ratio=partial(_certain_zero, knee=KNEE),
         differentiable=False,
@@ -253,7 +253,7 @@ KNEEMAX_CLAIMS = [
     kneemax_claim(
         id="kneemax-fixed-zeros-none",
         proof=FIXED,
-        domain="kneemax as it is by default, knee k = 1/4, n >= 5",
+        domain="kneemax with its default knee k = 1/4, n >= 5",
         statement="no key has weight 0 while the spread is below 4T sqrt(k/(n-1))",
         ratio=partial(_no_zero, knee=KNEE),
         differentiable=False,

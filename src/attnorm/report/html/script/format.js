@@ -1,4 +1,4 @@
-// Numbers as text, in the same way as page_text.py.
+// Numbers as text, in the same way as attnorm/text.py.
 const MISSING = "–";
 const grouped = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 
@@ -42,11 +42,11 @@ function lengthText(length) {
   return length === null ? "whole input" : `${number(length)} tokens`;
 }
 
-// Numbers of keys from 10 on have no fraction.
+// Numbers of keys have two digits below 10, and no fraction from 10 on.
 function metricText(name, value) {
   if (source.shares.includes(name)) return share(value);
-  const counted = metrics.get(name)?.unit === "keys" && value >= 10 && value < 1000;
-  return number(counted ? Math.round(value) : value);
+  if (metrics.get(name)?.unit !== "keys" || !(value >= 1 && value < 1000)) return number(value);
+  return value < 10 ? String(Number(value.toPrecision(2))) : grouped.format(Math.round(value));
 }
 
 function withUnit(name, value) {

@@ -56,7 +56,7 @@ function line(row, columns) {
     h("th", { scope: "row" }, h("button", { type: "button", "aria-label": `Open ${headName(row)}` }, label)),
     h("td", null, mark(word), ` ${word.label}`),
     columns.map((metric) => h("td", null, metricText(metric, headValue(row, metric)))),
-    h("td", { title: evidenceOf(row) }, evidenceOf(row)),
+    h("td", { title: evidenceOf(row) }, h("span", { class: "evidence-cell" }, evidenceOf(row))),
   );
 }
 
@@ -67,7 +67,7 @@ function describeChoice() {
     h("bdi", null, words.join(", ")),
     "; ",
     h("bdi", null, choicesOf("normalizer")[state.normalizer]),
-    ". Numbers are medians over the longest rows; verdicts are judged by them. Where a sink holds much weight, dispersion is judged without it: see the evidence.",
+    ". Numbers are medians over the longest rows, and verdicts are based on them. If a sink has much weight, dispersion is judged among the other keys. Select a row to see all of its evidence.",
   );
 }
 
