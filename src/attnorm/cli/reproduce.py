@@ -37,15 +37,16 @@ Stage = Annotated[
 def reproduce(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME", help="Experiments, or all (default: list the experiments)."),
+        typer.Argument(metavar="NAME", help="Experiments to run, or all (default: list the experiments)."),
     ] = None,
     model: Annotated[
         list[str] | None,
         typer.Option(
             "--model",
             metavar="NAME|DIR",
-            help="Hub name, folder, or bundled (default: gpt2 as in the paper; with --quick: bundled). spread accepts "
-            "several. clrs-text --stage train: the pretrained model, a folder or a .gguf file.",
+            help="Model: Hub name, folder, or bundled (default: gpt2 as in the paper; with --quick: bundled). "
+            "spread accepts several. clrs-text --stage train: the pretrained model, a folder or a .gguf "
+            "file.",
         ),
     ] = None,
     text: Annotated[
@@ -68,16 +69,20 @@ def reproduce(
         typer.Option(
             "--images",
             metavar="FILE",
-            help="vision: .tar or .tar.xz archive of train/CLASS/*.jpg and test/CLASS/*.jpg (default: train nothing, "
-            "draw the records of earlier runs in DIR and those in DIR/records.jsonl).",
+            help="vision: .tar or .tar.xz archive of train/CLASS/*.jpg and test/CLASS/*.jpg (default: train "
+            "nothing and plot the records of earlier runs in DIR and in DIR/records.jsonl).",
         ),
     ] = None,
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="Folder for figures, tables, verdicts and the index page.")
     ] = (Path("reproduction")),
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes: seconds per experiment.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Use small sizes, which take seconds per experiment.")] = False,
     only: Annotated[
-        str, typer.Option(metavar="NAME,NAME,...", help="retrieval, language-models, clrs-text, vision: only these.")
+        str,
+        typer.Option(
+            metavar="NAME,NAME,...",
+            help="retrieval, language-models, clrs-text, vision: run only these normalizers or models (default: all).",
+        ),
     ] = "",
     longest: Annotated[
         int | None,
@@ -95,21 +100,23 @@ def reproduce(
     minutes: Annotated[
         float | None,
         typer.Option(
-            help="With --stage: start no work after this many minutes, and stop training. temperature, positions, "
-            "heads: train only models that finish in this time."
+            help="Time limit in minutes (default: none). With --stage: stop training and start no further work "
+            "after it. temperature, positions, heads: train only models that finish within it."
         ),
     ] = None,
     whole: Annotated[
         bool,
         typer.Option(
             "--whole",
-            help="With --stage everything or second-seed and --minutes: train only models that can finish and be "
-            "tested in this time.",
+            help="With --stage everything or second-seed and --minutes: train only models that can be trained "
+            "and tested within the limit.",
         ),
     ] = False,
     changes: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="With --stage: change the plan, e.g. batch=16; repeatable."),
+        typer.Option(
+            "--set", metavar="NAME=VALUE", help="With --stage: change a value of the plan, e.g. batch=16; repeatable."
+        ),
     ] = None,
     size: Annotated[
         str | None,
@@ -117,25 +124,25 @@ def reproduce(
     ] = None,
     tokenizer: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="With --stage prepare: a tokenizer to use (default: train one on the text)."),
+        typer.Option(
+            metavar="DIR", help="With --stage prepare: folder of a tokenizer (default: train one on the text)."
+        ),
     ] = None,
     closest: Annotated[
         int | None,
-        typer.Option(
-            min=0, help="With --stage second-seed: how many of the best normalizers are trained again (default: 3)."
-        ),
+        typer.Option(min=0, help="With --stage second-seed: number of best normalizers to train again (default: 3)."),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Random seed of every draw.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed for everything that is sampled.")] = 0,
     device: Annotated[
-        str | None, typer.Option(help="cpu, cuda or, for example, cuda:1 (default: the GPU if there is one).")
+        str | None, typer.Option(help="Device: cpu, cuda or, for example, cuda:1 (default: the GPU if there is one).")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Rerun finished experiments from scratch.")] = False,
     as_json: Json = False,
 ) -> None:
     """Reproduce figures, tables and guidelines of the papers on a model, next to the corrected theory.
 
-    Prints the verdicts; writes figures and tables to DIR/NAME and one page with everything to DIR/index.html. Finished
-    experiments are not run again. An option that one of the experiments does not use is an error.
+    Prints the verdicts. Writes figures and tables to DIR/NAME, and an index page of all experiments to DIR/index.html.
+    Finished experiments are not run again. An option that one of the experiments does not use is an error.
 
     Exit codes: 0 done, whatever the verdicts; 1 no disk space or memory; 2 wrong usage or input; 3 unfinished work
     after --minutes; 130 interrupted.
