@@ -167,7 +167,10 @@ def attention(
         raise ValueError(f"expected dropout_p of at least 0 and below 1, got {dropout_p!r}. Pass 0 for no dropout.")
     if isinstance(chosen, Mechanism):
         if engine != "auto":
-            raise ValueError(f"{chosen.name!r} brings its own engine, got engine={engine!r}; use engine='auto'")
+            raise ValueError(
+                f"{chosen.name!r} is a mechanism with its own engine: expected engine='auto', got {engine!r}. Leave "
+                "engine out."
+            )
         if dropout_p or return_weights or return_statistics:
             raise ValueError(
                 "expected a row normalizer for dropout_p, return_weights and return_statistics, got the mechanism "
@@ -269,7 +272,7 @@ def _run_engine(inputs: Inputs, normalizer: Normalizer, engine: Engine) -> Tenso
         with torch.no_grad():
             runs_without = _computation(engine, inputs, normalizer) is not None
         reason = f"{_WHY_ENGINE_DOES_NOT_APPLY[engine]}{' with gradients' if runs_without else ''}"
-        raise ValueError(f"{normalizer.name!r} {reason} here; use engine='auto' or 'blocked'")
+        raise ValueError(f"{normalizer.name!r} {reason} here. Use engine='auto' or 'blocked'.")
     return compute(inputs, normalizer)
 
 
@@ -349,7 +352,8 @@ def normalize(
     chosen = resolve_for_call(normalizer, logits)
     if isinstance(chosen, Mechanism):
         raise TypeError(
-            f"{chosen.name!r} needs q, k, v, not a row of logits: call attnorm.attention(q, k, v, {chosen.name!r})"
+            f"{chosen.name!r} needs q, k and v instead of rows of logits. Call attnorm.attention(q, k, v, "
+            f"{chosen.name!r})."
         )
     weights: Tensor = chosen(logits, mask, positions=positions, hidden_states=hidden_states)
     return weights

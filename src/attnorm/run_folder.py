@@ -17,7 +17,7 @@ SETTINGS = ("run", "settings", "manifest")  # entries of records that describe a
 def require_folder(out: Path) -> None:
     """Raise ValueError if `out` exists and is not a folder."""
     if out.exists() and not out.is_dir():
-        raise ValueError(f"{out} is a file; name a folder for the output")
+        raise ValueError(f"expected a folder for the output, got the file {out}. Choose another name.")
 
 
 def require_only(out: Path, own: Collection[str], holds: str) -> None:
@@ -27,7 +27,7 @@ def require_only(out: Path, own: Collection[str], holds: str) -> None:
     """
     require_folder(out)
     if out.is_dir() and any(not path.name.startswith(".") and path.name not in own for path in out.iterdir()):
-        raise ValueError(f"{out} holds {holds}; choose an empty or a new folder")
+        raise ValueError(f"expected an empty or new folder, got {out}, which holds {holds}. Choose another folder.")
 
 
 def make_writable(out: Path) -> None:
@@ -42,7 +42,7 @@ def make_writable(out: Path) -> None:
         with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as error:
-        raise ValueError(f"cannot write into {out}: {error.strerror}; choose another folder with --out") from None
+        raise ValueError(f"cannot write into {out}: {error.strerror}. Choose another folder with --out.") from None
 
 
 def read_record(path: Path, required: Collection[str], remedy: str) -> dict[str, Any] | None:
@@ -66,7 +66,7 @@ def read_record(path: Path, required: Collection[str], remedy: str) -> dict[str,
             if not isinstance(record.get(name, {}), dict):
                 raise ValueError(f"expected a JSON object in {name}, got {record[name]!r}")
     except (ValueError, TypeError, OSError) as error:
-        raise ValueError(f"{path} is damaged ({error}); {remedy}") from None
+        raise ValueError(f"{path} is damaged ({error}). {remedy}") from None
     found: dict[str, Any] = record
     return found
 
@@ -124,8 +124,8 @@ def only_process(out: Path) -> Iterator[None]:
     with try_lock(out / ".lock") as held:
         if not held:
             raise ValueError(
-                f"expected a folder that no other process writes to, got {out}. Wait until that run ends, or name "
-                "another folder with --out"
+                f"expected a folder that no other process writes to, got {out}. Wait until that run ends, or "
+                "choose another folder with --out."
             )
         yield
 

@@ -90,13 +90,13 @@ CALLS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "misspelled engine": ({"engine": "tritn"}, ValueError, ["'tritn'", "did you mean 'triton'"]),
     "unknown engine for a mechanism": ({"engine": "flash", "normalizer": "linear"}, ValueError, ["'flash'", "auto"]),
     "an engine for a mechanism": (
-        {"engine": "fused", "normalizer": "linear"}, ValueError, ["'linear'", "'fused'", "use engine='auto'"],
+        {"engine": "fused", "normalizer": "linear"}, ValueError, ["'linear'", "'fused'", "expected engine='auto'"],
     ),
     "an engine that cannot": (
-        {"engine": "fused", "normalizer": "entmax15"}, ValueError, ["'entmax15'", "use engine='auto' or 'blocked'"],
+        {"engine": "fused", "normalizer": "entmax15"}, ValueError, ["'entmax15'", "Use engine='auto' or 'blocked'"],
     ),
     "flex where it cannot": (
-        {"engine": "flex", "normalizer": "entmax15"}, ValueError, ["'entmax15'", "use engine='auto' or 'blocked'"],
+        {"engine": "flex", "normalizer": "entmax15"}, ValueError, ["'entmax15'", "Use engine='auto' or 'blocked'"],
     ),
     "positions of another length": (
         {"normalizer": "local", "positions": torch.arange(4)}, ValueError, ["4 queries", "5 queries"],
@@ -117,7 +117,7 @@ CALLS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         {"normalizer": attnorm.get("sigmoid", heads=3, learned=True)}, ValueError, ["3 heads", "(2, 4, 5"],
     ),
     "no hidden states": (
-        {"normalizer": attnorm.get("asentmax", heads=4, width=6)}, ValueError, ["pass hidden_states=(batch, queries,"],
+        {"normalizer": attnorm.get("asentmax", heads=4, width=6)}, ValueError, ["Pass hidden_states of shape (batch, queries,"],
     ),
     "soft is not causal": ({"normalizer": "soft", "causal": True}, ValueError, ["no causal form", "'gaussian'"]),
     "soft with a mask per query": (

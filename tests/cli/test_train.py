@@ -82,7 +82,7 @@ def test_a_trained_folder_is_measured_with_the_normalizer_it_was_trained_with(ca
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--width", "15"], "multiple of heads"),
+        (["--width", "15"], "multiple of the number of heads"),
         (["--steps", "3", "--tokens", "100"], "--steps or --tokens"),
         (["--context", "5000"], "too short for one window of 5000"),
         (["--device", "abacus"], "cannot use device"),

@@ -90,7 +90,7 @@ class Analysis:
         """Merge runs on the same model with other texts, lengths or normalizers, and judge them again."""
         runs = list(analyses)
         if not runs:
-            raise ValueError("expected at least one analysis, got none")
+            raise ValueError("expected at least one analysis, got none.")
         reject_other_models([run.manifest["model"] for run in runs])
         try:
             tables = {
@@ -149,7 +149,7 @@ class Analysis:
             measured = "; ".join(
                 f"{name} {_format_some(self.heads[name].unique().to_pylist())}" for name, _ in HEAD_KEY
             )
-            raise KeyError(f"no measured head has {requested}. Measured: {measured}")
+            raise KeyError(f"expected a head that was measured, got {requested}. Measured heads: {measured}")
         first = rows.slice(0, 1).to_pylist()[0]
         rest = _filter_rows(rows, {name: first[name] for name in ("kind", "text", "normalizer")})
         numbers = max(rest.to_pylist(), key=lambda row: int(row["length"]))
@@ -214,7 +214,7 @@ class Analysis:
         folder = Path(folder)
         if not (folder / store.MANIFEST).is_file():
             why = f"{store.MANIFEST} is missing" if folder.is_dir() else "there is no such folder"
-            raise FileNotFoundError(f"{folder} holds no analysis: {why}")
+            raise FileNotFoundError(f"expected the folder of an analysis, got {folder}: {why}")
         manifest = store.read_json(folder / store.MANIFEST)
         if manifest.get("schema") not in manifests.READABLE_SCHEMAS:
             raise ValueError(
@@ -237,7 +237,10 @@ class Analysis:
             expected = pa.schema([*schema, *VERDICT_COLUMNS]) if name == "heads" else schema
             missing = set(expected.names) - set(tables[name].column_names)
             if missing:
-                raise ValueError(f"{folder / name}.parquet lacks the columns {', '.join(sorted(missing))}")
+                raise ValueError(
+                    f"{folder / name}.parquet: expected all columns of this version, but these are missing: "
+                    f"{', '.join(sorted(missing))}"
+                )
         return cls(**tables, manifest=manifest)
 
     def save_html(self, path: str | Path, *, evaluation: Any = None) -> Path:

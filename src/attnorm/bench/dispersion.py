@@ -182,13 +182,15 @@ def dispersion(
 
 def _check(gap: float, noise: float, lengths: Sequence[int], draws: int) -> None:
     if not gap > 0:
-        raise ValueError(f"gap must be positive (how far the winner's score lies above the mean of others), got {gap}")
+        raise ValueError(
+            f"gap: expected a positive difference between the largest logit and the mean of the others, got {gap}."
+        )
     if not noise >= 0:
-        raise ValueError(f"noise must not be negative (standard deviation of the other scores), got {noise}")
+        raise ValueError(f"noise: expected a standard deviation of the other logits of at least 0, got {noise}.")
     if not lengths or min(lengths) < 2 or list(lengths) != sorted(set(lengths)):
-        raise ValueError(f"lengths must rise and start at 2 or more keys, got {list(lengths)}")
+        raise ValueError(f"lengths: expected increasing numbers of keys, 2 or more, got {list(lengths)}.")
     if draws < 1:
-        raise ValueError(f"draws must be at least 1, got {draws}")
+        raise ValueError(f"draws: expected an integer of at least 1, got {draws}.")
 
 
 def _scores(n: int, gap: float, noise: float, draws: int, seed: int) -> Tensor:
@@ -212,7 +214,7 @@ def _weights(normalizer: Normalizer | Mechanism, scores: Tensor, winner: int) ->
             weights: Tensor = normalizer(scores)
         return weights
     if normalizer.name not in PROBES:
-        raise ValueError("it needs queries and keys; attnorm does not know which ones give these scores")
+        raise ValueError("it needs queries and keys, and attnorm has none that give these logits")
     return torch.cat([PROBES[normalizer.name](normalizer, row, winner) for row in scores.split(1)])
 
 

@@ -157,7 +157,7 @@ def names_of(value: str) -> list[str]:
 def check_minutes(option: str, minutes: float | None) -> None:
     """Raise ValueError for a time limit that is negative or not a number."""
     if minutes is not None and not minutes >= 0:
-        raise ValueError(f"{option}: expected a number of minutes, 0 or more, got {minutes:g}")
+        raise ValueError(f"{option}: expected a number of minutes of at least 0, got {minutes:g}.")
 
 
 def numbers_of(option: str, value: str | None) -> tuple[int, ...] | None:

@@ -68,7 +68,7 @@ def compare(
     with usage_errors():
         if len(set(sides)) < len(sides):
             twice = next(name for name in sides if sides.count(name) > 1)
-            raise ValueError(f"expected different sides, got {twice} twice")
+            raise ValueError(f"expected different folders or models, got {twice} twice. Remove one.")
         Thresholds().changed(threshold or ())  # validate all options before anything is measured
         settings = options.given_settings(options.texts_of(text), lengths, windows, budget, bos, rows, metrics, seed)
         evaluations = _evaluations(sides)
@@ -81,8 +81,9 @@ def compare(
             options.check_model(name)
         if len(sides) == 1 and models:
             raise ValueError(
-                f"expected two sides, got {sides[0]}. Name another model or the folder of a run, or measure it with "
-                f"several normalizers first: attnorm analyze {sides[0]} --normalizers model,ssmax --out DIR"
+                f"expected two folders or models to compare, got only {sides[0]}. Give another model or folder "
+                f"of a run, or measure it with several normalizers first: attnorm analyze {sides[0]} "
+                "--normalizers model,ssmax --out DIR"
             )
     runs = {name: _load_run(name) for name in sides if name not in models}
     with usage_errors():
@@ -160,7 +161,7 @@ def texts_of_run(manifest: Mapping[str, Any], folder: str) -> dict[str, str]:
     for text in manifest["texts"]:
         if any(name in text.get("size", "") for name in MEDIA_INPUTS):
             raise ValueError(
-                f"{folder} was measured on {text['name']!r}, which is no text. Measure each model by `attnorm "
+                f"{folder} was measured on {text['name']!r}, which is not a text. Measure each model by `attnorm "
                 "analyze MODEL --image FILE --out DIR` (or --audio FILE), and compare the folders."
             )
         content = _content(text["name"])

@@ -307,13 +307,13 @@ def bench(
     from attnorm.bench.suites import run_benchmarks
 
     if as_json and markdown:
-        raise typer.BadParameter("expected one of --json and --markdown, got both")
+        raise typer.BadParameter("expected --json or --markdown, got both. Remove one.")
     if suite not in ("analyze", "all") and any(option is not None for option in (model, text)):
-        raise typer.BadParameter(f"--model and --text belong to the suite analyze, got {suite}")
+        raise typer.BadParameter(f"--model and --text: expected the suite analyze or all, got {suite}. Remove them.")
     for option, path, exists in (("--model", model, Path.is_dir), ("--text", text, Path.is_file)):
         if path is not None and not exists(path):
             kind = "folder" if exists is Path.is_dir else "file"
-            raise typer.BadParameter(f"{option}: expected a {kind}, got {path}, which does not exist")
+            raise typer.BadParameter(f"{option}: expected a {kind}, got {path}, which does not exist. Check the path.")
     if suite == "all":
         say(_all_suites(quick=quick))
     lines = None if out is None else out / "results.jsonl"

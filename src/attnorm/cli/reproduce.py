@@ -195,7 +195,9 @@ def reproduce(
         stages = "--stage prepare --text FILE --valid FILE, then --stage everything"
         stages = "--stage train" if names == ["clrs-text"] else stages
         unknown = "" if size is None else _unknown_size(size)
-        raise typer.BadParameter(f"{unknown}{unused[0]} needs --stage. Run {stages}, or remove {unused[0]}")
+        raise typer.BadParameter(
+            f"{unknown}{unused[0]}: expected --stage too, got none. Run {stages}, or remove {unused[0]}."
+        )
     from attnorm.experiments.catalogue import MODEL, check_options, named
     from attnorm.experiments.experiment import ExperimentSubject, UnfinishedError
     from attnorm.experiments.run import INDEX
@@ -240,7 +242,7 @@ def _check_stage(names: list[str], not_used: dict[str, Any]) -> None:
         raise ValueError(f"--stage: expected language-models or clrs-text alone, got {', '.join(names)}. Remove it.")
     refused = [option for option, value in not_used.items() if value is not None]
     if refused:
-        raise ValueError(f"--stage does not use {refused[0]}. Remove it.")
+        raise ValueError(f"--stage: expected no {refused[0]}, which stages do not use. Remove it.")
 
 
 def _unknown_size(size: str) -> str:
@@ -256,7 +258,9 @@ def _run_stage(stage: str, folder: Path, *, quick: bool, size: str | None, chang
     from attnorm.experiments.trained_models import change_plan, on_this_machine
 
     if size is not None and (quick or size not in SIZES):
-        raise ValueError(f"expected --size {' or '.join(SIZES)} without --quick, got {size!r}")
+        raise ValueError(
+            f"expected --size {' or '.join(SIZES)} and no --quick, got --size {size}. Change or remove --size."
+        )
     plan = on_this_machine(change_plan(QUICK if quick else SIZES[size or "30M"], changes))
     return run_stage(stage, folder, plan, log=_timed_log(), **options)
 
@@ -270,11 +274,15 @@ def _run_clrs(
     from attnorm.training.device import chosen_device
 
     if stage != "train":
-        raise ValueError(f"--stage: expected train for clrs-text, got {stage!r}")
+        raise ValueError(f"--stage: expected train for clrs-text, got {stage!r}. Use --stage train.")
     if max(len(model), len(train), len(test)) > 1:
-        raise ValueError("clrs-text: expected one --model, one --text and one --valid, got several")
+        raise ValueError("clrs-text: expected one --model, one --text and one --valid, got several. Run once for each.")
     if not quick and not (train and test):
-        raise ValueError("--stage train needs questions: --text FILE to train on and --valid FILE to test on")
+        given = " ".join(name for name, files in (("--text", train), ("--valid", test)) if files) or "none"
+        raise ValueError(
+            f"--stage train: expected --text FILE to train on and --valid FILE to test on, got {given}. Give both, "
+            "or --quick."
+        )
     chosen_device(device)
     log = _timed_log()
     plan = change_plan(QUICK if quick else FULL, changes).only(only)
@@ -322,8 +330,8 @@ def _explain_default_model(model: str, *, asked: bool) -> Iterator[None]:
         if asked or not str(error).startswith(f"{model}: "):
             raise
         raise ValueError(
-            f"{error}. The default model is {model}, as in the paper; --model bundled, --model FOLDER and --quick "
-            "need no network"
+            f"{error}. The default model is {model}, as in the paper. Use --model bundled, --model FOLDER or "
+            "--quick, which need no network."
         ) from None
 
 

@@ -176,7 +176,7 @@ def search(
     else:
         show(_search_tables(result))
     if result.best is None:
-        say("no trial finished; `attnorm sweep --status --out DIR` shows the errors")
+        say("No trial finished. `attnorm sweep --status --out DIR` shows the errors.")
         raise typer.Exit(3)
     say(f"recipe: {out / 'recipe.toml'}")
     say(f"page: {out / 'index.html'}")

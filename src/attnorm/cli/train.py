@@ -155,7 +155,7 @@ def lm(
             raise ValueError("expected TEXT together with --valid FILE, or --quick alone")
         out = training_folder(out, "lm", quick=quick)
         if steps is not None and tokens is not None:
-            raise ValueError("expected --steps or --tokens, got both")
+            raise ValueError("expected --steps or --tokens, got both. Remove one.")
         sizes = given(
             _LM_QUICK if quick else {}, layers=layers, heads=heads, width=width, context=context, vocab=vocab,
             steps=steps, batch=batch, warmup=warmup, learning_rate=by_layer.learning_rate if lr is None else lr,

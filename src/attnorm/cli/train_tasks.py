@@ -411,10 +411,13 @@ def _questions(
         training = dm_clrs_examples(algorithms, sizes[0], generate, seed, known)
         return (training, tested), {"generated": generate, "sizes": sizes, "algorithms": algorithms, "seed": seed}
     if quick and algorithms:
-        raise ValueError(f"--quick has its own two tasks, got --algorithms {','.join(algorithms)}. Remove one of them.")
+        raise ValueError(
+            f"--quick: expected no --algorithms, because it uses two fixed ones, got {','.join(algorithms)}. Remove "
+            "one of the options."
+        )
     if quick:
         return quick_examples(seed), {"quick": seed}
-    raise ValueError("no questions: expected TRAIN with --test FILE, --generate N (dm-clrs), or --quick; got none")
+    raise ValueError("expected TRAIN with --test FILE, --generate N (dm-clrs), or --quick; got none")
 
 
 def _clrs_table(tested_with: str, cells: dict[str, dict[str, str]]) -> Table:

@@ -77,7 +77,7 @@ def evaluate(
     >>> evaluate("gpt2", normalizers=["ssmax"], tasks=["perplexity", "niah_single_1"], lengths=[512], out="run")
     """
     if limit < 1:
-        raise ValueError(f"expected a limit of at least 1 document, got {limit}")
+        raise ValueError(f"limit: expected an integer of at least 1, got {limit}.")
     specs = [normalizers] if isinstance(normalizers, str | Path) else normalizers
     sides = [AS_LOADED, *dict.fromkeys(state_spec(str(spec)) for spec in specs)]
     for side in sides[1:]:
@@ -132,10 +132,10 @@ def evaluate(
 def check_side(side: str) -> None:
     """Raise ValueError for a normalizer that no trained model can use, before a model is loaded."""
     if side == AS_LOADED:
-        raise ValueError(f"{AS_LOADED!r} is always evaluated first. Leave it out.")
+        raise ValueError(f"{AS_LOADED!r} is always evaluated first. Remove it from normalizers.")
     if is_recipe(side):
         if not Path(side).is_file():
-            raise ValueError(f"expected a recipe file, got {side}, which does not exist")
+            raise ValueError(f"expected a recipe file, got {side}, which does not exist. Check the path.")
         specs = [*read_recipe_file(Path(side)).layers.values()]
     else:
         specs = [side]
@@ -160,8 +160,8 @@ def warn_of_lengths(loaded: LoadedModel, items: Sequence[Item]) -> None:
     if impossible:
         raise ValueError(f"expected lengths up to {limit}, the positions of {loaded.name}, got {named}. Shorten them.")
     warnings.warn(
-        f"{loaded.name} was made for {limit} tokens, and length {named} is beyond that: low scores there need not come "
-        "from the normalizer",
+        f"{loaded.name} was trained for {limit} tokens, got length {named}. Low scores at such lengths may come "
+        "from the model and not from the normalizer.",
         stacklevel=3,
     )
 
@@ -194,7 +194,7 @@ def _run_all(
         for side in sides:
             progress(f"{item}, {side}", len(parts), total)
             path = None if folder is None else folder / PARTS / f"{_part_key(side, item)}.json"
-            saved = None if path is None else read_record(path, ("scores", "seconds"), "remove it")
+            saved = None if path is None else read_record(path, ("scores", "seconds"), "Remove it.")
             if saved is not None:
                 parts.append(EvaluationPart.of(saved))
                 continue
@@ -238,7 +238,7 @@ def _record(identity: dict[str, Any], sides: Sequence[str], items: Sequence[Item
 
 def _merge_record(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
     """The record with the sides and items of earlier calls; raises ValueError for a folder of another run."""
-    recorded = read_record(folder / RECORD, ("run", "sides", "items"), "choose a new folder with --out")
+    recorded = read_record(folder / RECORD, ("run", "sides", "items"), "Choose a new folder with --out.")
     if recorded is None:
         require_only(folder, (), "files, but no evaluation")
     else:

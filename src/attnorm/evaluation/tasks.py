@@ -99,8 +99,8 @@ def items_of(tasks: Sequence[str], lengths: Sequence[int], all_of_lm_eval: Calla
         for length in dict.fromkeys(lengths):
             if length < RULER.get(name, 0):
                 raise ValueError(
-                    f"expected a length of at least {RULER[name]} for {name}, got {length}. Its question and example "
-                    "take that many tokens: leave the task or the length out."
+                    f"expected a length of at least {RULER[name]} for {name}, got {length}. Its question and "
+                    "example take that many tokens. Remove the task or the length."
                 )
             items.append(Item(name, length))
     return items
@@ -138,7 +138,9 @@ def check_text(loaded: LoadedModel, tokens: TokenIds, item: Item) -> None:
     if item.task == PASS_KEY:
         needed, least = item.length + 1, shortest_window(_wording(loaded), NeedleTask().characters)
         if item.length < least:
-            raise ValueError(f"expected lengths of at least {least} for {PASS_KEY}, got {item.length}. Leave it out.")
+            raise ValueError(
+                f"expected lengths of at least {least} for {PASS_KEY}, got {item.length}. Remove that length."
+            )
     if len(tokens) < needed:
         raise ValueError(
             f"expected a text of at least {needed} tokens for {item}, got {len(tokens)}. Use a longer text, or a "

@@ -141,7 +141,7 @@ def ids_of(tokens: list[str], folder: Path) -> Tensor:
     vocabulary = {word: index for index, word in enumerate((folder / "vocab.txt").read_text().splitlines())}
     unknown = [token for token in tokens if token not in vocabulary]
     if unknown:
-        raise ValueError(f"the vocabulary of {WHEEL} has no token {unknown[0]!r}")
+        raise ValueError(f"expected tokens of the vocabulary of {WHEEL}, got {unknown[0]!r}.")
     return torch.tensor([[vocabulary[token] for token in tokens]])
 
 

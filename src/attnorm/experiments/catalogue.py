@@ -102,13 +102,13 @@ def named(names: Iterable[str]) -> list[Experiment]:
     for name in names:
         requested += PAPERS if name == ALL else [name]
     if not requested:
-        raise ValueError(f"name an experiment: {', '.join([*EXPERIMENTS, ALL])}")
+        raise ValueError(f"expected an experiment, got none. Choose from {', '.join([*EXPERIMENTS, ALL])}.")
     return [experiment(name) for name in dict.fromkeys(requested)]
 
 
 def experiment(name: str) -> Experiment:
     if name not in EXPERIMENTS:
-        raise ValueError(f"no experiment is called {name!r}; {did_you_mean(name, [*EXPERIMENTS, ALL])}")
+        raise ValueError(f"unknown experiment {name!r}; {did_you_mean(name, [*EXPERIMENTS, ALL])}")
     module = EXPERIMENTS[name].module
     try:
         imported = importlib.import_module(module)
@@ -116,7 +116,8 @@ def experiment(name: str) -> Experiment:
         if error.name != module:  # a library that the experiment needs
             raise
         raise ValueError(
-            f"the experiment {name!r} is not part of this installation: there is no module {module}"
+            f"the experiment {name!r} is not part of this installation, which has no module {module}. Install "
+            "attnorm again."
         ) from None
     result: Experiment = imported.EXPERIMENT
     return result
@@ -139,7 +140,7 @@ def check_unused_options(experiments: Sequence[Experiment], subject: ExperimentS
     }
     check_options([experiment.name for experiment in experiments], used_options)
     if subject.quick and subject.longest is not None:
-        raise ValueError(f"--quick uses small sizes only: remove --quick, or --longest {subject.longest}")
+        raise ValueError(f"expected --quick or --longest, got both. Remove --quick or --longest {subject.longest}.")
 
 
 def check_options(names: Sequence[str], options: Mapping[str, Sequence[str]]) -> None:
@@ -156,8 +157,8 @@ def check_options(names: Sequence[str], options: Mapping[str, Sequence[str]]) ->
         none = [name for name in names if option not in EXPERIMENTS[name].takes]
         if none:
             raise ValueError(
-                f"expected no {option} with {', '.join(none)}, got {', '.join(values)}. Leave it out, or run only "
-                f"{' or '.join(_experiments_with(option))}, which accept it"
+                f"expected no {option} with {', '.join(none)}, got {', '.join(values)}. Remove it, or run only "
+                f"{' or '.join(_experiments_with(option))}, which accept it."
             )
         if len(values) == 1:
             continue
@@ -166,8 +167,8 @@ def check_options(names: Sequence[str], options: Mapping[str, Sequence[str]]) ->
             noun = NOUNS.get(option, option)
             several = [name for name in _experiments_with(option) if EXPERIMENTS[name].takes[option] is None]
             raise ValueError(
-                f"expected one {noun} with {', '.join(single)}, got {', '.join(values)}. Run once for each, with an "
-                f"--out of its own. Several are accepted by {', '.join(several)}"
+                f"expected one {noun} with {', '.join(single)}, got {', '.join(values)}. Run once for each, with "
+                f"a different --out. Several are accepted by {', '.join(several)}."
             )
 
 
@@ -203,13 +204,13 @@ def check_text_lengths(experiments: Sequence[Experiment], subject: ExperimentSub
         needed = ", ".join(f"{name} needs {fewest:,} tokens" for name, fewest in short.items())
         if available <= reach:
             cause = f"{model_subject.passages()[0].name!r} has {available:,} for {loaded.name}"
-            remedy = "give a longer text with --text"
+            remedy = "Give a longer text with --text"
         else:
             cause = f"{loaded.name} has positions for {limit:,}"
-            remedy = "use another model"
+            remedy = "Use another model"
         raise ValueError(
-            f"{needed}, and {cause}; {remedy}{_describe_others(needs, short)}"
-            f"{_suggest_quick(experiments, reach, quick=subject.quick)}"
+            f"{needed}, and {cause}. {remedy}{_describe_others(needs, short)}"
+            f"{_suggest_quick(experiments, reach, quick=subject.quick)}."
         )
 
 

@@ -197,8 +197,8 @@ class ExperimentSubject:
         if not fitting:
             raise ValueError(
                 f"{self.passages()[0].name!r} has {tokens} tokens and {loaded.name} positions for "
-                f"{limit or 'any number of'}; this needs at least {requested[0]}: give a longer text with --text, or "
-                "another model"
+                f"{limit or 'any number of'}; this experiment needs at least {requested[0]}. Give a longer text "
+                "with --text, or another model."
             )
         return fitting
 
@@ -271,8 +271,8 @@ def _require_different_names(names: list[str]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise ValueError(
-                f"two models are named {name!r}; results are identified by these names: leave one out, "
-                "or rename its folder"
+                f"expected models with different names, which identify results, got {name!r} twice. Remove one, "
+                "or rename its folder."
             )
 
 
@@ -287,7 +287,9 @@ def _passages(files: tuple[Path, ...], bundled: bool) -> "list[Text]":
     names = [path.name for path in files]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"two texts are named {twice!r}; results are identified by file names: rename one")
+        raise ValueError(
+            f"expected texts with different file names, which identify results, got {twice!r} twice. Rename one."
+        )
     return texts_from({path.name: read_text(path) for path in files})
 
 

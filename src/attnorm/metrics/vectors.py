@@ -145,7 +145,7 @@ def _mixed_vectors(call: AttentionCall, vectors: Vectors) -> Tensor:
     if vectors != "inputs":
         raise ValueError(f"vectors must be 'values' or 'inputs', got {vectors!r}")
     if call.inputs_BKC is None:
-        raise ValueError("the layer inputs were not recorded; observe the model with inputs=True")
+        raise ValueError("expected recorded layer inputs, got none. Observe the model with inputs=True.")
     return at_least_float32(call.inputs_BKC)[:, None]
 
 

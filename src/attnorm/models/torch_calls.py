@@ -166,8 +166,8 @@ def watch_torch(on_call: OnCall, model: nn.Module | None = None) -> Iterator[Cal
     """
     if not _only_one.acquire(blocking=False):
         raise RuntimeError(
-            "expected no active attnorm.observe(), got a second one. Leave the first `with` block before entering "
-            "another; two threads take turns."
+            "expected no active attnorm.observe(), got a second one. Leave the first `with` block before you "
+            "enter another. Two threads cannot observe at the same time."
         )
     with ExitStack() as restore:
         restore.callback(_only_one.release)

@@ -79,14 +79,15 @@ class ObservingCallback(TrainerCallback):
         """
         if not hasattr(trainer, "callback_handler"):
             raise TypeError(
-                f"attach() takes a transformers Trainer, got {type(trainer).__name__}; in a loop of your own write "
-                f"`with {self._variable}.step(model):`, in Lightning "
+                f"attach(): expected a transformers Trainer, got {type(trainer).__name__}. In your own loop "
+                f"write `with {self._variable}.step(model):`, in Lightning "
                 f"Trainer(callbacks=[{self._variable}.lightning()])"
             )
         if trainer.args.n_gpu > 1:
             raise ValueError(
-                f"this Trainer spreads batches over {trainer.args.n_gpu} GPUs by DataParallel, whose copies of the "
-                "model cannot be observed; start one process per GPU (torchrun), or leave one GPU visible"
+                "expected a Trainer without DataParallel, whose copies of the model cannot be observed, got one "
+                f"on {trainer.args.n_gpu} GPUs. Start one process per GPU (torchrun), or make only one GPU "
+                "visible."
             )
         callbacks = trainer.callback_handler.callbacks
         self._check_trainer(trainer.model, callbacks)
@@ -101,7 +102,7 @@ class ObservingCallback(TrainerCallback):
     def setup(self) -> NoReturn:
         """Raise an error that names the Lightning callback: Lightning reads this attribute first."""
         raise AttributeError(
-            f"{type(self).__name__} is a callback of transformers' Trainer; in Lightning write "
+            f"{type(self).__name__} is a callback of transformers' Trainer. In Lightning write "
             f"Trainer(callbacks=[{self._variable}.lightning()])"
         )
 
@@ -150,8 +151,8 @@ class AttentionMonitor(ObservingCallback):
                 raise ValueError(f"expected {name} as a whole number of at least 1, got {value!r}.")
         if thresholds is not None and not isinstance(thresholds, AlertThresholds):
             raise TypeError(
-                f"thresholds must be an attnorm.monitor.alerts.AlertThresholds, got {thresholds!r}; "
-                "e.g. AlertThresholds(dispersed_entropy=0.95)"
+                f"thresholds: expected attnorm.monitor.alerts.AlertThresholds, got {thresholds!r}. Pass e.g. "
+                "AlertThresholds(dispersed_entropy=0.95)."
             )
         self.every = every
         self.rows = rows
@@ -185,8 +186,8 @@ class AttentionMonitor(ObservingCallback):
         """
         if self._called:
             raise RuntimeError(
-                "monitor.step(model) was called before and not entered, so nothing was measured; write "
-                "`with monitor.step(model) as attention:` around the forward"
+                "expected the context of the last monitor.step(model) to be entered, but it was not, so that "
+                "nothing was measured. Write `with monitor.step(model) as attention:` around the forward pass."
             )
         self._called = True
         return self._enter_step(model)
@@ -252,7 +253,7 @@ class AttentionMonitor(ObservingCallback):
             return table.to_pandas()
         except ImportError as error:
             raise ImportError(
-                "expected pandas, which is not installed. Install it (pip install pandas), or take "
+                "expected pandas, which is not installed. Install it (pip install pandas), or use "
                 "monitor.history.table(), a pyarrow Table."
             ) from error
 
@@ -288,7 +289,10 @@ class AttentionMonitor(ObservingCallback):
     def _check_trainer(self, model: nn.Module, callbacks: Sequence[TrainerCallback]) -> None:
         check_observable(trained_model(model))
         if any(isinstance(callback, AttentionMonitor) and callback is not self for callback in callbacks):
-            raise ValueError("this Trainer has an AttentionMonitor already; a second one would measure the same layers")
+            raise ValueError(
+                "expected a Trainer without an AttentionMonitor, got one that has it already. A second one would "
+                "measure the same layers."
+            )
 
     def lightning(self) -> Any:
         """The same monitor as a Lightning callback."""
@@ -327,8 +331,8 @@ class AttentionMonitor(ObservingCallback):
                 f"{', '.join(args.report_to)} ran" if args.report_to else "reporters, if there are any, may have run"
             )
             warnings.warn(
-                f"{missed} before this monitor, without its numbers; call monitor.attach(trainer) instead of passing "
-                "it to Trainer(callbacks=...)",
+                f"{missed} before this monitor, so that they do not get its numbers. Call "
+                "monitor.attach(trainer) instead of passing it to Trainer(callbacks=...).",
                 stacklevel=2,
             )
             self._attached = True
@@ -445,7 +449,7 @@ def _lightning_callback_class() -> Any:
             return importlib.import_module(f"{package}.callbacks").Callback
         except ImportError:
             continue
-    raise ImportError("lightning() needs Lightning, which is not installed. Run: pip install lightning")
+    raise ImportError("lightning() needs Lightning, which is not installed. Run: pip install lightning.")
 
 
 def keep_off_the_terminal(callbacks: Iterable[TrainerCallback], prefix: str) -> None:

@@ -125,7 +125,7 @@ class QKClip(ObservingCallback):
             kind, layer = self._names[module]
             name = f"{kind}/" * several + f"layer_{layer:02}"
             if not bool(largest.isfinite().all()):
-                warnings.warn(f"step {step}: {name} has logits that are not finite; it is not clipped", stacklevel=2)
+                warnings.warn(f"step {step}: {name} has logits that are not finite. It is not clipped.", stacklevel=2)
                 continue
             gamma = self._weights[module].scale_((self.tau / largest).clamp(max=1.0))
             clips += [
@@ -234,16 +234,16 @@ def _weights(module: nn.Module, call: AttentionCall) -> QueryKeyWeights:
     weights = query_key_weights(module, call)
     if weights is None:
         raise UnsupportedModel(
-            f"expected {type(module).__name__} to make queries and keys by plain projections, which QK-clip scales. "
-            "It normalizes them afterwards (QK-norm, which bounds logits by itself), or builds them in a way that is "
-            "not known. Use the normalizer 'softcap' instead."
+            f"expected {type(module).__name__} to make queries and keys by plain projections, which QK-clip "
+            "scales. It normalizes them afterwards (QK-norm, which bounds logits by itself), or computes them "
+            "in a way that attnorm does not know. Use the normalizer 'softcap' instead."
         )
     for part in (*weights.query, *weights.key):
         weight = part.projection.weight
         if type(weight) not in (nn.Parameter, Tensor) or not weight.is_floating_point():
             raise UnsupportedModel(
-                f"expected whole floating-point weights in {type(module).__name__}, got {type(weight).__name__} of "
-                f"{weight.dtype}. QK-clip does not know sharded or quantized weights."
+                f"expected whole floating-point weights in {type(module).__name__}, got {type(weight).__name__} "
+                f"of {weight.dtype}. QK-clip does not support sharded or quantized weights."
             )
     return weights
 

@@ -116,8 +116,8 @@ def _row_normalizer(normalizer: str | Normalizer) -> Normalizer:
     resolved = resolve(normalizer)
     if isinstance(resolved, Mechanism):
         raise TypeError(
-            f"{resolved.name!r} is an attention mechanism without rows of weights, so that this contract does not "
-            "apply; compare its output with a dense reference instead"
+            f"{resolved.name!r} is a mechanism without rows of weights, to which these checks do not apply. "
+            "Compare its output with a dense reference instead."
         )
     return resolved
 
@@ -125,5 +125,5 @@ def _row_normalizer(normalizer: str | Normalizer) -> Normalizer:
 def _check_names(exceptions: Mapping[str, str]) -> Mapping[str, str]:
     for name in exceptions:
         if name not in CHECKS:
-            raise ValueError(f"exceptions name an unknown check {name!r}; {did_you_mean(name, CHECKS)}")
+            raise ValueError(f"exceptions: unknown check {name!r}; {did_you_mean(name, CHECKS)}")
     return exceptions

@@ -302,8 +302,8 @@ class Normalizer(Part):
             )
         if sink is not None and not map.properties.permutation_equivariant:
             raise ValueError(
-                f"{type(map).__name__} reads the order or the positions of the keys, so that it cannot have a sink; "
-                "leave the sink out, or take a map that is permutation equivariant"
+                f"{type(map).__name__} uses the order or the positions of the keys, so that it cannot have a "
+                "sink. Leave the sink out, or use a permutation-equivariant map."
             )
         self.name = name
         self.scale = nn.ModuleList(scale)
@@ -333,8 +333,8 @@ class Normalizer(Part):
         weights = self.weights(Block.of(logits, mask, positions, hidden_states))
         if weights.shape != logits.shape:
             raise ValueError(
-                f"{self.name!r} made weights of shape {tuple(weights.shape)} from logits of {tuple(logits.shape)}; "
-                "a map must return one weight for every logit"
+                f"{self.name!r} made weights of shape {tuple(weights.shape)} from logits of "
+                f"{tuple(logits.shape)}. Return one weight for every logit."
             )
         return weights.to(logits.dtype)
 
@@ -481,9 +481,9 @@ def set_per_head(module: nn.Module, name: str, value: float, heads: int | None, 
 
 def _per_head_values(value: float, heads: int | None) -> Tensor:
     if heads is not None and heads < 1:
-        raise ValueError(f"heads must be at least 1, got {heads}; use None for one value shared by all heads")
+        raise ValueError(f"heads must be at least 1, got {heads}. Use None for one value shared by all heads.")
     if math.isnan(value):
-        raise ValueError(f"a parameter must start from a number, got {value}")
+        raise ValueError(f"expected a number as the start value of a parameter, got {value}.")
     return torch.tensor(float(value)) if heads is None else torch.full((heads,), float(value))
 
 

@@ -98,7 +98,7 @@ def search(
 
 
 def _open_folder(out: Path, plan: SearchPlan) -> None:
-    record = read_record(out / SEARCH, ("content",), "choose another folder")
+    record = read_record(out / SEARCH, ("content",), "Choose another folder.")
     if record is None:
         require_only(out, (), "files, but no search")
         make_writable(out)
@@ -108,8 +108,8 @@ def _open_folder(out: Path, plan: SearchPlan) -> None:
         require_same_run(current, previous, f"{out} holds another search", "Choose another folder")
         if recorded != record["content"]:  # its study has the choices and items under other names
             raise ValueError(
-                f"{out} holds a search of an earlier version, whose normalizers mean "
-                f"{', '.join(recorded['space']['normalizers'])}. It cannot be continued. Choose another folder."
+                f"{out} holds a search of an earlier version of attnorm, in which the normalizers are "
+                f"{', '.join(recorded['space']['normalizers'])}. It cannot be resumed. Choose another folder."
             )
     write_json(out / SEARCH, {"format": FORMAT, "content": plan.content})
 

@@ -138,7 +138,7 @@ class LocalEngine:
             self._own.pool = None
             if self._closed:
                 return []
-            raise WorkerDied("the worker process was killed; perhaps the machine ran out of memory") from None
+            raise WorkerDied("the worker process was killed, perhaps because the machine ran out of memory") from None
 
     def _pool(self) -> ProcessPoolExecutor:
         if getattr(self._own, "pool", None) is None:
@@ -199,8 +199,8 @@ def processes_that_fit(resources: Resources) -> int:
     name, fitting = min(limits.items(), key=lambda limit: limit[1])
     if fitting < 1:
         raise ValueError(
-            f"expected items that fit on this machine, got resources.{name} = {getattr(resources, name):g}, more than "
-            "there is. Lower it, or use a larger machine."
+            f"expected items that fit on this machine, got resources.{name} = {getattr(resources, name):g}, more "
+            "than the machine has. Lower it, or use a larger machine."
         )
     return int(fitting)
 
@@ -254,8 +254,9 @@ class RayEngine:
         if not any(per_node):
             self.close()
             raise ValueError(
-                f"expected a machine of the Ray cluster that can hold one item ({_describe_resources(resources)}), "
-                f"got {len(nodes)} too small. Lower [resources] in the plan, or add a larger machine."
+                "expected a machine of the Ray cluster that can hold one item "
+                f"({_describe_resources(resources)}), got {len(nodes)} machines that are too small. Lower "
+                "[resources] in the plan, or add a larger machine."
             )
         return sum(per_node)
 
@@ -379,7 +380,7 @@ class SlurmEngine:
         try:
             self._executor: Any = submitit.AutoExecutor(folder, cluster=table.get("cluster"))
             if self._executor.cluster == "local" and table.get("cluster") != "local":
-                raise ValueError("no sbatch on this machine")
+                raise ValueError("the command sbatch was not found on this machine")
             self._executor.update_parameters(
                 name="attnorm-sweep", timeout_min=int(table.get("minutes", 60)), cpus_per_task=resources.threads,
                 gpus_per_node=int(resources.gpus),

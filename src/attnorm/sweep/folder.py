@@ -89,7 +89,7 @@ def open_sweep(out: Path, plan: Plan, *, extend: bool = False) -> None:
         ValueError: The folder holds another sweep or other files, or cannot be written.
     """
     items = {item.id: item.as_dict() for item in plan.items}
-    record = read_record(out / RECORD, ("command", "content", "items"), "choose another folder")
+    record = read_record(out / RECORD, ("command", "content", "items"), "Choose another folder.")
     if record is None:
         require_only(out, (), "files, but no sweep")
         make_writable(out)
@@ -124,7 +124,7 @@ def read_items(out: Path) -> list[Item]:
     Raises:
         ValueError: The folder holds no sweep, or a damaged one.
     """
-    record = read_record(out / RECORD, ("items",), "run the sweep again with its plan")
+    record = read_record(out / RECORD, ("items",), "Run the sweep again with its plan.")
     if record is None:
         raise ValueError(f"expected the folder of a sweep, got {out}, which has no {RECORD}. Start it with a plan.")
     return [Item(**item) for item in record["items"].values()]

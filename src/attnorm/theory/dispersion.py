@@ -57,8 +57,8 @@ def lemma1_constants(F_min: Number, F_max: Number) -> tuple[Tensor, Tensor]:
     F_min, F_max = _floats(F_min, F_max)
     if bool((F_min <= 0).any()) or bool((F_max < F_min).any()):
         raise ValueError(
-            f"Lemma 1 needs 0 < F_min <= F_max, got F_min {_extreme(F_min, 'min')}, F_max {_extreme(F_max, 'max')}; "
-            "maps that reach zero (sparsemax, entmax, ReLU, top-k) are not covered by it"
+            f"Lemma 1 needs 0 < F_min <= F_max, got F_min {_extreme(F_min, 'min')}, F_max "
+            f"{_extreme(F_max, 'max')}. It does not cover maps that reach zero (sparsemax, entmax, ReLU, top-k)."
         )
     return F_min / F_max, F_max / F_min
 
@@ -90,7 +90,7 @@ def range_on_interval(
     right to about 1e-12 unless F has extrema narrower than (high - low) / points.
     """
     if not low <= high:
-        raise ValueError(f"the interval [{low}, {high}] is empty; give low <= high")
+        raise ValueError(f"expected low <= high, got the empty interval [{low}, {high}].")
     return -_maximum(lambda x: -F(x), low, high, points), _maximum(F, low, high, points)
 
 
@@ -108,7 +108,10 @@ def _maximum(F: Callable[[Tensor], Tensor], low: float, high: float, points: int
         centers = x.gather(1, values.argmax(1, keepdim=True)).squeeze(1)
         step /= 32
     if not math.isfinite(best):
-        raise ValueError(f"F is not finite on [{low}, {high}] (found {best}); Lemma 1 needs a bounded F")
+        raise ValueError(
+            f"Lemma 1 needs a bounded F: expected finite values on [{low}, {high}], got {best}. Choose another F or "
+            "interval."
+        )
     return best
 
 
@@ -281,7 +284,7 @@ def _floats(*values: Number) -> list[Tensor]:
 def _scaled_spread(spread: Number, temperature: Number) -> Tensor:
     d, T = _floats(spread, temperature)
     if not runs_asynchronously(d) and bool((d < 0).any()):
-        raise ValueError(f"the spread, largest minus smallest logit, cannot be negative; got {_extreme(d, 'min')}")
+        raise ValueError(f"expected a spread (largest minus smallest logit) of at least 0, got {_extreme(d, 'min')}")
     return d / positive_temperature(T, d)
 
 
@@ -408,5 +411,5 @@ def _largest_singular(matrix: Tensor) -> Tensor:
 def _for_each_head(per_key_head: Tensor, heads: int, dim: int) -> Tensor:
     groups = per_key_head.shape[dim]
     if heads % groups:
-        raise ValueError(f"{heads} query heads cannot share {groups} key heads; expected a multiple of {groups}")
+        raise ValueError(f"expected a number of query heads that is a multiple of the {groups} key heads, got {heads}.")
     return per_key_head.repeat_interleave(heads // groups, dim)

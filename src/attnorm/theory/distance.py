@@ -56,8 +56,8 @@ def theorem1_fixed_printed(rows: SelectedRows) -> Tensor:
     proper = (rows.weights.amin(-1) >= 0) & ((total - 1).abs() < 1e-4)
     if not bool(proper.any()):
         raise ValueError(
-            f"the printed Theorem 1 needs weights >= 0 that sum to 1; here a row sums to {float(total.flatten()[0])}. "
-            "theorem1_fixed_tight needs neither"
+            "the printed Theorem 1 needs weights >= 0 that sum to 1, got a row that sums to "
+            f"{float(total.flatten()[0])}. Use theorem1_fixed_tight, which needs neither"
         )
     d1 = largest_gaps(rows, (rows.top_n,))[..., 0]
     squares = rows.squares.unsqueeze(-2).expand(rows.weights.shape).gather(-1, rows.indices)
@@ -209,7 +209,7 @@ def theorem1_random_bounds(rows: SelectedRows, heaviest: int = 0) -> Bounds:
     much tighter for peaked rows, where s depends mostly on whether it contains the winner. Cost O(2^m L d).
     """
     if not 0 <= heaviest <= 12:
-        raise ValueError(f"heaviest must lie between 0 and 12 (it costs 2^heaviest passes), got {heaviest}")
+        raise ValueError(f"heaviest must lie between 0 and 12, because it costs 2^heaviest passes, got {heaviest}")
     if heaviest == 0:
         return _bounds_of_one_case(rows)
     heavy_keys = torch.where(rows.visible, rows.norms, -1.0).topk(min(heaviest, rows.weights.shape[-1]), -1).indices
@@ -338,7 +338,9 @@ def random_set_exact(rows: SelectedRows, most_sets: int = 200_000) -> Tensor:
     shape = rows.weights.shape[:-1]
     sets = max(math.comb(int(n), rows.top_n) for n in rows.n.flatten())
     if sets > most_sets:
-        raise ValueError(f"{sets} sets of {rows.top_n} keys are more than {most_sets}; use random_set_monte_carlo")
+        raise ValueError(
+            f"expected at most {most_sets} sets of {rows.top_n} keys, got {sets}. Use random_set_monte_carlo."
+        )
     vectors = rows.vectors.expand(*shape[:-1], *rows.vectors.shape[-2:])
     result = torch.full(shape, torch.nan, dtype=rows.weights.dtype, device=rows.weights.device)
     for row in itertools.product(*map(range, shape)):

@@ -182,7 +182,7 @@ def measured_lipschitz(row_map: RowMap, n: int, *, widest: float = 32.0, points:
 
 def _check_keys(n: int) -> None:
     if n < 2:
-        raise ValueError(f"a leading token needs at least one other: n must be at least 2, got {n}")
+        raise ValueError(f"expected at least 2 keys, a leading token and another one, got n = {n}")
 
 
 def _check(n: int, weight: float) -> None:

@@ -208,7 +208,10 @@ def separability_example(top_n: int, *, separable: bool) -> SelectedRows:
     The selected vectors are orthonormal. The one left out is orthogonal to them, or their mean direction.
     """
     if top_n < 2:
-        raise ValueError(f"with top_n = {top_n} the context vector is the key itself and N_s/N = 1; choose 2 or more")
+        raise ValueError(
+            f"expected top_n of at least 2, got {top_n}: with one key, the context vector is the key itself and "
+            "N_s/N = 1."
+        )
     vectors = torch.eye(top_n + 1, dtype=torch.float64)
     if not separable:
         vectors[-1] = torch.ones(top_n + 1, dtype=torch.float64) / top_n**0.5
@@ -219,7 +222,7 @@ def separability_example(top_n: int, *, separable: bool) -> SelectedRows:
 def _radius(rows: SelectedRows, radius: Tensor | float) -> Tensor:
     value = rows.row_value(radius)
     if bool((value < 0).any()):
-        raise ValueError(f"a radius cannot be negative, got {float(value.min())}")
+        raise ValueError(f"expected a radius of at least 0, got {float(value.min())}.")
     return value
 
 
@@ -385,7 +388,9 @@ def union_coverage(covered: Bool[Tensor, "*rows H L"], reference: Bool[Tensor, "
     reference = reference.expand(*covered.shape[:-2], covered.shape[-1])
     size = reference.sum(-1)
     if not bool((size > 0).any()):
-        raise ValueError(f"no row of the reference {tuple(reference.shape)} has a key to cover")
+        raise ValueError(
+            f"expected a reference with a key to cover in at least one row, got none in shape {tuple(reference.shape)}."
+        )
     inside = covered & reference.unsqueeze(-2)
     per_head = inside.sum(-1, dtype=torch.float64) / size.unsqueeze(-1)
     union = inside.any(-2).sum(-1, dtype=torch.float64) / size

@@ -47,7 +47,9 @@ def threshold_jacobian_norm(
     """
     u = _hide(slopes, mask)
     if u.numel() and bool(u.amin() < 0):
-        raise ValueError(f"slopes must not be negative, found {u.min().item():.3g}; a threshold map is increasing")
+        raise ValueError(
+            f"expected slopes of at least 0, because a threshold map is increasing, got {u.min().item():.3g}."
+        )
     return rank_one_eigenvalue(u) / positive_temperature(temperature)
 
 
@@ -169,7 +171,7 @@ def finite_difference_gain(
         directions = random_directions(logits, samples, mask, generator)
     norms = torch.linalg.vector_norm(directions, dim=-1, keepdim=True)
     if bool((norms == 0).any()):
-        raise ValueError("a direction is zero; give directions of positive length, they are scaled to length 1")
+        raise ValueError("expected directions of positive length, got a zero vector.")
     base = row_map(logits * scale)
     moved = torch.stack([row_map((logits + epsilon * d) * scale) for d in directions / norms])
     change: Tensor = torch.linalg.vector_norm(moved - base, dim=-1)
@@ -238,8 +240,8 @@ def _distributions(weights: Tensor, mask: Tensor | None) -> Tensor:
         wrong = total[~((total - 1).abs() <= slack) & (total != 0)]  # NaN is wrong too
         if wrong.numel():
             raise ValueError(
-                f"weights must sum to 1 in every row (or be all 0), found {wrong[0].item():.6g}; "
-                "this Jacobian is that of a normalized map"
+                "expected weights that sum to 1 in every row (or are all 0), because this Jacobian is that of a "
+                f"normalized map, got the sum {wrong[0].item():.6g}."
             )
         if weights.numel() and bool(weights.amin() < 0):
             raise ValueError(f"weights must not be negative, found {weights.min().item():.3g}")
@@ -300,7 +302,10 @@ def longest_constant_length(alpha: float) -> int | None:
     while not exceeded(high):
         high *= 2
         if math.log2(high) > 1000:
-            raise ValueError(f"no such length below 2^1000 for alpha = {alpha}: it is too close to 1")
+            raise ValueError(
+                f"expected alpha for which such a length exists below 2^1000, got alpha = {alpha}, which is too "
+                "close to 1."
+            )
     low = high // 2
     while high - low > 1:
         middle = (low + high) // 2
@@ -313,7 +318,7 @@ def _check(n: int, alpha: float) -> None:
         raise ValueError(f"a row needs at least one key, got n = {n}")
     if not 1 <= alpha <= 2:
         raise ValueError(
-            f"alpha must lie in [1, 2] (1 = softmax, 2 = sparsemax), got {alpha}; beyond 2 no bound exists"
+            f"alpha must lie in [1, 2] (1 = softmax, 2 = sparsemax), got {alpha}. Beyond 2 no bound exists."
         )
 
 
@@ -333,7 +338,7 @@ def linearize(row_map: RowMap, logits: Float[Tensor, "*rows L"]) -> Linearizatio
         weights = row_map(point)
         if weights.shape != point.shape:
             raise ValueError(
-                f"a row map keeps the shape of its logits: got {tuple(weights.shape)} from {tuple(point.shape)}"
+                f"expected weights of the shape {tuple(point.shape)} of the logits, got {tuple(weights.shape)}."
             )
         probe = torch.zeros_like(weights, requires_grad=True)
         pulled = _product(weights, point, probe, create_graph=True)
@@ -402,8 +407,9 @@ def _product(outputs: Tensor, inputs: Tensor, vector: Tensor, create_graph: bool
         )
     if result is None:
         raise ValueError(
-            "the row map cannot be differentiated (twice, for J v): its graph does not reach the logits; "
-            "write its backward pass with differentiable operations, or measure it by finite differences"
+            "the row map cannot be differentiated (twice, for J v): its autograd graph does not reach the "
+            "logits. Write its backward pass with differentiable operations, or measure it by finite "
+            "differences."
         )
     return result
 

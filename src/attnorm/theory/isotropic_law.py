@@ -77,8 +77,8 @@ def isotropic_norm_cdf(
     law = IsotropicLaw(probability.reshape(r.shape), error.reshape(r.shape), tolerance, method)
     if not law.reached:
         warnings.warn(
-            f"the isotropic law for {len(b)} vectors in dimension {dimension} is known to {law.error.max():.1e}, "
-            f"not to the requested tolerance {tolerance:.1e}",
+            f"the isotropic law for {len(b)} vectors in dimension {dimension} is accurate to "
+            f"{law.error.max():.1e}, which misses the requested tolerance {tolerance:.1e}",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -92,7 +92,10 @@ def load_weights(path: Path, model: torch.nn.Module, device: torch.device) -> No
     parameters = dict(model.named_parameters())
     shapes, saved = ({name: tensor.shape for name, tensor in values.items()} for values in (parameters, weights))
     if shapes != saved:
-        raise ValueError(f"the checkpoint {path} belongs to another model; choose another output folder")
+        raise ValueError(
+            f"expected a checkpoint of this model, got {path}, which belongs to another one. Choose another output "
+            "folder."
+        )
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
@@ -173,8 +176,8 @@ def log_entry(
     value, norm = float(loss), float(gradient_norm)
     if not math.isfinite(value + norm):
         raise NotFiniteError(
-            f"at step {step} the loss is {value} and the norm of the gradient {norm}; start over in a new "
-            f"folder with a lower learning rate (now {highest_rate}) or a longer warmup"
+            f"at step {step} the loss is {value} and the norm of the gradient {norm}. Train again in a new "
+            f"folder with a lower learning rate (now {highest_rate}) or a longer warmup."
         )
     return {
         "step": step, "tokens": tokens, "loss": round(value, 5), "learning_rate": rate, "gradient_norm": round(norm, 5),

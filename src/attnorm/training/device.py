@@ -100,12 +100,14 @@ def chosen_device(name: str | None, local_rank: int = 0) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:  # torch's message lists every device type
-        raise ValueError(f"cannot use device {name!r}: expected cpu, cuda or, say, cuda:1; try cpu") from None
+        raise ValueError(
+            f"cannot use device {name!r}: expected cpu, cuda or an index such as cuda:1. Use cpu."
+        ) from None
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         why = str(error).splitlines()[0].partition(". ")[0]
-        raise ValueError(f"cannot use device {name!r}: {why}; try cpu") from None
+        raise ValueError(f"cannot use device {name!r}: {why}. Use cpu.") from None
     return device
 
 

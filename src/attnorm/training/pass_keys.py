@@ -69,7 +69,8 @@ class Wording:
         lacking = [character for character, token in token_ids.items() if token is None]
         if lacking:
             raise ValueError(
-                f"the tokenizer has no token for {lacking[0]!r} alone; a pass key is made of single letters and digits"
+                "expected a tokenizer with a token for each letter and digit, which pass keys consist of, got "
+                f"none for {lacking[0]!r}. Use another tokenizer."
             )
         before, after = (tokenizer.encode(text, add_special_tokens=False).ids for text in (BEFORE_KEY, AFTER_KEY))
         return cls(tuple(before), tuple(after), tuple(token_ids.values()))

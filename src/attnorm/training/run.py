@@ -55,7 +55,7 @@ def open_run(out: Path, identity: dict[str, Any], *, resume: bool) -> dict[str, 
         ValueError: The folder holds another run, or files of something else.
     """
     path = out / RECORD
-    record = read_record(path, ("run",), "choose another folder with --out, or remove this one")
+    record = read_record(path, ("run",), "Choose another folder with --out, or remove this one.")
     if record is None:
         require_own(out)
         return _new_record(path, identity)

@@ -132,7 +132,10 @@ def spread_chunks(tokens: Tokens, length: int, count: int) -> list[torch.Tensor]
     """
     fitting = (len(tokens) - 1) // length
     if not fitting:
-        raise ValueError(f"a held-out text has {len(tokens)} tokens; a loss at {length} needs {length + 1}")
+        raise ValueError(
+            f"expected a held-out text of at least {length + 1} tokens for a loss at length {length}, got "
+            f"{len(tokens)}. Use more text or a smaller length."
+        )
     starts = np.linspace(0, fitting - 1, min(count, fitting)).round().astype(int) * length
     return [torch.from_numpy(tokens[start : start + length + 1].astype(np.int64)) for start in starts]
 
@@ -149,12 +152,12 @@ def check_lengths(lengths: Sequence[int], settings: LMSettings) -> None:
     """
     for length in lengths:
         if length < 1:
-            raise ValueError(f"a length to evaluate at must be at least 1, got {length}")
+            raise ValueError(f"expected lengths of at least 1 for the evaluation, got {length}.")
         if length > settings.context and not ANY_LENGTH[settings.architecture]:
             others = " or ".join(name for name, unlimited in ANY_LENGTH.items() if unlimited)
             raise ValueError(
-                f"{settings.architecture} has {settings.context} positions and none beyond, so it cannot be evaluated "
-                f"at {length}; remove that length, or train another architecture ({others})"
+                f"{settings.architecture} has {settings.context} positions, so that it cannot be evaluated at "
+                f"length {length}. Remove that length, or train another architecture ({others})."
             )
 
 

@@ -70,8 +70,8 @@ class RetrievalRecipe:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 2 <= self.smallest <= self.largest:
             raise ValueError(
-                f"sets in training must have at least 2 items, and the smallest no more than the largest; "
-                f"got {self.smallest} to {self.largest}"
+                f"expected training sets of at least 2 items, with smallest <= largest, got {self.smallest} to "
+                f"{self.largest}."
             )
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"the learning rate must be above 0, got {self.learning_rate}")
@@ -86,8 +86,8 @@ class RetrievalRecipe:
             raise ValueError(f"dtype must be {' or '.join(DTYPES)}, got {self.dtype!r}")
         if self.dtype == "bfloat16" and (self.squeezed or self.leak_penalty or self.standardized):
             raise ValueError(
-                "bfloat16 rounds priorities near 1 to steps of 1/256, and squeezed, leak_penalty and standardized need "
-                "far smaller differences; train in float32, or set them to 0"
+                "expected float32 with squeezed, leak_penalty or standardized, got bfloat16, which rounds "
+                "priorities near 1 to steps of 1/256. Train in float32, or set these options to 0."
             )
 
     def as_dict(self) -> dict[str, Any]:

@@ -217,7 +217,7 @@ def _report_sizes(report: RetrievalCallback, testing: RetrievalProgress, done: i
 def _check_names(normalizers: Sequence[str], seeds: Sequence[int]) -> None:
     for what, values in (("normalizers", normalizers), ("seeds", seeds)):
         if not values:
-            raise ValueError(f"no {what}; give at least one")
+            raise ValueError(f"expected at least one of {what}, got none.")
         twice = [value for value in values if list(values).count(value) > 1]
         if twice:
             raise ValueError(f"expected distinct {what}, got {twice[0]!r} twice. Remove one.")
@@ -352,7 +352,9 @@ def check_recipe(recipe: RetrievalRecipe, task: Task) -> None:
         ValueError: The recipe squeezes priorities, but the task has none.
     """
     if recipe.squeezed and not task.has_priority:
-        raise ValueError(f"squeezed is for tasks with priorities, and {task.name!r} has none; leave it at 0")
+        raise ValueError(
+            f"squeezed: expected 0 for the task {task.name!r}, which has no priorities, got {recipe.squeezed:g}. Set it to 0."
+        )
 
 
 def _optimizer(models: Retrievers, recipe: RetrievalRecipe, device: torch.device) -> torch.optim.AdamW:
