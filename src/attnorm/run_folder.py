@@ -1,4 +1,4 @@
-"""The output folder of a run: it belongs to one run, one process at a time writes to it, and a stopped run resumes.
+"""The output folder of a run: it contains one run, one process at a time writes to it, and a stopped run resumes.
 
 A run is identified by its settings, plain JSON values. The folder keeps them in a record; a later call with the same
 settings continues, and a call with other settings raises an error that names the differences.

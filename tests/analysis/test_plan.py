@@ -115,7 +115,7 @@ def test_empty_input_and_one_name_twice_are_refused() -> None:
 
 
 def test_a_text_needs_a_tokenizer() -> None:
-    with pytest.raises(ValueError, match=r"no tokenizer.*tokenizer="):
+    with pytest.raises(ValueError, match=r"expected a tokenizer, got none.*tokenizer="):
         lengths_of("Well, Prince, so Genoa and Lucca are now just family estates of the Buonapartes.")
 
 

@@ -48,9 +48,10 @@ class Head:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Analysis:
-    """Tables of all measured heads. `heads` has one row per (text, length, normalizer, kind, layer, head).
+    """The result of a measurement: tables of all heads, the manifest of the run, and the verdicts.
 
-    A head is judged over all windows of a text; `windows` has the numbers and the verdict of each window.
+    `heads` has one row per (text, length, normalizer, kind, layer, head). A head is judged over all windows of a text;
+    `windows` has the numbers and the verdict of each window.
 
     >>> analysis = attnorm.analyze("bundled")
     >>> print(analysis.summary())
@@ -70,7 +71,7 @@ class Analysis:
 
     @classmethod
     def of(cls, tables: Mapping[str, pa.Table], manifest: Mapping[str, Any], thresholds: Thresholds) -> "Analysis":
-        """Judge measured tables."""
+        """Build an Analysis from measured tables: judge every head by the thresholds."""
         plain = tables["heads"].select(SCHEMAS["heads"].names)
         runs = manifest["model"]["runs"]
         heads, windows = judge_all(
@@ -121,7 +122,7 @@ class Analysis:
         return model_verdict(self.tables, self.manifest, self.thresholds)
 
     def judged(self, thresholds: Thresholds) -> "Analysis":
-        """Judge the same numbers by other thresholds. The manifest keeps the first ones as first_thresholds."""
+        """Return the same numbers, judged by other thresholds; the manifest keeps the first as first_thresholds."""
         thresholds = checked(thresholds)
         first = thresholds_of(self.manifest.get("first_thresholds", self.manifest["thresholds"]))
         manifest = {name: value for name, value in self.manifest.items() if name != "first_thresholds"}
@@ -139,7 +140,10 @@ class Analysis:
         length: int | None = None,
         normalizer: str | None = None,
     ) -> Head:
-        """Return one head; options that are None stand for the first measured value, and for the longest length."""
+        """Return all numbers of one head.
+
+        Options that are None select the first kind, text and normalizer that was measured, and the longest length.
+        """
         conditions: dict[str, Any] = {"layer": layer, "head": head}
         filters = {"kind": kind, "text": text, "normalizer": normalizer, "length": length}
         conditions |= {name: value for name, value in filters.items() if value is not None}

@@ -1,12 +1,12 @@
-"""The command `attnorm dispersion`: the weight that a clearly largest logit keeps as n grows, for every normalizer.
+"""Measure how the weight of the largest logit falls as the number of keys n grows (`attnorm dispersion`).
 
 One row of n scores: the winner, in the middle of the context, scores `gap`; the others are normal noise around 0. The
 result is w / max(1, sum |w|): the winner's weight, but rows that sum to more than 1 are divided by their sum. The
 weights of a mechanism are the derivative of its output by the values, for queries and keys with these scores.
 
-Verdicts at the largest context: a winner that still holds more than half of its row *stays*, one that holds less than
-the equal share 1/n *collapses*, and everything between *fades*. One half is also where the theory draws its line: the
-horizon 1 + e^spread is the length beyond which softmax cannot give any key more.
+Verdicts at the largest context: a winner with more than half of the weight of its row *stays*, one with less than
+the uniform weight 1/n *collapses*, and everything between *fades*. Theory uses one half too:
+beyond the length 1 + e^spread, the horizon, softmax cannot give more than that to any key.
 """
 
 from collections.abc import Callable, Iterator, Sequence

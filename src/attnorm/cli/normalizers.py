@@ -1,4 +1,4 @@
-"""attnorm normalizers, dispersion, frontier, verify: what normalizers promise, what they do, and which claims hold.
+"""attnorm normalizers, dispersion, frontier, verify: list and compare normalizers, and test claims of the papers.
 
 The table of normalizers is read from the normalizers themselves.
 """

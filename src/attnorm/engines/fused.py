@@ -204,8 +204,8 @@ def _prepend_sink_key(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, sink: Sin
     logit = sink.logit if sink.logit.dim() == 0 else sink.logit[:, None, None]
     if sink.logit.dim() == 1 and sink.logit.shape[0] != q.shape[1]:
         raise ValueError(
-            f"expected a sink with logits for the {q.shape[1]} heads of q, got {sink.logit.shape[0]} heads. Build it "
-            f"with heads={q.shape[1]}."
+            f"the sink has logits for {sink.logit.shape[0]} heads, but q has {q.shape[1]} heads. Build it with "
+            f"heads={q.shape[1]}."
         )
     # Two coordinates hold the logit, so that half precision keeps its digits. It must be finite: other keys multiply
     # it by 0.

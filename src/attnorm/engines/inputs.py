@@ -190,7 +190,7 @@ def head_numbers(numbers: Tensor, inputs: Inputs, owner: str = "the normalizer h
     """
     heads = inputs.q_BHQD.shape[1]
     if numbers.dim() == 1 and numbers.shape[0] != heads:
-        raise ValueError(f"{owner} for {numbers.shape[0]} heads, but q has {heads} heads")
+        raise ValueError(f"{owner} for {numbers.shape[0]} heads, but q has {heads} heads. Build it with heads={heads}.")
     return numbers.to(inputs.q_BHQD.device, torch.float32).expand(heads).contiguous()
 
 

@@ -1,4 +1,4 @@
-"""evaluate(): every task at every length with every normalizer, each part once; a stopped run resumes."""
+"""evaluate(): run every task at every length with every normalizer; a stopped run resumes at the next missing part."""
 
 import hashlib
 import time

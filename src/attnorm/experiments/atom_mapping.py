@@ -1,9 +1,9 @@
-"""An outside truth: RXNMapper's ALBERT maps atoms by one attention head. Do attnorm's numbers find it without labels?
+"""A head with a known task: one head of RXNMapper's ALBERT maps atoms. Do attnorm's numbers find it without labels?
 
 Reactions are built from fragments, reactant "A + leaving group" and reactant "B", product "A B", so that the right
 reactant atom of every product atom is known. Each head is scored twice: the share of product atoms whose heaviest
 reactant atom of the same element is the right one, as RXNMapper reads its head, and the mean weight on that atom. These
-scores are compared with what `attnorm analyze` reports of the same heads, which knows nothing of chemistry.
+scores are compared with what `attnorm analyze` reports of the same heads, which uses no knowledge of chemistry.
 
 Schwaller et al. 2021, https://doi.org/10.1126/sciadv.abe4166: a model trained to fill masked tokens of chemical
 reactions maps the atoms of the product to those of the reactants by one of its attention heads. The model comes inside

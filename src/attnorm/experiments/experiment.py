@@ -1,6 +1,6 @@
 """What an experiment is: a question from a paper, the function that answers it (`Experiment`), and its `Outcome`.
 
-`ExperimentSubject` is what it is asked about: the model and texts of a call of `attnorm reproduce`, loaded once for all
+`ExperimentSubject` is what it measures: the model and texts of a call of `attnorm reproduce`, loaded once for all
 its experiments. The default is the setting of Mudarisov et al. 2025: GPT-2 (124M) on War and Peace. Their section 3 has
 144 heads in 12 layers, contexts of 32 to 1,024 tokens, and consecutive chapters of the novel. It does not state which
 chapters, rows and vectors. The novel is not part of this package; give it as a file.

@@ -1,4 +1,4 @@
-"""The largest of n numbers, asked in words: how accuracy and the entropy of the reading heads change with n.
+"""Ask a language model for the largest of n numbers: how its accuracy and the entropy of its heads change with n.
 
 The opening example of Velickovic et al. 2024: a language model finds the largest of a few numbers and fails as the list
 grows. The prompt has one solved example of the same length and then the list. The answer counts as right if every one

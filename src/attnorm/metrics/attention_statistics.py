@@ -109,12 +109,17 @@ def attention_statistics(
 ) -> AttentionStatistics:
     """Statistics of every row of attention with queries (B, H, Lq, D) and keys (B, Hkv, Lk, D), in float32 at least.
 
-    mask, causal, scale, positions, hidden_states: as in attnorm.attention, which returns the same numbers with its
-    output if you pass return_statistics=True. softcap: logits become softcap * tanh(logits / softcap). top_n: sizes N
-    of the sets of heaviest keys whose mass is returned. Memory grows with the rows, never with rows times keys. No
-    gradient. On a CUDA device softmax, entmax, sparsemax, kneemax, sigmoid, relu and softpick, with any scale rules in
-    front of them, run on Triton kernels, in bfloat16 with a Jacobian norm exact to 4e-3. Other normalizers run in
-    blocks of logits. Under torch.compile the statistics are one operator of the graph.
+    attnorm.attention returns the same numbers with its output if you pass return_statistics=True. Memory grows with the
+    number of rows, never with rows times keys. The statistics have no gradient.
+
+    On a CUDA device softmax, entmax, sparsemax, kneemax, sigmoid, relu and softpick, with any scale rules in front of
+    them, run on Triton kernels; in bfloat16 the Jacobian norm is exact to 4e-3. Other normalizers run in blocks of
+    logits. Under torch.compile the statistics are one operator of the graph.
+
+    Args:
+        mask, causal, scale, positions, hidden_states: As in attnorm.attention.
+        softcap: Replace logits by softcap * tanh(logits / softcap).
+        top_n: Sizes N of the sets of heaviest keys whose mass is returned.
 
     >>> statistics = attention_statistics(q, k, causal=True)
     >>> statistics.entropy.nanmean((0, 2))  # of each head

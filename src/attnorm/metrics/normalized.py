@@ -77,8 +77,7 @@ def _check_heads(numbers: int, call: AttentionCall) -> None:
     heads = call.query_BHQD.shape[1]
     if numbers != heads:
         raise ValueError(
-            f"expected a normalizer for the {heads} heads of q, got one for {numbers} heads. Build it with "
-            f"heads={heads}."
+            f"the normalizer has parameters for {numbers} heads, but q has {heads} heads. Build it with heads={heads}."
         )
 
 

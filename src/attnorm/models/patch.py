@@ -151,11 +151,15 @@ def patch(
 ) -> Patch:
     """Replace softmax in the model's attention until `.remove()` is called on the returned Patch.
 
-    normalizer: a name with options, as for attnorm.get; an object, of which every layer gets a copy; or a recipe:
-        {layers: normalizer}, or the path of a recipe file (.toml). Layers without one, or with "softmax", keep softmax.
-    layers: index of one or several layers, or {layer: heads} to change some heads only (None: all heads). Default: all.
-    warm_start: choose initial values that change the trained model least; given options override them (default: True).
-    train_length: length in tokens of the texts that the model was trained on (default: from its config).
+    Args:
+        normalizer: A name with options, as for attnorm.get; an object, of which every layer gets a copy; or a recipe,
+            that is {layers: normalizer} or the path of a recipe file (.toml). Layers that a recipe leaves out, or for
+            which it names "softmax", keep softmax.
+        layers: Indices of the layers to change, or {layer: heads} to change some heads only; None stands for all heads
+            (default: all layers).
+        warm_start: Choose initial values that change the trained model least; options that you give override them
+            (default: True).
+        train_length: Length in tokens of the texts that the model was trained on (default: from its config).
 
     >>> handle = patch(model, "ssmax")
     >>> patch(model, "entmax", alpha=1.3)  # or "entmax:alpha=1.3"

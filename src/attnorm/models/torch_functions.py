@@ -1,4 +1,4 @@
-"""Read the arguments of torch's own attention functions: what scaled_dot_product_attention and its relatives compute.
+"""Read the arguments of torch's attention functions, such as scaled_dot_product_attention, as an AttentionCall.
 
     scaled_dot_product_attention      boolean mask: True = visible; is_causal aligned top-left; key heads may be shared
     multi_head_attention_forward      boolean mask: True = hidden; queries, keys and values are projected inside

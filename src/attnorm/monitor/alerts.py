@@ -1,4 +1,4 @@
-"""Alerts: the states of a layer that endanger training, and every threshold that decides about them."""
+"""Alerts of the monitor: the states of a layer that endanger training, and the thresholds that define them."""
 
 import math
 from collections.abc import Iterator

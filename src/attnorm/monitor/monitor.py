@@ -1,4 +1,4 @@
-"""AttentionMonitor: what attention does while a model trains, in a Trainer, in Lightning or in your own training loop.
+"""AttentionMonitor: measure attention while a model trains, in a Trainer, in Lightning or in your own training loop.
 
 The numbers come from inside the ordinary training forward of a logging step. There is no second forward, other
 steps cost nothing, and neither outputs nor gradients change.
@@ -100,7 +100,7 @@ class ObservingCallback(TrainerCallback):
 
     @property
     def setup(self) -> NoReturn:
-        """Raise an error that names the Lightning callback: Lightning reads this attribute first."""
+        """Raise an error that names the Lightning callback. Lightning reads this attribute first."""
         raise AttributeError(
             f"{type(self).__name__} is a callback of transformers' Trainer. In Lightning write "
             f"Trainer(callbacks=[{self._variable}.lightning()])"
@@ -120,14 +120,20 @@ class ObservingCallback(TrainerCallback):
 
 
 class AttentionMonitor(ObservingCallback):
-    """Entropy, effective keys, logits, separability, Jacobian norm and sink mass of every layer, on logging steps.
+    """Measure the attention of every layer while a model trains, and raise alerts.
 
-    rows: how many of the longest sequence's last rows are sampled (default: 32); on CUDA all rows are measured where
-    the normalizer has a kernel (see attention_statistics). top_n: the N of separability (default: 20). every: how many
-    steps of your own training loop make a logging step (default: 50); a Trainer and Lightning have their own settings
-    for that.
-    per_head: log the numbers of single heads too, of all (True) or of a list of (layer, head). The worst head of each
-    metric is always logged, and `history` and `to_pandas()` have every head of the last 1,000 measurements.
+    On logging steps it logs entropy, effective keys, logits, separability, Jacobian norm and sink mass of every layer.
+    The worst head of each metric is always logged too. `history` and `to_pandas()` have every head of the last 1,000
+    measurements.
+
+    Args:
+        every: In your own training loop, measure every `every`-th step (default: 50). A Trainer and Lightning have
+            their own settings for that.
+        rows: Number of sampled rows, the last ones of the longest sequence (default: 32). On CUDA all rows are measured
+            if the normalizer has a kernel (see attention_statistics).
+        top_n: Number N of heaviest keys for separability (default: 20).
+        thresholds: Thresholds of the alerts.
+        per_head: Also log the numbers of single heads: True for all, or a list of (layer, head).
 
     >>> monitor = AttentionMonitor()
     >>> monitor.attach(trainer)
@@ -179,10 +185,10 @@ class AttentionMonitor(ObservingCallback):
         return f"AttentionMonitor({settings}): {self._measurements} measurements, {len(self.alerts)} alerts"
 
     def step(self, model: nn.Module) -> AbstractContextManager[dict[str, float]]:
-        """One step of your own training loop: wrap the forward, or forward and backward. Other steps cost nothing.
+        """Wrap the forward pass of one step of your own training loop, with or without the backward pass.
 
-        Yields an empty dict, which is filled on exit if the step is a logging step (every `every`-th). Of several
-        processes of torch.distributed, the first one measures.
+        Yields an empty dict. On every `every`-th step it is filled on exit; other steps cost nothing. If
+        torch.distributed runs several processes, only the first one measures.
         """
         if self._called:
             raise RuntimeError(
@@ -205,14 +211,14 @@ class AttentionMonitor(ObservingCallback):
 
     @contextmanager
     def measuring(self, model: nn.Module, step: int) -> Iterator[dict[str, float]]:
-        """Measure the training forward inside, whatever the step."""
+        """Measure the training forward pass inside the `with` block, regardless of `every`."""
         numbers: dict[str, float] = {}
         with self._observing(model):
             yield numbers
         numbers.update(self.finish(step))
 
     def begin(self, model: nn.Module) -> None:
-        """Measure the next training forward of the model."""
+        """Start to observe the model; its next training forward pass is measured. `finish` returns the numbers."""
         self.close()
         model = trained_model(check_model(model))
         with ExitStack() as opened:
@@ -222,7 +228,10 @@ class AttentionMonitor(ObservingCallback):
         self._checked = model
 
     def finish(self, step: int) -> dict[str, float]:
-        """The numbers of that forward by logging key, and of others since the last call; empty if there was none."""
+        """Return the numbers of the forward pass since `begin` by logging key; empty if there was none.
+
+        Includes the numbers of other callbacks, such as QKClip, since the last call.
+        """
         return self._with_others(self._finish(step))
 
     def _with_others(self, numbers: dict[str, float]) -> dict[str, float]:
@@ -247,7 +256,7 @@ class AttentionMonitor(ObservingCallback):
         return self.numbers
 
     def to_pandas(self) -> Any:
-        """The series of every head as a pandas DataFrame: one row per step and head, a column per metric."""
+        """Return the history of every head as a pandas DataFrame: one row per step and head, one column per metric."""
         table = self.history.table()
         try:
             return table.to_pandas()

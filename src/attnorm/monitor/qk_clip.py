@@ -55,8 +55,10 @@ class Clip:
 class QKClip(ObservingCallback):
     """After each training step, scale the query and key weights of heads whose largest logit exceeds tau.
 
-    monitor: an AttentionMonitor that logs what was clipped with its own numbers. on_alert: do nothing, at no cost,
-    until that monitor raises its alert "exploding_logits".
+    Args:
+        tau: Limit of the largest attention logit (default: 100).
+        monitor: An AttentionMonitor that logs what was clipped together with its own numbers.
+        on_alert: Do nothing, at no cost, until that monitor raises its alert "exploding_logits".
 
     >>> clip = QKClip(tau=100).attach(trainer)
     >>> trainer.train()
@@ -91,14 +93,14 @@ class QKClip(ObservingCallback):
 
     @contextmanager
     def step(self, model: nn.Module) -> Iterator[None]:
-        """One step of your own training loop, optimizer.step() included; weights are scaled on exit."""
+        """Wrap one step of your own training loop, with optimizer.step(); weights are scaled on exit."""
         self.steps += 1
         with self._observing(model):
             yield
         self.finish(self.steps)
 
     def begin(self, model: nn.Module) -> None:
-        """Measure the training forwards of the model from now on."""
+        """Start to measure the training forward passes of the model."""
         self.close()
         if self.on_alert and not self._logits_exploded():
             return
@@ -182,7 +184,7 @@ class QKClip(ObservingCallback):
         self._largest[module] = largest if earlier is None else torch.maximum(earlier, largest)
 
     def lightning(self) -> Any:
-        """The same as a Lightning callback."""
+        """Return a Lightning callback that clips like this object."""
         return lightning_clip_callback(self)
 
     def on_step_begin(

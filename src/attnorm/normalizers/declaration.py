@@ -1,4 +1,4 @@
-"""`@declare`: what the file of a normalizer states next to its map: a reference, example options, a warm start.
+"""`@declare`: the declaration in the file of each normalizer: a reference, example options and a warm start.
 
     @declare(reference=_reference, examples=[{}, {"temperature": 0.37}], warm_start=WarmStart("the same", "T = 1"))
     def softmax(temperature: float = 1.0) -> Normalizer: ...

@@ -102,7 +102,7 @@ class _Kneemax(torch.autograd.Function):
 
 
 class Kneemax(Map):
-    """The knee at the same weight in every row, or with `share` at share/n."""
+    """The map of kneemax. The knee is at the same weight in every row, or at share/n with `share`."""
 
     properties = Properties(row_sum="one", exact_zeros=True)
     jacobian = "threshold"

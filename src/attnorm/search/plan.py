@@ -1,4 +1,4 @@
-"""Search plans: what may vary between trials, what is measured, and how a trial becomes a training run.
+"""Search plans: which values vary between trials, the objectives, and how a trial becomes a training run.
 
 objectives = ["loss", "loss at 4x"]     also retrieval and tokens_per_second; several: a Pareto front
 trials = 60

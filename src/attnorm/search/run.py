@@ -1,4 +1,4 @@
-"""Run a search: Optuna proposes recipes, the engines of a sweep train them, and the study remembers.
+"""Run a search: Optuna proposes recipes, the engines of a sweep train them, and the study stores the results.
 
 The driver (`search`): a trial that was running when the driver ended is continued by the next one, under the same
 number. So no trial is lost and none is run twice; a recipe that was trained before is not trained again.
@@ -198,7 +198,7 @@ def _run_trials(
     retries: int,
     report: OutcomeCallback,
 ) -> None:
-    """Run all trials of the plan on the engine; a trial whose worker dies is tried again up to `retries` times."""
+    """Run all trials on the engine; a trial whose worker process dies is run again, up to `retries` times."""
     waiting = [number for number in _running_trials(study) if number in items]
     running: dict[Future[list[Outcome]], int] = {}
     attempts: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Engines of a sweep: where its items run, in processes of this machine, on Ray, or on Slurm.
+"""Engines of a sweep, which run its items: in processes of this machine, on Ray, or on Slurm.
 
 An engine starts chunks of items and returns futures. `WorkerDied` means that a worker ended without an answer: killed,
 out of memory, or its machine is gone. The caller decides whether to start the items again.
@@ -233,7 +233,7 @@ class RayEngine:
         threading.Thread(target=self._watch, args=(head,), daemon=True).start()
 
     def _watch(self, head: str) -> None:
-        """Fail what is running if the head is gone: Ray would wait, and then end this process without a word."""
+        """Fail what is running if the head is gone: Ray would wait, and then end this process without a message."""
         missed = 0
         while missed < MISSED_CHECKS:
             if self._closed.wait(WATCH_SECONDS):

@@ -1,4 +1,4 @@
-"""The folder of a sweep: what is planned, finished, failed and running, and the page that compares all items.
+"""The folder of a sweep: the state of every item (waiting, running, finished, failed), and the page that compares all.
 
 sweep.json         command, grid and options, and all items
 items/ID/          the run folder of an item

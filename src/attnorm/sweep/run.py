@@ -1,4 +1,4 @@
-"""Run a plan: start what is not finished, start again what lost its worker, and merge the results.
+"""Run a plan: start unfinished items, restart items whose worker died, and merge the results.
 
 A worker (`run_item`) runs an item once, whatever happens to the workers around it. The item's lock admits one process;
 whoever gets it next finds the result, or continues from the last checkpoint. An error of the item becomes its outcome,

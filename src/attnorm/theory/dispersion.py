@@ -1,4 +1,4 @@
-"""Dispersion: how large a weight, and how small an entropy, bounded logits leave possible among n keys.
+"""Dispersion: bounds on the largest weight and the smallest entropy that bounded logits allow among n keys.
 
 Papers: Mudarisov et al. 2025, https://arxiv.org/abs/2508.17821 (Lemma 1, Corollary 1) and Velickovic et al. 2024,
 https://arxiv.org/abs/2410.01104 (Lemma 2.1, Theorem 2.2, Proposition 3.1). Proofs: docs/theory/dispersion.md.

@@ -1,4 +1,4 @@
-"""Distance: how far the keys left out lie from what the selected keys add up to.
+"""Distance between the weighted sum of the selected keys and the keys that are not selected.
 
 Theorem 1 and Corollary 2 of Mudarisov et al. 2025, https://arxiv.org/abs/2508.17821, section 2.1, as printed and
 corrected, the distance they bound, and the paper's informal statements about it. The selected set is fixed, or I is

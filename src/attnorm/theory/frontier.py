@@ -1,4 +1,4 @@
-"""Selectivity against gradient: what weight a map can keep on one token, given how fast it may move.
+"""Selectivity against gradient: the largest weight on one token that a map with Lipschitz constant K can keep.
 
 Law. A shift-invariant, permutation-equivariant map with row sum 1 and Lipschitz constant K gives a token whose logit is
 g above n-1 otherwise equal ones the weight
@@ -182,7 +182,7 @@ def measured_lipschitz(row_map: RowMap, n: int, *, widest: float = 32.0, points:
 
 def _check_keys(n: int) -> None:
     if n < 2:
-        raise ValueError(f"expected at least 2 keys, a leading token and another one, got n = {n}")
+        raise ValueError(f"n (keys, the leading one included) must be at least 2, got {n}")
 
 
 def _check(n: int, weight: float) -> None:

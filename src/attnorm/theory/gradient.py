@@ -1,4 +1,4 @@
-"""Gradient sensitivity: how far weights move when logits do. Printed bounds, corrected bounds, exact norms in O(L).
+"""Gradient sensitivity: how far weights change with the logits. Printed and corrected bounds, exact norms in O(L).
 
 Papers: Mudarisov et al. 2025, https://arxiv.org/abs/2508.17821 (Lemma 2, Corollary 3, section 2.3, Fig. 4) and Nair
 2025, https://arxiv.org/abs/2510.23012 (softmax is 1/2-Lipschitz). Proofs: docs/theory/gradient.md.

@@ -1,4 +1,4 @@
-"""What a stopped training leaves: checkpoints as safetensors and JSON to resume from, and its log of metrics.
+"""Save and load training: checkpoints (safetensors and JSON) from which a run resumes, and the log of metrics.
 
 A checkpoint is a folder with weights, optimizer state and the number of steps done. It is written atomically; the
 previous one is removed afterwards. No random state is needed: the data of a step follow from the seed and the step.

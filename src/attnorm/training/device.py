@@ -1,4 +1,4 @@
-"""Where a training runs: its device, precision, versions and memory, and several processes that train one model.
+"""The hardware of a training run: device, precision, versions, memory, and several processes that train one model.
 
 accelerate keeps device and precision once per process and reads what is not given from the environment. Here several
 models are trained in one process, and settings of `accelerate config` or a launcher must not change their weights. So
@@ -122,7 +122,7 @@ def training_versions() -> dict[str, str]:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Return what the record of a training says about device and versions."""
+    """Return the entries about device and versions for the record of a training run."""
     return {"device": device_name(device), "versions": training_versions()}
 
 

@@ -1,4 +1,4 @@
-"""Pass keys for a model that `train lm` wrote: fine-tune a copy in memory, count the keys found by length and depth.
+"""Fine-tune a copy of a model of `train lm` on pass keys, and count the keys that it finds by length and depth.
 
 Every model gets the same few hundred steps. The comparison shows how well a trained model learns to find a sentence
 again, and how far beyond the training length this works. Small models have few heads that copy from far back, so every

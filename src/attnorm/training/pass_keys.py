@@ -1,4 +1,4 @@
-"""Texts with hidden pass keys and questions for them: does a model find a key again, and how far back?
+"""Make texts with hidden pass keys and questions for them, which test up to what distance a model finds a key.
 
     ... filler ... The pass key is K4qZ7b. ... filler ... The pass key is K4qZ7b
 

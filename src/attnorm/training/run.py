@@ -1,10 +1,10 @@
-"""A training run in a folder: its record, optimizer and schedule, an update, and the loop that logs and saves.
+"""The base of all trainers: the record of a run in its folder, optimizer, schedule, updates, and the training loop.
 
     training.json   the settings of the run and, at the end, its result
     metrics.jsonl   the log
     checkpoints/    weights and optimizer state, from which the run resumes
 
-A trainer derives from `TrainingRun` and says what an update is.
+A trainer derives from `TrainingRun` and defines an update.
 
 On a GPU, a `WeightUpdate` computes loss and gradients from the fourth step on as a CUDA graph. At a thousand tokens a
 GPU computes faster than Python starts its kernels. A graph records them once and starts them all with one call. It

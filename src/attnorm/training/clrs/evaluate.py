@@ -1,4 +1,4 @@
-"""The tests of a trained model: exact match of the greedy answer, the loss, and the rows that answers are read from.
+"""The tests of a trained model: exact match of the greedy answer, the loss, and the entropy of the answers' rows.
 
 Greedy decoding gives the right answer exactly if every answer token is the most likely one after the *true* tokens
 before it: as long as it is right, its own tokens are the true ones. So one forward pass over question and answer

@@ -1,4 +1,4 @@
-"""From text files to windows of tokens: read in pieces, tokenized once, kept on disk, drawn at random positions.
+"""Turn text files into windows of tokens: read in pieces, tokenized once, stored on disk, drawn at random positions.
 
 Tokenizer: byte-level BPE, trained on a seeded sample of the text. Every byte is a token, so any text can be encoded and
 decoded without loss. Words keep the space before them, numbers are split in threes, a run of newlines is one token, and

@@ -1,5 +1,5 @@
-"""Losses of the model, in training and validation, at several lengths; its attention statistics; and the losses of the
-counts that it must beat.
+"""Evaluate a language model: its losses at several lengths, its attention statistics, and the losses of unigram and
+bigram counts as baselines.
 
 At any length every token of the text except the first is predicted exactly once. So losses at different lengths are
 means over the same tokens; only the visible context differs.

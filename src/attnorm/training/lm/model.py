@@ -1,4 +1,4 @@
-"""Settings of a training run, of which every value changes the weights, and the model families that can be trained.
+"""The settings of a training run that determine its weights, and the model families that can be trained.
 
 Only the repeating blocks of a model are compiled: one small graph serves all layers, so compilation takes seconds. The
 code around the blocks, which prepares masks and positions, is not compiled.
@@ -91,7 +91,9 @@ class LMSettings:
 
     def _simplify_recipe(self) -> None:
         if self.normalizer != SOFTMAX or self.normalizer_options:
-            raise ValueError(f"expected a recipe or a normalizer, got a recipe and {self.normalizer!r}. Remove one.")
+            raise ValueError(
+                f"expected a recipe or a normalizer, got both, a recipe and {self.normalizer!r}. Remove one."
+            )
         recipe = compact(specs_by_layer(self.recipe, self.layers))
         if len(recipe) == 1:
             name, options = parse_spec(next(iter(recipe.values())))

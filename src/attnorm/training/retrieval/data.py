@@ -1,4 +1,4 @@
-"""What retrieval models learn from: training settings, tasks on sets of items, and the data of each step and test.
+"""Training data of retrieval models: settings, tasks on sets of items, and the data of each step and test.
 
 Every value of the settings changes the weights.
 

@@ -353,7 +353,8 @@ def check_recipe(recipe: RetrievalRecipe, task: Task) -> None:
     """
     if recipe.squeezed and not task.has_priority:
         raise ValueError(
-            f"squeezed: expected 0 for the task {task.name!r}, which has no priorities, got {recipe.squeezed:g}. Set it to 0."
+            f"squeezed: expected 0 for the task {task.name!r}, which has no priorities, got {recipe.squeezed:g}. "
+            "Set it to 0."
         )
 
 
