@@ -170,7 +170,7 @@ def analyze(
     if larger is not None:
         larger = load_larger(larger, loaded, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     if isinstance(model, LoadedModel):
-        source = model.asked or model.model
+        source = model.requested_name or model.model
     check_observable(loaded.model)
     if MODEL in named:
         check_has_rows(loaded.model)

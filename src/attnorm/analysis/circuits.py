@@ -203,7 +203,7 @@ def _probes(loaded: LoadedModel, length: int, seed: int, text: str | None) -> tu
             repeated_tokens(ordinary, (), length, SEQUENCES, generator),
             needles(hay, cue, ordinary, (), length, SEQUENCES, generator),
         )
-    words = text or next(iter(default_text(bundled=loaded.asked == BUNDLED).values()))
+    words = text or next(iter(default_text(bundled=loaded.requested_name == BUNDLED).values()))
     hay, cue = (_ids(tokenizer, string) for string in (words[: 16 * length], CUE))
     empty = tokenizer("", verbose=False)["input_ids"]
     before = [token for token in empty if token != tokenizer.eos_token_id or token == tokenizer.bos_token_id]

@@ -150,7 +150,7 @@ def output_bottleneck(
     """
     source = BUNDLED if model is None else model
     loaded = load(source, tokenizer=tokenizer, device=device)
-    texts_or_default = default_text(bundled=loaded.asked == BUNDLED) if texts is None else texts
+    texts_or_default = default_text(bundled=loaded.requested_name == BUNDLED) if texts is None else texts
     return measure_output(loaded, texts_or_default, larger=larger, contexts=contexts, device=device)
 
 

@@ -222,7 +222,7 @@ def reproduce(
     _note_default_text(first, text)
     with (
         failures(lambda: f"Interrupted; {_RESUMES}.", writes_to=out, out_of_memory=_MEMORY),
-        _explain_default_model(first, asked=bool(model)),
+        _explain_default_model(first, chosen=bool(model)),
         ProgressBar("loading") as progress,
     ):
         try:
@@ -303,13 +303,13 @@ def _timed_log() -> Callable[[str], None]:
     return log
 
 
-def _models_to_run(asked: list[str] | None, names: list[str], quick: bool) -> list[str]:
+def _models_to_run(given: list[str] | None, names: list[str], quick: bool) -> list[str]:
     from attnorm.experiments.catalogue import EXPERIMENTS, MODEL
     from attnorm.experiments.experiment import default_model
 
     # Experiments that bring or train their own models must not look for one.
     own = all(name in EXPERIMENTS and MODEL not in EXPERIMENTS[name].takes for name in names)
-    return asked or [default_model(quick=quick or own)]
+    return given or [default_model(quick=quick or own)]
 
 
 def _note_default_text(model: str, texts: list[Path] | None) -> None:
@@ -322,12 +322,12 @@ def _note_default_text(model: str, texts: list[Path] | None) -> None:
 
 
 @contextmanager
-def _explain_default_model(model: str, *, asked: bool) -> Iterator[None]:
+def _explain_default_model(model: str, *, chosen: bool) -> Iterator[None]:
     """Explain the default model if it cannot be loaded, and what needs no network."""
     try:
         yield
     except ValueError as error:
-        if asked or not str(error).startswith(f"{model}: "):
+        if chosen or not str(error).startswith(f"{model}: "):
             raise
         raise ValueError(
             f"{error}. The default model is {model}, as in the paper. Use --model bundled, --model FOLDER or "

@@ -98,7 +98,7 @@ def evaluate(
             pass  # one that does not fit this model raises now, not after the parts before it
     warn_of_lengths(loaded, items)
     if content is None:
-        ((name, content),) = default_text(bundled=loaded.asked == BUNDLED).items()
+        ((name, content),) = default_text(bundled=loaded.requested_name == BUNDLED).items()
     else:
         name = text_name(Path(str(text)))
     identity = {

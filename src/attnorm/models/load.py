@@ -59,7 +59,7 @@ class LoadedModel:
     tokenizer_given: str | None = None  # source of the tokenizer, if it is not that of the model
     source: str | Path | None = None  # hub name or folder; None for a model that was passed in memory
     trusted: bool = False  # whether code of its repository may run
-    asked: str | None = None  # the name by which the caller loaded it
+    requested_name: str | None = None  # the name by which the caller loaded it
 
 
 def load(

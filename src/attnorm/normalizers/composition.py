@@ -186,7 +186,7 @@ def _sink_of(part: NameOrNormalizer) -> Sink:
 
 def check_plain_class(normalizer: Normalizer) -> None:
     """Raise ValueError if the class overrides methods, which a composition of its parts would ignore."""
-    if not normalizer.known:
+    if not normalizer.known_to_engines:
         raise ValueError(
             f"expected a Normalizer, got a {type(normalizer).__name__}, which overrides prepare or weights; a "
             "composition uses the parts only and would ignore that. Override forward of an attnorm.Map instead."

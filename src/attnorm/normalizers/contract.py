@@ -119,7 +119,7 @@ class Part(nn.Module):
     a method by which such a class computes: it runs in blocks, by its own methods.
     """
 
-    known: bool = True
+    known_to_engines: bool = True
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -127,7 +127,7 @@ class Part(nn.Module):
         changed = [name for name in COMPUTING if getattr(cls, name, None) is not getattr(base, name, None)]
         overridden = [getattr(base, name, None) for name in changed]
         if any(method not in (None, nn.Module.forward) and not is_abstract(method) for method in overridden):
-            cls.known = vars(cls).get("known", False)
+            cls.known_to_engines = vars(cls).get("known_to_engines", False)
 
 
 COMPUTING = ("forward", "factor", "scaled", "factor_of_rows", "prepare", "weights")
@@ -379,7 +379,7 @@ class Normalizer(Part):
                 "attention does not call. Write weights(self, block) instead; it returns the weights of block.logits."
             )
         parts = *self.rules, *self.selections, self._modules.get("sink")
-        return self.known and all(part is None or getattr(part, "known", False) for part in parts)
+        return self.known_to_engines and all(part is None or getattr(part, "known_to_engines", False) for part in parts)
 
     @property
     def properties(self) -> Properties:

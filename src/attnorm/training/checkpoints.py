@@ -136,10 +136,10 @@ class OutOfTimeError(Exception):
 
 
 class StopRequest:
-    """Context manager: the first signal sets `asked`, a second one has its usual effect."""
+    """Context manager: the first signal sets `requested`; a second one has its usual effect."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopRequest":
@@ -152,7 +152,7 @@ class StopRequest:
         self._restore()
 
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+        self.requested = True
         self._restore()
 
     def _restore(self) -> None:

@@ -272,10 +272,10 @@ class TrainingRun:
                 losses.append(loss)
                 self.step += 1
                 complete = self.step == self.schedule.steps
-                ending = complete or self.processes.any(stop.asked or time.monotonic() >= deadline)
+                ending = complete or self.processes.any(stop.requested or time.monotonic() >= deadline)
                 evaluate = evaluate_every is not None and (complete or self.step % evaluate_every == 0)
                 save = checkpoint_every is not None and (ending or self.step % checkpoint_every == 0)
-                save |= checkpoint_if_stopped and ending and (stop.asked or not complete)
+                save |= checkpoint_if_stopped and ending and (stop.requested or not complete)
                 if evaluate or ending or save or self.step % LOG_EVERY == 0:
                     mean_loss = self.processes.mean(torch.stack(losses).mean())
                     entry = log_entry(

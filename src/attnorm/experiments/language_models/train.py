@@ -359,7 +359,7 @@ def _train(
                         _check_remaining_time(worker, settings, run.step, entry["tokens_per_second"])
         except NotFiniteError as error:
             problem = str(error)
-    if stop.asked:
+    if stop.requested:
         raise TrainingInterrupted(run.step)
     if problem is None and run.step < settings.steps:
         raise OutOfTimeError

@@ -202,7 +202,7 @@ def train_and_measure(
                     run.model.train()
         except ValueError as error:  # a loss that is not finite
             problem = str(error)
-        if stop.asked:
+        if stop.requested:
             raise TrainingInterrupted(run.step)
         if problem is None and run.step < settings.steps:
             raise UnfinishedError(f"{model.label}, seed {seed}: {run.step} of {settings.steps} steps")

@@ -243,7 +243,7 @@ def _records_of(training: Training, seeds: Sequence[int], records: Iterable[Reco
     by_test = {
         (training.trials.names.index(record["tested_with"]), record["size"], record["seed"]): record
         for record in records
-        if record.get("run") == run and record["seed"] in seeds and training.trials.asked(record)
+        if record.get("run") == run and record["seed"] in seeds and training.trials.includes(record)
     }
     return [by_test[key] for key in sorted(by_test)]
 

@@ -263,7 +263,7 @@ def train_clrs(
             report("training", run.step, recipe.steps, None)
             for entry in run.steps(deadline, stop, checkpoint_every):
                 report("training", run.step, recipe.steps, entry)
-        if stop.asked:
+        if stop.requested:
             raise TrainingInterrupted(run.step)
         if run.step < recipe.steps:
             raise OutOfTimeError

@@ -161,21 +161,21 @@ def check_lengths(lengths: Sequence[int], settings: LMSettings) -> None:
             )
 
 
-def evaluation_lengths(wanted: Sequence[int] | None, settings: LMSettings, valid: Tokens) -> list[int]:
+def evaluation_lengths(lengths: Sequence[int] | None, settings: LMSettings, valid: Tokens) -> list[int]:
     """Return the lengths to evaluate at, always including the training length.
 
-    wanted: None for 1, 2 and 4 times the training length, if model and text are long enough.
+    lengths: None for 1, 2 and 4 times the training length, if model and text are long enough.
 
     Raises:
         ValueError: The text is shorter than one of the lengths.
     """
-    if wanted is None:
+    if lengths is None:
         times = LONGER if ANY_LENGTH[settings.architecture] else LONGER[:1]
         longer = [factor * settings.context for factor in times]
         return [length for length in longer if length == settings.context or length < len(valid) - 1]
-    for length in wanted:
+    for length in lengths:
         check_length(valid, length, "validation")
-    return sorted({settings.context, *wanted})
+    return sorted({settings.context, *lengths})
 
 
 @torch.no_grad()  # not inference mode: the Jacobians of some maps take a derivative

@@ -145,7 +145,7 @@ class Trials:
     def names(self) -> tuple[str, ...]:
         return (OWN, *self.others)
 
-    def asked(self, record: Record) -> bool:
+    def includes(self, record: Record) -> bool:
         """Return whether a record belongs to these tests."""
         return (
             record["size"] in self.sizes
@@ -163,7 +163,7 @@ def records_of(
     """
     path = out / RECORDS
     lines = map(read_settings, read_jsonl(path))
-    known = [r for r in lines if r.get("run") == stack.run and r["seed"] in stack.seeds and trials.asked(r)]
+    known = [r for r in lines if r.get("run") == stack.run and r["seed"] in stack.seeds and trials.includes(r)]
     models: Retrievers | None = None
     for done, size in enumerate(trials.sizes):
         recorded = {(r["tested_with"], r["seed"]) for r in known if r["size"] == size}

@@ -338,9 +338,9 @@ def train(
                 if journal:
                     journal.log(done, seed_losses, seconds())
                 report(done, sum(seed_losses) / len(seed_losses))
-            if journal and not last and (done % journal.every == 0 or (stop and stop.asked)):
+            if journal and not last and (done % journal.every == 0 or (stop and stop.requested)):
                 journal.save(models, optimizer, done, seconds())
-            if stop and stop.asked and not last:
+            if stop and stop.requested and not last:
                 raise TrainingInterrupted(done)
     return Trained(models.eval(), losses.tolist(), seconds())
 
