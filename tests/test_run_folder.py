@@ -28,7 +28,7 @@ def test_a_folder_may_be_new_empty_or_of_the_same_kind(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds something"):
         require_only(tmp_path, (), "something")
     for check in (require_folder, make_writable):
-        with pytest.raises(ValueError, match="is a file"):
+        with pytest.raises(ValueError, match="got the file"):
             check(tmp_path / "records.jsonl")
     make_writable(tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b").is_dir()

@@ -77,7 +77,7 @@ def _read_image(path: Path) -> Any:
     except UnidentifiedImageError:
         raise ValueError(f"expected an image that Pillow reads (PNG, JPEG, ...), got {path}. Convert it.") from None
     except OSError as error:
-        raise ValueError(f"cannot read the image {path}: {error.strerror or error}. Check the path.") from None
+        raise ValueError(f"cannot read the image {path}: {error.strerror or error}. Check the file.") from None
 
 
 def _read_sound(path: Path, rate: int) -> np.ndarray:
