@@ -202,7 +202,7 @@ LOG_SECONDS = 30.0
 
 
 class ProgressBar:
-    """Use it as a context manager and call it with the stage and the amount of work done."""
+    """Shows progress. Use it as a context manager and call it with the stage and the amount of work done."""
 
     def __init__(self, stage: str = "starting", now: Callable[[], float] = time.monotonic) -> None:
         self._now = now

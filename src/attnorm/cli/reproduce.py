@@ -313,7 +313,7 @@ def _models_to_run(given: list[str] | None, names: list[str], quick: bool) -> li
 
 
 def _note_default_text(model: str, texts: list[Path] | None) -> None:
-    """Say which text is used: the paper's model without the paper's text is not the paper's setting."""
+    """Print which text is used if the paper's model runs on another text than the paper's."""
     from attnorm.analysis.settings import TOPICS
     from attnorm.experiments.experiment import PAPER_MODEL, PAPER_TEXT
 

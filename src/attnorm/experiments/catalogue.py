@@ -21,7 +21,7 @@ GRID: Mapping[str, int | None] = {TEXT: None, VALID: None, MINUTES: 1}  # experi
 
 @dataclass(frozen=True)
 class ExperimentEntry:
-    """What is known about an experiment without importing its module."""
+    """The entry of an experiment in the table, which does not import its module."""
 
     module: str
     what: str  # short description

@@ -193,7 +193,7 @@ class Workspace(Generic[AnyPlan]):
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
-    """Read results.jsonl or a packed copy; what earlier versions wrote keeps its meaning."""
+    """Read results.jsonl or its compressed copy, with the defaults of the version that wrote each record."""
     return [read_settings(line) for line in read_jsonl(path)]
 
 

@@ -44,7 +44,7 @@ Landmarks = Callable[[Tensor], Tensor]  # keys (B, H, L, D) -> landmarks (B, H, 
 
 
 class Exp(Map):
-    """exp(z) of z <= 0, not divided by anything."""
+    """The map exp(z) without normalization, for logits z <= 0."""
 
     properties = Properties(row_sum="free", shift_invariant=False)
 
@@ -157,7 +157,7 @@ def _widen(x: Tensor, *columns: Tensor) -> Tensor:
 
 
 class Unchanged(Map):
-    """The logits themselves as weights."""
+    """The map that returns the logits themselves as weights."""
 
     properties = Properties(row_sum="free", signed=True, shift_invariant=False)
 
@@ -329,7 +329,7 @@ def _point_options(points: Tensor) -> str:
 
 
 class _Weights(nn.Module):
-    """P_q A^+ P_k^T with learned landmarks: a module, so that they are seen as parameters."""
+    """Compute P_q A^+ P_k^T with learned landmarks. A module, so that they are found as parameters."""
 
     def __init__(self, soft: Soft, scale: float) -> None:
         super().__init__()
@@ -438,7 +438,7 @@ class _NewtonInverse(torch.autograd.Function):
 
 
 def _runs_kernel(a: Tensor) -> bool:
-    """On a GPU alone: Triton's interpreter takes far longer than torch on a CPU."""
+    """Whether to use the kernel: only on a GPU, since Triton's interpreter is far slower than torch on a CPU."""
     return a.is_cuda and fits_kernel(a)
 
 

@@ -77,7 +77,7 @@ class AttentionStatistics(NamedTuple):
     top_mass: Tensor
 
     def reshaped(self, shape: Sequence[int]) -> "AttentionStatistics":
-        """With rows of this shape, in the dimensions of the queries that they belong to."""
+        """Return the statistics with the rows reshaped to the dimensions of the queries."""
         return AttentionStatistics(*(t.reshape(*shape, *t.shape[3:]) for t in self))
 
     def __repr__(self) -> str:
@@ -148,7 +148,7 @@ def attention_statistics(
 def statistics_of(
     inputs: Inputs, normalizer: Normalizer, top_n: Sequence[int] = (), on_weights: OnWeights | None = None
 ) -> AttentionStatistics:
-    """The same for validated inputs, (B, H, Q). on_weights: as in measure_rows."""
+    """Compute attention_statistics for validated inputs, (B, H, Q). on_weights: as in measure_rows."""
     row_names = [_NAMES.get(name, name) for name in _ROW_NUMBERS]
     if torch.compiler.is_compiling() or under_transform():
         return AttentionStatistics._make(compiled_statistics(inputs, normalizer, row_names, top_n))

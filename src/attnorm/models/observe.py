@@ -236,7 +236,7 @@ def check_output(call: AttentionCall, output_BQHE: Tensor, path: str, kernel: st
         if visible and error > (TOLERANCE + rounding) * size:
             raise UnsupportedModel(
                 f"the attention of {path or 'the model'} (kernel {kernel!r}) is not softmax of the logits that "
-                f"its arguments give: the last query's output differs by {error:.3g}, where values are up to "
+                f"its arguments give: the last query's output differs by {error:.3g} where values are up to "
                 f"{size:.3g}. It changes logits or weights in a way that its arguments do not show, so that "
                 "attnorm would report wrong numbers."
             )

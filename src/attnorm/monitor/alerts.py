@@ -16,7 +16,7 @@ MEANING: dict[str, str] = {
 
 
 class AttentionAlert(UserWarning):
-    """A layer's attention went wrong in training."""
+    """Warning: the attention of a layer entered a state that endangers training."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,9 +46,9 @@ DRAWS = 3  # the row itself, with two nearly equal weights exchanged, and permut
 
 @dataclass(frozen=True)
 class Sample:
-    """Some rows of a call.
+    """The sampled rows of one attention call.
 
-    Samples of one group may be measured as the heads of a single call. None: this one is measured alone.
+    Samples of the same group may be measured as the heads of a single call; with group None, it is measured alone.
     """
 
     call: AttentionCall
@@ -58,7 +58,7 @@ class Sample:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         tensors = (self.call.query_BHQD, self.call.key_BGKD, self.call.value_BGKE)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 

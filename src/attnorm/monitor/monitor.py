@@ -304,7 +304,7 @@ class AttentionMonitor(ObservingCallback):
             )
 
     def lightning(self) -> Any:
-        """The same monitor as a Lightning callback."""
+        """Return a Lightning callback that logs the numbers of this monitor."""
         return lightning_callback(self)
 
     def on_step_begin(
@@ -462,7 +462,7 @@ def _lightning_callback_class() -> Any:
 
 
 def keep_off_the_terminal(callbacks: Iterable[TrainerCallback], prefix: str) -> None:
-    """Make these callbacks print their logs without the keys of that prefix."""
+    """Hide keys with that prefix in the logs that these callbacks print."""
     for callback in callbacks:
         if isinstance(callback, PrinterCallback | ProgressCallback) and "on_log" not in vars(callback):
             callback.on_log = _hide_keys(callback.on_log, prefix)  # type: ignore[method-assign]

@@ -283,7 +283,7 @@ class Sink(Part):
 
 
 class Normalizer(Part):
-    """Weights from logits, row by row: `normalizer(logits, mask)`."""
+    """Turns logits into weights, row by row: `normalizer(logits, mask)`."""
 
     def __init__(
         self,

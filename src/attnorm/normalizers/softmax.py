@@ -57,7 +57,7 @@ class Temperature(ScaleRule):
 
 
 def softmax_row(z: Tensor) -> Tensor:
-    """The plain formula for one row, in references."""
+    """Compute softmax of one row by the plain formula, for references."""
     shifted = torch.exp(z - z.max().detach())
     return shifted / shifted.sum()
 

@@ -47,11 +47,11 @@ Work = Callable[[list[dict[str, Any]]], list[Outcome]]
 
 
 class WorkerDied(Exception):  # noqa: N818 - what happened, in words
-    """Raised by a future whose worker ended without an answer."""
+    """Raised by a future whose worker process ended without a result."""
 
 
 class ClusterLost(ValueError):  # noqa: N818
-    """Raised if the cluster cannot be reached, or no longer."""
+    """Raised if the cluster cannot be reached, or the connection is lost."""
 
 
 class Engine(Protocol):
@@ -395,7 +395,7 @@ class SlurmEngine:
         self._jobs: list[Any] = []
 
     def chunks(self, items: Sequence[Item]) -> list[list[Item]]:
-        """Neighbours stay together: they have the same model."""
+        """Return chunks of neighbouring items: items with the same model are neighbours."""
         size = ceil_div(len(items), self.slots) if items else 1
         return [list(items[start : start + size]) for start in range(0, len(items), size)]
 

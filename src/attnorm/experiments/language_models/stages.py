@@ -365,7 +365,7 @@ def run_stage(
 
 
 def check_memory(plan: LanguageModelPlan, log: Log = lambda message: None) -> None:
-    """Say how much memory a training step of the plan takes on a CPU.
+    """Check that the memory suffices to train on a CPU; log how much a training step takes.
 
     Raises:
         ValueError: This machine has less.
