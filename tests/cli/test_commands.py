@@ -110,7 +110,7 @@ def test_dispersion_prints_a_table(few: None) -> None:
     result = runner.invoke(app, ["dispersion", "--draws", "1", "--gap", "4"])
     assert result.exit_code == 0, result.output
     assert "One key scores 4" in result.stdout
-    for word in ("softmax", "131,072", "stays", "fades", "left out: soft"):
+    for word in ("softmax", "131,072", "stays", "fades", "not measured: soft"):
         assert word in result.stdout
 
 

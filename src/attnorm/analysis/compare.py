@@ -76,7 +76,7 @@ def compare(analyses: Mapping[str, Analysis]) -> Comparison:
     A single analysis with several normalizers is compared with itself: each normalizer is a side.
     """
     if not analyses:
-        raise ValueError("expected at least one analysis, got none")
+        raise ValueError("expected at least one analysis, got none. Pass one.")
     labelled = _label_analyses(analyses)
     if len(labelled) < 2:
         (label,) = analyses
@@ -174,9 +174,9 @@ def _notes(runs: Mapping[str, Analysis], sides: Sequence[Side], matched: Mapping
         notes.append(f"the longest rows differ ({lengths} keys); entropy, effective keys and gap depend on the length")
     texts = {label: frozenset(text["sha256"] for text in run.manifest["texts"]) for label, run in runs.items()}
     if len(set(texts.values())) > 1:
-        notes.append("the texts differ, so differences between heads may come from the texts")
+        notes.append("the texts differ, so that differences between heads may come from the texts")
     if any(run.thresholds != runs[first].thresholds for run in runs.values()):
-        notes.append("the thresholds differ: judge all sides by the same ones with --threshold")
+        notes.append("the thresholds differ. To judge all sides by the same ones, pass --threshold")
     for section, name, difference in (
         ("settings", "rows", "the measured rows differ"),
         ("settings", "metrics", "the metric groups differ"),

@@ -84,7 +84,7 @@ def dispersion_table(dispersion: Dispersion) -> RenderableType:
     lengths = dispersion.curves[0].lengths if dispersion.curves else ()
     columns = printed_lengths(lengths)
     table = Table(
-        title=f"Weight a clear winner keeps among n keys\n{dispersion.setting}",
+        title=f"Weight of the largest logit among n keys\n{dispersion.setting}",
         caption=_caption(dispersion, lengths[-1] if lengths else 0),
         title_justify="left",
         caption_justify="left",
@@ -97,7 +97,7 @@ def dispersion_table(dispersion: Dispersion) -> RenderableType:
         table.add_row(Text(verdict, style=STYLE[verdict]))
         for curve in curves:
             table.add_row(f"  {curve.label}", *(percent(curve.kept[column]) for column in columns))
-    notes = [Text(f"left out: {name} - {reason}", style="dim") for name, reason in dispersion.left_out.items()]
+    notes = [Text(f"not measured: {name} - {reason}", style="dim") for name, reason in dispersion.left_out.items()]
     return Group(table, *notes)
 
 
@@ -141,11 +141,12 @@ SETTINGS: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
 # Mechanisms whose weights do not follow from a row of scores.
 NOT_ASKED = {
     "selective": "it depends on what earlier queries selected; if they selected nothing it is softmax",
-    "differential_v2": "its second query is free to cancel anything; with a lambda of 0 it is softmax",
+    "differential_v2": "its second query can cancel any weight; with a lambda of 0 it is softmax",
     "tda": "cosines lie between -1 and 1, so that no gap of logits applies; threshold_relu has its weights",
     "laser": "its output is a smooth maximum of the values, with the weights of its normalizer",
     "forget": "it depends on how many tokens lie between key and query; with gates of 1 it is softmax",
-    "soft": "its landmarks are averages of keys, so the answer depends on where the keys lie, not on their scores",
+    "soft": "its landmarks are averages of keys, so that the result depends on the positions of the keys and not only "
+    "on their logits",
 }
 
 

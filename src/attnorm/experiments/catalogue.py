@@ -31,66 +31,81 @@ class ExperimentEntry:
 
 # The papers' figures, tables and guidelines: "all" runs these, in this order.
 PAPERS = {
-    "fig1": ExperimentEntry("attnorm.experiments.fig1", "the geometry of selection: a toy and a real head"),
-    "fig2": ExperimentEntry(
-        "attnorm.experiments.fig2.experiment", "distances, and the critical N by a Kolmogorov-Smirnov test"
+    "fig1": ExperimentEntry(
+        "attnorm.experiments.fig1", "selected keys and the ball around them, in a toy and a real head"
     ),
-    "fig3": ExperimentEntry("attnorm.experiments.fig3", "separability of the selected keys, with its nulls"),
-    "fig4": ExperimentEntry("attnorm.experiments.fig4", "sensitivity of the weights to the logits against temperature"),
+    "fig2": ExperimentEntry(
+        "attnorm.experiments.fig2.experiment",
+        "distance of selected keys from the rest, and the critical N (Kolmogorov-Smirnov test)",
+    ),
+    "fig3": ExperimentEntry("attnorm.experiments.fig3", "separability of the selected keys, compared with chance"),
+    "fig4": ExperimentEntry(
+        "attnorm.experiments.fig4", "sensitivity of the weights to the logits, against the temperature"
+    ),
     "dispersion": ExperimentEntry(
         "attnorm.experiments.dispersion.experiment",
-        "entropy and effective gap against context length",
+        "entropy and effective gap of heads, against the context length",
         {**ONE_OF_EACH, LONGEST: 1},
     ),
     "spread": ExperimentEntry(
         "attnorm.experiments.spread",
-        "the spread of the logits, next to Proposition 3.1",
+        "spread of the logits of real heads, compared with Proposition 3.1",
         {**ONE_OF_EACH, MODEL: None},
     ),
-    "adaptive": ExperimentEntry("attnorm.experiments.adaptive", "where the adaptive temperature acts"),
-    "gradients": ExperimentEntry("attnorm.experiments.gradients", "the toy of section 2.3 and real heads"),
+    "adaptive": ExperimentEntry("attnorm.experiments.adaptive", "adaptive temperature on real heads: where it acts"),
+    "gradients": ExperimentEntry(
+        "attnorm.experiments.gradients", "gradient sensitivity: the example of section 2.3, and real heads"
+    ),
     "guidelines": ExperimentEntry(
-        "attnorm.experiments.guidelines.experiment", "each practical guideline: yes, no or partly"
+        "attnorm.experiments.guidelines.experiment", "practical guidelines, each tested on a model: yes, partly or no"
     ),
 }
 # Questions behind the papers: they run only by name.
 MORE = {
     "circuits": ExperimentEntry(
         "attnorm.experiments.circuits",
-        "induction, previous-token and retrieval heads against length",
+        "induction, previous-token and retrieval heads, against the context length",
         {**ONE_OF_EACH, LONGEST: 1},
     ),
     "atom-mapping": ExperimentEntry(
-        "attnorm.experiments.atom_mapping", "RXNMapper's heads, known to map atoms: do the verdicts find them?", {}
+        "attnorm.experiments.atom_mapping", "the head of RXNMapper that maps atoms: whether the verdicts find it", {}
     ),
     "text-max": ExperimentEntry(
-        "attnorm.experiments.text_max", "the largest of n numbers, asked in words, against n", {MODEL: 1}
+        "attnorm.experiments.text_max", "a language model looks for the largest of n numbers", {MODEL: 1}
     ),
 }
 # Experiments that train models for hours: they run only by name.
 TRAINED = {
     "retrieval": ExperimentEntry(
-        "attnorm.experiments.retrieval.experiment", "models that pick from sets, on sets far larger", {ONLY: None}
+        "attnorm.experiments.retrieval.experiment",
+        "models that pick from small sets, tested on far larger ones",
+        {ONLY: None},
     ),
     "language-models": ExperimentEntry(
         "attnorm.experiments.language_models.experiment",
-        "small language models of every normalizer",
+        "small language models that differ only in their normalizer",
         {TEXT: None, VALID: None, ONLY: None},
     ),
     "temperature": ExperimentEntry(
-        "attnorm.experiments.model_grid.temperature", "models trained at fixed temperatures", GRID
+        "attnorm.experiments.model_grid.temperature",
+        "small language models trained at fixed and learned temperatures",
+        GRID,
     ),
     "positions": ExperimentEntry(
-        "attnorm.experiments.model_grid.positions", "rotary, ALiBi, learned or no positions", GRID
+        "attnorm.experiments.model_grid.positions",
+        "small language models with rotary, ALiBi, learned or no positions",
+        GRID,
     ),
-    "heads": ExperimentEntry("attnorm.experiments.model_grid.heads", "4 to 32 heads at equal parameters", GRID),
+    "heads": ExperimentEntry(
+        "attnorm.experiments.model_grid.heads", "small language models of equal size with 4 to 32 heads per layer", GRID
+    ),
     "clrs-text": ExperimentEntry(
         "attnorm.experiments.clrs_text.experiment",
-        "algorithms as text, on problems larger than in training",
+        "algorithms as text, tested on larger problems than in training",
         {TEXT: 1, VALID: 1, ONLY: None},
     ),
     "vision": ExperimentEntry(
-        "attnorm.experiments.vision", "image classifiers: softmax against SOFT", {IMAGES: 1, ONLY: None}
+        "attnorm.experiments.vision", "image classifiers with softmax, compared with SOFT", {IMAGES: 1, ONLY: None}
     ),
 }
 EXPERIMENTS = {**PAPERS, **MORE, **TRAINED}
