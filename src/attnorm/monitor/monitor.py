@@ -246,7 +246,11 @@ class AttentionMonitor(ObservingCallback):
             return {}
         layers = watched.layers()
         if not layers:
-            why = "no layer that runs softmax or a normalizer was called" if watched.done else "no forward took place"
+            why = (
+                "no layer with softmax or another row normalizer was called"
+                if watched.done
+                else "no forward pass took place"
+            )
             why = "the batch is all padding" if watched.only_padding else f"{why} with gradients on"
             _warn(f"attention was not measured at step {step}: {why}", UserWarning)
             return {}
