@@ -386,7 +386,7 @@ def _problem_of_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> str | Non
     if k != v and k[:-1] != v[:-1]:
         return "k and v must agree in all but the width"
     if k[-2] == 0 or k[-1] == 0:
-        return "there must be at least one key to attend to, at least one wide"
+        return "there must be at least one key, of width 1 or more"
     if dims == 4 and q[0] != k[0]:
         return "q and k must have the same batch size"
     if dims > 2 and (k[-3] == 0 or q[-3] % k[-3]):

@@ -73,7 +73,7 @@ def texts_from(inputs: Any) -> list[Text]:
         raise _unknown_input_error(inputs)
     listed = list(inputs)
     if not listed:
-        raise ValueError("there is nothing to run the model on: the inputs are empty")
+        raise ValueError("expected at least one input to run the model on, got none.")
     return [
         _make_text(text_name(content) if isinstance(content, Path) else f"text {number}", content)
         for number, content in enumerate(listed, start=1)
@@ -119,7 +119,7 @@ def needs_tokenizer(loaded: LoadedModel) -> Any:
 
 def _from_mapping(inputs: Mapping[Any, Any]) -> list[Text]:
     if not inputs:
-        raise ValueError("there is nothing to run the model on: the inputs are empty")
+        raise ValueError("expected at least one input to run the model on, got none.")
     if any(name in inputs for name in MODEL_INPUTS):
         return [Text("inputs", _model_inputs(inputs, "inputs"))]
     return [_make_text(str(name), content) for name, content in inputs.items()]

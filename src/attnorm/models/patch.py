@@ -281,9 +281,10 @@ def _select_modules(model: nn.Module, layers: Layers | None) -> SelectedModules:
     model_layers = sorted({layer for _, layer in sites.values()})
     unknown = [layer for layer in heads_of if layer not in model_layers]
     if unknown or not heads_of:
-        problem = f"layer {unknown[0]!r}, which it does not have" if unknown else "no layer at all"
+        problem = f"layer {unknown[0]!r}" if unknown else "none"
         raise ValueError(
-            f"layers= names {problem}; {type(model).__name__} has the layers {model_layers[0]} to {model_layers[-1]}"
+            f"layers=: expected layers from {model_layers[0]} to {model_layers[-1]} of {type(model).__name__}, "
+            f"got {problem}."
         )
     selected: SelectedModules = {}
     for module, (site, layer) in sites.items():
@@ -303,7 +304,7 @@ def _heads_by_layer(layers: Any) -> dict[int, Any]:
         return dict.fromkeys(map(as_integer, layers if isinstance(layers, Iterable) else [layers]))
     except TypeError:
         raise TypeError(
-            f"layers= takes numbers of layers, e.g. [10, 11], or {{layer: heads}}; got {layers!r}"
+            f"layers=: expected indices of layers, e.g. [10, 11], or {{layer: heads}}, got {layers!r}."
         ) from None
 
 

@@ -383,7 +383,7 @@ def check_options(name: str, factory: Factory, options: Mapping[str, Any]) -> No
         signature.bind(**options)
     except TypeError as error:
         accepted = ", ".join(signature.parameters) or "no options"
-        raise TypeError(f"normalizer {name!r}: {error}; it accepts {accepted}") from None
+        raise TypeError(f"normalizer {name!r}: {error}. It accepts {accepted}") from None
     for option, value in options.items():
         parameter = signature.parameters.get(option)
         types = [] if parameter is None else _accepted_types(parameter.annotation)

@@ -188,7 +188,7 @@ def _check_keys(n: int) -> None:
 def _check(n: int, weight: float) -> None:
     _check_keys(n)
     if not 1 / n <= weight <= 1:
-        raise ValueError(f"the leading token's weight lies in [1/n, 1] = [{1 / n:.4g}, 1], got {weight}")
+        raise ValueError(f"expected a weight of the leading token in [1/n, 1] = [{1 / n:.4g}, 1], got {weight}")
 
 
 @dataclass(frozen=True, kw_only=True)

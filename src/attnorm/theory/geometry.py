@@ -410,6 +410,6 @@ def top_n_coverage(
 def _shares(shares: Tensor) -> Tensor:
     if not runs_asynchronously(shares) and bool(((shares < 0) | (shares > 1)).any()):
         raise ValueError(
-            f"a share lies between 0 and 1, got values from {float(shares.min())} to {float(shares.max())}"
+            f"expected shares between 0 and 1, got values from {float(shares.min())} to {float(shares.max())}"
         )
     return shares

@@ -58,7 +58,7 @@ def isotropic_norm_cdf(
     r = np.asarray(radius, dtype=np.float64)
     b = np.sort(np.abs(np.asarray(coefficients, dtype=np.float64).ravel()))[::-1]
     if dimension < 2:
-        raise ValueError(f"directions on a sphere need dimension 2 or more, got {dimension}")
+        raise ValueError(f"expected a dimension of at least 2 for directions on a sphere, got {dimension}")
     if not np.isfinite(b).all() or np.isnan(r).any() or tolerance <= 0:
         raise ValueError(
             f"expected finite coefficients, radii that are numbers and a tolerance above 0, got {tolerance}"

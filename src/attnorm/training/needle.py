@@ -67,8 +67,8 @@ class NeedleTask:
             raise ValueError(f"depths must lie between 0 (the start) and 1 (the end), got {self.depths}")
         if not (0 < self.nearest <= 1 and 0 <= self.near_share <= 1):
             raise ValueError(
-                f"nearest and near_share are shares between 0 and 1, the first above 0; got {self.nearest} and "
-                f"{self.near_share}"
+                f"expected nearest above 0 and near_share of at least 0, both at most 1, got {self.nearest} and "
+                f"{self.near_share}."
             )
 
     def reach(self, step: int) -> float:

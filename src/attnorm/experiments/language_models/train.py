@@ -183,7 +183,10 @@ def best_rate(workspace: LMWorkspace, normalizer: str) -> float:
         rate: line["valid_loss"] for rate, line in tried.items() if line["valid_loss"] is not None
     }
     if not ended:
-        raise ValueError(f"{normalizer} diverged at every learning rate: {', '.join(f'{rate:g}' for rate in tried)}")
+        raise ValueError(
+            f"{normalizer} diverged at every learning rate: {', '.join(f'{rate:g}' for rate in tried)}. Add lower "
+            "rates with --set rates=[...]."
+        )
     return min(ended, key=lambda rate: ended[rate])
 
 

@@ -79,9 +79,9 @@ class RetrievalRecipe:
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name.replace('_', ' ')} must be 0 or more, got {getattr(self, name)}")
         if not 0 <= self.leak_from < 1:
-            raise ValueError(f"leak_from is a share of the steps, at least 0 and below 1; got {self.leak_from}")
+            raise ValueError(f"leak_from: expected a share of the steps, at least 0 and below 1, got {self.leak_from}.")
         if not 0 <= self.squeezed <= 1:
-            raise ValueError(f"squeezed is a share of the sets, between 0 and 1; got {self.squeezed}")
+            raise ValueError(f"squeezed: expected a share of the sets between 0 and 1, got {self.squeezed}.")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be {' or '.join(DTYPES)}, got {self.dtype!r}")
         if self.dtype == "bfloat16" and (self.squeezed or self.leak_penalty or self.standardized):
