@@ -54,7 +54,7 @@ class IsotropicLaw:
 def isotropic_norm_cdf(
     radius: ArrayLike, coefficients: ArrayLike, dimension: int, tolerance: float = 1e-6
 ) -> IsotropicLaw:
-    """P(||sum_j b_j u_j|| <= r) for every radius r. Warns where the tolerance is missed (`reached` is False)."""
+    """Return P(||sum_j b_j u_j|| <= r) for every radius r. Warns if the tolerance is missed (`reached` is False)."""
     r = np.asarray(radius, dtype=np.float64)
     b = np.sort(np.abs(np.asarray(coefficients, dtype=np.float64).ravel()))[::-1]
     if dimension < 2:
@@ -103,7 +103,7 @@ def _inside_support(r: Array, b: Array, d: int, tolerance: float) -> tuple[str, 
 
 
 def cosine_cdf(cosine: ArrayLike, dimension: int) -> Array:
-    """P(<u, e> <= c) for u uniform on the sphere and e any unit vector."""
+    """Return P(<u, e> <= c) for u uniform on the sphere and e any unit vector."""
     half = (dimension - 1) / 2
     return np.asarray(special.betainc(half, half, (1 + np.clip(cosine, -1, 1)) / 2), dtype=np.float64)
 
