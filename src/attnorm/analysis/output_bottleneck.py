@@ -140,7 +140,7 @@ def output_bottleneck(
         texts: A text, a pathlib.Path, several of them, or token ids (default: a built-in text).
         larger: A larger model with the same vocabulary, as an estimate of the rank that the text needs.
         contexts: Number of contexts, that is rows of the matrix (default: four times the width, at most 2,048).
-        tokenizer: Object, hub name or folder (default: the tokenizer next to the model).
+        tokenizer: Object, hub name or folder (default: the tokenizer of the model).
         device: "cpu", "cuda" or "auto" (default: the GPU if there is one).
 
     Raises:

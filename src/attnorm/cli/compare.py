@@ -342,7 +342,7 @@ def evaluate(
     dtype: options.Dtype = None,
     device: options.Device = None,
     trust_remote_code: options.Trust = False,
-    seed: Annotated[int, typer.Option(help="Random seed for the documents of pass-key.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed for the documents of pass-key and RULER.")] = 0,
     threads: options.Threads = None,
     as_json: Json = False,
 ) -> None:

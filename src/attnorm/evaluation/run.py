@@ -61,14 +61,15 @@ def evaluate(
 
     Args:
         model: Hub name, folder, "bundled", or a model in memory.
-        tokenizer: Tokenizer, or its name (default: the one next to the model).
+        tokenizer: Tokenizer, or its hub name or folder (default: the tokenizer of the model).
         normalizers: Specifications such as "ssmax" or "entmax:alpha=1.3", or recipe files (.toml).
         tasks: "perplexity", "pass-key", "ruler" (the six tasks that need no download), or names of lm-eval's tasks.
         lengths: Tokens per document of perplexity, pass keys and RULER.
-        limit: Documents per task and length.
+        limit: Maximum number of documents per task and length.
         text: A text file, plain or .xz, for perplexity and pass keys (default: a built-in text).
-        out: Folder for the results. The same call resumes there; more tasks, lengths or normalizers are added.
-        seed: Random seed of the documents.
+        out: Folder for the results. The same call resumes an interrupted run; new tasks, lengths or normalizers are
+            added.
+        seed: Random seed for the documents of pass keys and RULER.
 
     Raises:
         ValueError: Unknown tasks or normalizers, a text that is too short, data that cannot be downloaded.

@@ -121,8 +121,11 @@ def from_pretrained(
 ) -> PreTrainedModel:
     """Load a patched model from a folder or a hub repository, with its normalizers.
 
-    model_class: class to load it as (default: the class that was saved). options: as for its from_pretrained. Weights
-    are read from safetensors only, unless use_safetensors=False allows pickles.
+    Weights are read from safetensors only, unless use_safetensors=False allows pickles.
+
+    Args:
+        model_class: Class to load the model as (default: the class that was saved).
+        options: As for its from_pretrained.
 
     >>> model = from_pretrained("my-model", dtype="bfloat16")
     """

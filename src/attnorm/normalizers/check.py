@@ -75,9 +75,12 @@ def check_normalizer(
 
     A normalizer given by name is also compared with its declared reference.
 
-    heads: number of heads of the test logits; must match the parameters of the normalizer (default: 2). width: width of
-    the hidden states, if it reads them. exceptions: {check name: reason} (default: those that its file declares).
-    compile: also compare with torch.compile, which takes seconds (default: False).
+    Args:
+        heads: Number of heads of the test logits; must match the parameters of the normalizer (default: 2).
+        width: Width of the hidden states, if the normalizer reads them.
+        exceptions: {check name: reason} for checks that may fail (default: those that its file declares).
+        compile: Also compare with torch.compile, which takes seconds (default: False).
+        raise_on_failure: Raise ContractError if a check fails; False returns the report (default: True).
     """
     row_normalizer = _row_normalizer(normalizer)
     name = row_normalizer.name

@@ -85,7 +85,17 @@ def compose(
     sink: NameOrNormalizer | Sink | None = None,
     name: str = "custom",
 ) -> Normalizer:
-    """Build a normalizer from parts: each is an object, a normalizer that has only this part, or such a one's name."""
+    """Build a normalizer from parts. Each is an object, or a normalizer (or its name) that has only this part.
+
+    Args:
+        map: Turns the logits into weights.
+        scale: Logit rules, applied in this order before the map.
+        select: Selections, which hide keys from the map.
+        sink: One more logit without a value, whose weight is dropped.
+        name: Name of the result in tables and reports.
+
+    >>> compose("entmax15", scale="ssmax", select="topk", sink="sink")
+    """
     return Normalizer(
         map if isinstance(map, Map) else _map_of(map),
         scale=_rules_of(scale),

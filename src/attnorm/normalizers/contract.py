@@ -326,9 +326,11 @@ class Normalizer(Part):
     ) -> Tensor:
         """Return weights of the logits' shape and dtype.
 
-        logits: (..., Q, K); if parameters are per head, dimension -3 holds the heads. mask: boolean, True = may attend.
-        positions: positions of the queries, (Q,) or (B, Q) (default: the last query is at the last key).
-        hidden_states: layer input of the queries, (B, Q, width), for rules that read it.
+        Args:
+            logits: (..., Q, K); if parameters are per head, dimension -3 is the heads.
+            mask: Boolean, True = may attend.
+            positions: Positions of the queries, (Q,) or (B, Q) (default: the last query is at the last key).
+            hidden_states: Layer input of the queries, (B, Q, width), for rules that read it.
         """
         weights = self.weights(Block.of(logits, mask, positions, hidden_states))
         if weights.shape != logits.shape:
