@@ -29,7 +29,7 @@ def atomic_replace(path: Path) -> Iterator[Path]:
     try:
         yield draft
         _fsync(draft)
-        if draft.is_dir() and path.exists():  # a folder cannot replace one that holds files
+        if draft.is_dir() and path.exists():  # a folder cannot replace one that contains files
             _remove(path)
         draft.replace(path)
         _fsync(path.parent, contents=False)

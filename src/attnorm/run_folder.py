@@ -20,14 +20,16 @@ def require_folder(out: Path) -> None:
         raise ValueError(f"expected a folder for the output, got the file {out}. Choose another name.")
 
 
-def require_only(out: Path, own: Collection[str], holds: str) -> None:
-    """Raise ValueError if the folder holds files or folders other than `own`; hidden ones do not count.
+def require_only(out: Path, own: Collection[str], content: str) -> None:
+    """Raise ValueError if the folder contains files or folders other than `own`; hidden ones do not count.
 
-    holds: what the error says that the folder contains.
+    content: what the error says that the folder contains.
     """
     require_folder(out)
     if out.is_dir() and any(not path.name.startswith(".") and path.name not in own for path in out.iterdir()):
-        raise ValueError(f"expected an empty or new folder, got {out}, which holds {holds}. Choose another folder.")
+        raise ValueError(
+            f"expected an empty or new folder, got {out}, which contains {content}. Choose another folder."
+        )
 
 
 def make_writable(out: Path) -> None:
@@ -72,17 +74,17 @@ def read_record(path: Path, required: Collection[str], remedy: str) -> dict[str,
 
 
 def require_same_run(
-    here: Mapping[str, Any], there: Mapping[str, Any], holds: str, remedy: str, show: Callable[[Any], str] = str
+    here: Mapping[str, Any], there: Mapping[str, Any], message: str, remedy: str, show: Callable[[Any], str] = str
 ) -> None:
-    """Raise ValueError if the settings of this call differ from those of the run that the folder holds.
+    """Raise ValueError if the settings of this call differ from those of the run in the folder.
 
     here, there: settings of this call, and of the folder.
-    holds: the start of the message, for example "out holds another run".
+    message: the start of the message, for example "out contains another run".
     remedy: the end of the message.
     """
     different = differences(here, there, show)
     if different:
-        raise ValueError(f"{holds}: {'; '.join(different)}. {remedy}")
+        raise ValueError(f"{message}: {'; '.join(different)}. {remedy}")
 
 
 def differences(here: Mapping[str, Any], there: Mapping[str, Any], show: Callable[[Any], str] = str) -> list[str]:

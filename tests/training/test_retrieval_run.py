@@ -197,7 +197,7 @@ def test_trials_that_make_no_sense_are_refused(changed: dict[str, Any], message:
 
 def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
-    with pytest.raises(ValueError, match="holds files"):
+    with pytest.raises(ValueError, match="contains files"):
         go(tmp_path)
     with pytest.raises(ValueError, match="got the file"):
         go(tmp_path / "thesis.tex")

@@ -270,23 +270,23 @@ class Analysis:
 
 
 def reject_another_run(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Raise FileExistsError, naming the differences, if the folder holds something else than this run."""
+    """Raise FileExistsError, naming the differences, if the folder contains something else than this run."""
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder}: expected a folder for the output, got a file")
     if not (folder / store.MANIFEST).exists():
         foreign_files = [f"{name}.parquet" for name in TABLES if (folder / f"{name}.parquet").exists()]
         if foreign_files:
             raise FileExistsError(
-                f"{folder} holds {', '.join(foreign_files)} of another program. Choose another folder."
+                f"{folder} contains {', '.join(foreign_files)} of another program. Choose another folder."
             )
         return
     there = store.read_json(folder / store.MANIFEST)
     if "schema" not in there:
-        raise FileExistsError(f"{folder} holds a {store.MANIFEST} of another program. Choose another folder.")
+        raise FileExistsError(f"{folder} contains a {store.MANIFEST} of another program. Choose another folder.")
     different = manifests.differences(there, manifest)
     if different:
         raise FileExistsError(
-            f"{folder} holds another run ({'; '.join(different)}). Choose another folder. "
+            f"{folder} contains another run ({'; '.join(different)}). Choose another folder. "
             "Analysis.merged([...]) combines runs on one model afterwards."
         )
 

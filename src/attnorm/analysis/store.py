@@ -139,7 +139,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DamagedFileError(f"{path} was not written by attnorm: {error}. Choose another folder.") from error
     if not isinstance(content, dict):
-        raise DamagedFileError(f"{path} was not written by attnorm: it holds no JSON object. Choose another folder.")
+        raise DamagedFileError(f"{path} was not written by attnorm: it contains no JSON object. Choose another folder.")
     return without_digest(path, content)
 
 

@@ -253,7 +253,7 @@ def evaluation_of(folder: Path, scores_folder: Path | None = None) -> "Evaluatio
     """Return the scores that belong to an analysis: of the given folder, else of its own folder `evaluation`.
 
     Raises:
-        ValueError: The folder holds no evaluation, or a damaged one.
+        ValueError: The folder contains no evaluation, or a damaged one.
     """
     inside = folder / "evaluation"
     if scores_folder is None and not (inside / "evaluation.json").is_file():

@@ -207,7 +207,7 @@ def report(
 
     --threshold judges the saved numbers again for this report; the tables in DIR do not change.
 
-    Exit codes: 0 written; 1 no disk space; 2 DIR holds no finished analysis.
+    Exit codes: 0 written; 1 no disk space; 2 DIR contains no finished analysis.
 
     Example: attnorm report run --figures figures
     """

@@ -159,7 +159,7 @@ class Evaluation:
         """Read a folder that `attnorm evaluate --out` wrote.
 
         Raises:
-            ValueError: It holds no evaluation, or a damaged one.
+            ValueError: It contains no evaluation, or a damaged one.
         """
         folder = Path(folder)
         remedy = "Run attnorm evaluate again."

@@ -246,7 +246,7 @@ def _merge_record(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
         require_same_run(
             record["run"],
             recorded["run"],
-            f"{folder} holds another evaluation",
+            f"{folder} contains another evaluation",
             "Choose a new folder with --out.",
             _format_setting,
         )

@@ -252,13 +252,13 @@ def _require_same_settings(folder: Path, identity: Mapping[str, Any]) -> None:
         )
     record = read_outcome(folder)
     if record is not None:
-        holds = f"{folder} holds {record.get('name', 'an experiment')} of other settings"
+        message = f"{folder} contains {record.get('name', 'an experiment')} of other settings"
         remedy = "Choose another --out, or replace it with --fresh"
-        require_same_run(identity, record["settings"], holds, remedy, _shorten)
+        require_same_run(identity, record["settings"], message, remedy, _shorten)
 
 
 def _require_own_files(folder: Path) -> None:
-    """Raise ValueError if the folder, which new results replace, holds files that no experiment wrote."""
+    """Raise ValueError if the folder, which new results replace, contains files that no experiment wrote."""
     if not folder.exists():
         return
     try:
@@ -270,7 +270,7 @@ def _require_own_files(folder: Path) -> None:
     foreign = sorted({path.name for path in folder.iterdir()} - {OUTCOME, VERDICT, *names})
     if foreign:
         raise ValueError(
-            f"{folder} holds {', '.join(foreign[:3])}{' and others' if len(foreign) > 3 else ''}, which new "
+            f"{folder} contains {', '.join(foreign[:3])}{' and others' if len(foreign) > 3 else ''}, which new "
             "results would delete. Choose another --out, or move them."
         )
 

@@ -145,7 +145,7 @@ class Workspace(Generic[AnyPlan]):
     def open(cls, folder: Path, plan: AnyPlan) -> "Workspace[AnyPlan]":
         """
         Raises:
-            ValueError: The folder holds another plan.
+            ValueError: The folder contains another plan.
         """
         folder.mkdir(parents=True, exist_ok=True)
         workspace = cls(folder, plan)
@@ -156,7 +156,7 @@ class Workspace(Generic[AnyPlan]):
         stored = read_record(folder / PLAN, (), "Choose another folder, or remove the file.") or {}
         if "normalizers" in stored:
             stored["normalizers"] = [*map(read_spec, stored["normalizers"])]
-        require_same_run(current, stored, f"{folder} holds another plan", "Choose another folder")
+        require_same_run(current, stored, f"{folder} contains another plan", "Choose another folder")
         return workspace
 
     @property

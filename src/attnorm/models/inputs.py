@@ -348,7 +348,7 @@ def tokens_of(
     """Tokenize a text. whole: tokenize all of a long text instead of pieces. pieces: number of pieces."""
     if isinstance(text.content, Tensor):
         if bos is not None:
-            raise ValueError(f"bos={bos} applies to texts, but {text.name!r} holds token ids. Leave bos out.")
+            raise ValueError(f"bos={bos} applies to texts, but {text.name!r} contains token ids. Leave bos out.")
         return Tokens(torch.atleast_2d(text.content))
     if not isinstance(text.content, str):
         raise TypeError(f"expected a text or token ids, got {type(text.content).__name__} for {text.name!r}")

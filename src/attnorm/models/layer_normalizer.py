@@ -131,7 +131,7 @@ def read_recipe_file(path: Path) -> RecipeFile:
     """Read a recipe file.
 
     Raises:
-        ValueError: It cannot be read, or holds something else.
+        ValueError: It cannot be read, or contains something else.
     """
     try:
         text = path.read_text(encoding="utf-8")

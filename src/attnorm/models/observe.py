@@ -213,7 +213,7 @@ def _forward_parameters(module_class: type[nn.Module]) -> tuple[str, ...]:
 
 
 def _states_of_keys(key: Tensor, source: Any) -> Tensor | None:
-    """Return the states that the keys are projected from; None if a cache holds keys of earlier calls."""
+    """Return the states that the keys are projected from; None if a cache contains keys of earlier calls."""
     if not isinstance(source, Tensor) or source.dim() != 3 or source.shape[:2] != (key.shape[0], key.shape[2]):
         return None
     return source.to(key.device)

@@ -270,7 +270,7 @@ def check_savable(model: nn.Module) -> None:
 
 @contextmanager
 def _digest_in_config(model: PreTrainedModel, state: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within the with statement, the config holds a digest of the normalizers' values.
+    """Within the with statement, the config contains a digest of the normalizers' values.
 
     It is removed afterwards, because training would make it wrong.
     """

@@ -37,7 +37,7 @@ def fetch(folder: str | Path, gguf: Path | None = None) -> Path:
     if _is_complete(folder):
         return folder
     if folder.exists() and any(folder.iterdir()):
-        raise CannotFetch(f"expected an empty or new folder, got {folder}, which holds other files. Choose another.")
+        raise CannotFetch(f"expected an empty or new folder, got {folder}, which contains other files. Choose another.")
     needed = ("pip", "gguf", "accelerate") if gguf is None else ("gguf", "accelerate")
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:

@@ -47,7 +47,7 @@ def find(model: str | Path) -> Source:
     if path.is_file():
         raise CannotLoad(
             f"expected a folder with config.json and model.safetensors, or a {GGUF} file, got the file {path}. "
-            "Give the folder that holds it."
+            "Give the folder that contains it."
         )
     name = str(model)
     if can_only_be_a_folder(model):

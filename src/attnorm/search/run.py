@@ -64,7 +64,7 @@ def search(
     storage: URL of a database for the studies (default: a journal in the folder).
 
     Raises:
-        ValueError: The folder holds another search, or the engine or the database cannot be used.
+        ValueError: The folder contains another search, or the engine or the database cannot be used.
         ImportError: Optuna, accelerate or the library of the engine is not installed.
     """
     check_optuna()
@@ -105,10 +105,10 @@ def _open_folder(out: Path, plan: SearchPlan) -> None:
     else:  # more trials or seeds continue a search
         recorded = read_content(record["content"])
         current, previous = ({**content, "trials": 0, "confirm": {}} for content in (plan.content, recorded))
-        require_same_run(current, previous, f"{out} holds another search", "Choose another folder")
+        require_same_run(current, previous, f"{out} contains another search", "Choose another folder")
         if recorded != record["content"]:  # its study has the choices and items under other names
             raise ValueError(
-                f"{out} holds a search of an earlier version of attnorm, in which the normalizers are "
+                f"{out} contains a search of an earlier version of attnorm, in which the normalizers are "
                 f"{', '.join(recorded['space']['normalizers'])}. It cannot be resumed. Choose another folder."
             )
     write_json(out / SEARCH, {"format": FORMAT, "content": plan.content})

@@ -82,7 +82,7 @@ def sweep(
         report: Called after every item with its outcome, the number of items done and their total.
 
     Raises:
-        ValueError: The folder holds another sweep, another process runs it, or the engine cannot be used.
+        ValueError: The folder contains another sweep, another process runs it, or the engine cannot be used.
         ImportError: The library of the engine is not installed.
     """
     check_engine(on)  # before the folder belongs to this plan

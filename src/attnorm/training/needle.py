@@ -128,7 +128,7 @@ def train_needle(
     check_lengths([times * settings.context for times in task.longer], settings)
     if not (folder / "tokenizer.json").is_file():  # written with the model, at the end
         raise ValueError(
-            f"{folder} holds a training run that is not finished. Run `attnorm train lm` again to finish it."
+            f"{folder} contains a training run that is not finished. Run `attnorm train lm` again to finish it."
         )
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     wording = Wording.of(tokenizer)
@@ -158,7 +158,7 @@ def usual_longer(model: str | Path) -> tuple[int, ...]:
     """Return the default test lengths as multiples of the training length: only 1 if positions are learned.
 
     Raises:
-        ValueError: The folder holds no model of `train lm`.
+        ValueError: The folder contains no model of `train lm`.
     """
     return LONGER if ANY_LENGTH[settings_of(folder_of(model)).architecture] else LONGER[:1]
 
@@ -167,7 +167,7 @@ def settings_of(folder: Path) -> LMSettings:
     """Return the settings of a model's training.
 
     Raises:
-        ValueError: The folder holds no model of `train lm`.
+        ValueError: The folder contains no model of `train lm`.
     """
     try:
         run = json.loads((folder / RECORD).read_text(encoding="utf-8"))["run"]

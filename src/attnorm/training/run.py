@@ -52,7 +52,7 @@ def open_run(out: Path, identity: dict[str, Any], *, resume: bool) -> dict[str, 
     """Return the record of the run with these settings in the folder; create it if the folder is new or empty.
 
     Raises:
-        ValueError: The folder holds another run, or files of something else.
+        ValueError: The folder contains another run, or files of something else.
     """
     path = out / RECORD
     record = read_record(path, ("run",), "Choose another folder with --out, or remove this one.")
@@ -64,7 +64,7 @@ def open_run(out: Path, identity: dict[str, Any], *, resume: bool) -> dict[str, 
     remedy = f"Choose another folder with --out, or give the same settings to continue that run{unsaved}"
     usual = {"normalizer": "softmax", "normalizer_options": {}, "recipe": {}, "output": "softmax"}
     current, recorded = ({**usual, **values} for values in (identity, read_settings(record["run"])))
-    require_same_run(current, recorded, f"{out} holds another run", remedy, _format_files)
+    require_same_run(current, recorded, f"{out} contains another run", remedy, _format_files)
     if resume:
         return record
     shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
@@ -73,7 +73,7 @@ def open_run(out: Path, identity: dict[str, Any], *, resume: bool) -> dict[str, 
 
 
 def require_own(out: Path) -> None:
-    """Raise ValueError if the folder holds files and no training run."""
+    """Raise ValueError if the folder contains files and no training run."""
     if not (out / RECORD).is_file():
         require_only(out, (), "files, but no training run")
 
@@ -238,7 +238,7 @@ class TrainingRun:
         raise NotImplementedError
 
     def _state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds besides weights, optimizer state and step."""
+        """Return what a checkpoint contains besides weights, optimizer state and step."""
         return {"seconds": self.seconds}
 
     def _logged_steps(
@@ -252,7 +252,7 @@ class TrainingRun:
     ) -> Generator[dict[str, float], None, None]:
         """Train until the last step, the deadline or a request to stop; yield the log entries.
 
-        An entry is checked to be finite before a checkpoint is written, so no checkpoint holds a broken model.
+        An entry is checked to be finite before a checkpoint is written, so no checkpoint contains a broken model.
 
         Args:
             checkpoint_every: Steps between checkpoints; the last step has one too. None for no checkpoints.

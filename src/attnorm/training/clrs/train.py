@@ -225,7 +225,7 @@ def train_clrs(
     save_model: bool = False,
     report: ClrsCallback = lambda stage, done, total, entry: None,
 ) -> dict[str, Any]:
-    """Train the model in `out`, or continue; return the record that training.json holds.
+    """Train the model in `out`, or continue; return the record that training.json contains.
 
     Args:
         device: Default: a GPU if there is one.

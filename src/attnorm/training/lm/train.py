@@ -84,7 +84,7 @@ def train_lm(
     command: str = "",
     report: LMCallback = lambda progress: None,
 ) -> dict[str, Any]:
-    """Train the model in `out`, or continue; return the record that training.json holds.
+    """Train the model in `out`, or continue; return the record that training.json contains.
 
     Args:
         compiled: Compile the repeating blocks of the model.
