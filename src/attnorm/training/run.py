@@ -203,7 +203,7 @@ def capture(step: Callable[..., Tensor], *inputs: Tensor) -> CapturedStep | None
         return CapturedStep(step, *inputs)
     except RuntimeError as error:  # e.g. a normalizer of the user's waits for the GPU, which a graph cannot contain
         reason = str(error).partition("\n")[0]
-        warnings.warn(f"training continues without a CUDA graph and is slower: {reason}", stacklevel=3)
+        warnings.warn(f"training continues without a CUDA graph, which is slower: {reason}", stacklevel=3)
         return None
 
 
