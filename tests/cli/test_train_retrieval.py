@@ -95,11 +95,11 @@ def test_the_command_tests_on_fewer_sets_than_the_reproduction(tmp_path: Path, m
     [
         (["--normalizers", "sofmax"], "did you mean 'softmax'"),
         (["--normalizers", "linear"], "is a mechanism"),
-        (["--normalizers", ","], "at least one of normalizers"),
+        (["--normalizers", ","], "normalizers: expected at least one"),
         (["--task", "mux"], "did you mean 'max'"),
         (["--sizes", "16,1"], "at least 2 items, got 1"),
         (["--sizes", "16,many"], "got '16,many'"),
-        (["--seeds", "0"], "at least one of seeds"),
+        (["--seeds", "0"], "seeds: expected at least one"),
         (["--steps", "0"], "steps must be at least 1"),
         (["--device", "abacus"], "cannot use device"),
     ],

@@ -150,7 +150,7 @@ def test_tasks_without_priorities_have_no_leak(tmp_path: Path, task: str) -> Non
     ("changed", "message"),
     [
         ({"task": "maxx"}, "'max'"),
-        ({"seeds": ()}, "at least one of seeds"),
+        ({"seeds": ()}, "seeds: expected at least one"),
         ({"seeds": (1, 1)}, "seeds, got 1 "),
         ({"seeds": (-1,)}, "got -1"),
         ({"task": "recall", "recipe": RetrievalRecipe(steps=1, squeezed=0.5)}, "Set it to 0"),

@@ -217,7 +217,7 @@ def _report_sizes(report: RetrievalCallback, testing: RetrievalProgress, done: i
 def _check_names(normalizers: Sequence[str], seeds: Sequence[int]) -> None:
     for what, values in (("normalizers", normalizers), ("seeds", seeds)):
         if not values:
-            raise ValueError(f"expected at least one of {what}, got none.")
+            raise ValueError(f"{what}: expected at least one, got none.")
         twice = [value for value in values if list(values).count(value) > 1]
         if twice:
             raise ValueError(f"expected distinct {what}, got {twice[0]!r} twice. Remove one.")
