@@ -202,7 +202,9 @@ def analyze(
                 analysis.save(folder)
                 return analysis
             except store.DamagedFileError as error:
-                warnings.warn(f"{error}. The tables are combined again from the finished parts.", stacklevel=2)
+                warnings.warn(
+                    f"{str(error).rstrip('.')}. The tables are combined again from the finished parts.", stacklevel=2
+                )
         with store.explained_when_full(folder):
             store.make_folder(folder)
             store.write_json(folder / store.MANIFEST, manifest)
@@ -294,7 +296,7 @@ def _read_finished_part(folder: Path, key: str) -> tuple[Part | None, bool]:
     try:
         return store.read_part(folder, key), False
     except store.DamagedFileError as error:
-        warnings.warn(f"{error}. This part is measured again.", stacklevel=2)
+        warnings.warn(f"{str(error).rstrip('.')}. This part is measured again.", stacklevel=2)
         return None, True
 
 

@@ -330,8 +330,8 @@ def _explain_default_model(model: str, *, chosen: bool) -> Iterator[None]:
         if chosen or not str(error).startswith(f"{model}: "):
             raise
         raise ValueError(
-            f"{error}. The default model is {model}, as in the paper. Use --model bundled, --model FOLDER or "
-            "--quick, which need no network."
+            f"{str(error).rstrip('.')}. The default model is {model}, as in the paper. Use --model bundled, "
+            "--model FOLDER or --quick, which need no network."
         ) from None
 
 

@@ -112,7 +112,7 @@ def _tensors(path: Path, device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def _unreadable_error(path: Path, error: Exception) -> ValueError:
-    return ValueError(f"the checkpoint {path} cannot be read ({error}); remove it, or start over")
+    return ValueError(f"the checkpoint {path} cannot be read ({error}). Remove it, or train again in a new folder.")
 
 
 def _optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
