@@ -25,10 +25,10 @@ def test_a_folder_may_be_new_empty_or_of_the_same_kind(tmp_path: Path) -> None:
     require_only(tmp_path, (), "something")
     (tmp_path / "records.jsonl").touch()
     require_only(tmp_path, {"records.jsonl"}, "something")
-    with pytest.raises(ValueError, match="holds something"):
+    with pytest.raises(ValueError, match="contains something"):
         require_only(tmp_path, (), "something")
     for check in (require_folder, make_writable):
-        with pytest.raises(ValueError, match="is a file"):
+        with pytest.raises(ValueError, match="got the file"):
             check(tmp_path / "records.jsonl")
     make_writable(tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b").is_dir()
@@ -41,9 +41,9 @@ def test_settings_that_differ_are_named_and_equal_ones_are_not() -> None:
     assert differences({"text": [1]}, {"text": [2]}, lambda value: "a.txt") == [
         "text is a.txt here and there, but with another content"
     ]
-    require_same_run(here, dict(here), "out holds another run", "Remedy")
+    require_same_run(here, dict(here), "out contains another run", "Remedy")
     with pytest.raises(ValueError, match=r"^out\b.*seed.*\b1\b.*\b0\b.*Remedy$"):
-        require_same_run(here, there, "out holds another run", "Remedy")
+        require_same_run(here, there, "out contains another run", "Remedy")
 
 
 @pytest.mark.parametrize(

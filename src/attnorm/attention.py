@@ -137,19 +137,25 @@ def attention(
 ) -> "Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AttentionStatistics]":
     """Compute attention with any normalizer: output (B, H, Q, E) for q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E).
 
-    If there are fewer key heads than query heads, groups of query heads share a key head. A query that sees no key gets
-    zeros. A normalizer given by name is built for this call: its parameters have their initial values and no gradient.
+    With fewer key heads G than query heads H, groups of query heads share a key head. A query that sees no key gets
+    zeros.
 
-    mask: boolean, True = may attend, broadcastable to (B, H, Q, K). causal: aligned bottom-right, so that the last
-    query sees all keys. scale: factor of the logits (default: 1/sqrt(D)). positions, hidden_states: as for a
-    normalizer.
-
-    dropout_p: probability of dropping each weight; the others are divided by 1 - dropout_p, as in torch (default: 0).
-    Applies whenever it is above 0: pass 0 in evaluation. return_weights: also return the weights (B, H, Q, K) after
-    dropout, in at least float32; for matrices of at most 1 GiB. return_statistics: also return the statistics of every
-    row, as attnorm.attention_statistics does, without gradient. On CUDA one kernel computes both for sigmoid, relu and
-    softpick, and for softmax without a gradient; with one, in half precision without mask and rescaling. For entmax two
-    kernels share the thresholds.
+    Args:
+        normalizer: A name, a specification such as "entmax:alpha=1.3", or an object. One that is given by name is built
+            for this call: its parameters have their initial values and no gradient.
+        mask: Boolean, True = may attend, broadcastable to (B, H, Q, K).
+        causal: Hide later keys. Aligned bottom-right: the last query sees all keys.
+        scale: Factor of the logits (default: 1/sqrt(D)).
+        positions: Positions of the tokens, as for a Normalizer.
+        hidden_states: Layer inputs of the queries, as for a Normalizer.
+        dropout_p: Probability to drop each weight; the others are divided by 1 - dropout_p, as in torch (default: 0).
+            It applies whenever it is above 0: pass 0 in evaluation.
+        return_weights: Also return the weights (B, H, Q, K) after dropout, in at least float32, of at most 1 GiB.
+        return_statistics: Also return the statistics of every row, as attnorm.attention_statistics does, without
+            gradient. On CUDA one kernel computes both for sigmoid, relu and softpick. It also does for softmax without
+            gradients, and with gradients in half precision without mask and rescaling. For entmax two kernels share the
+            thresholds.
+        engine: Engine that computes the call; "auto" chooses one.
 
     >>> attention(q, k, v, "entmax15", causal=True)
     >>> output, statistics = attention(q, k, v, causal=True, return_statistics=True)
@@ -167,7 +173,10 @@ def attention(
         raise ValueError(f"expected dropout_p of at least 0 and below 1, got {dropout_p!r}. Pass 0 for no dropout.")
     if isinstance(chosen, Mechanism):
         if engine != "auto":
-            raise ValueError(f"{chosen.name!r} brings its own engine, got engine={engine!r}; use engine='auto'")
+            raise ValueError(
+                f"{chosen.name!r} is a mechanism with its own engine: expected engine='auto', got {engine!r}. Leave "
+                "engine out."
+            )
         if dropout_p or return_weights or return_statistics:
             raise ValueError(
                 "expected a row normalizer for dropout_p, return_weights and return_statistics, got the mechanism "
@@ -269,7 +278,7 @@ def _run_engine(inputs: Inputs, normalizer: Normalizer, engine: Engine) -> Tenso
         with torch.no_grad():
             runs_without = _computation(engine, inputs, normalizer) is not None
         reason = f"{_WHY_ENGINE_DOES_NOT_APPLY[engine]}{' with gradients' if runs_without else ''}"
-        raise ValueError(f"{normalizer.name!r} {reason} here; use engine='auto' or 'blocked'")
+        raise ValueError(f"{normalizer.name!r} {reason} here. Use engine='auto' or 'blocked'.")
     return compute(inputs, normalizer)
 
 
@@ -349,7 +358,8 @@ def normalize(
     chosen = resolve_for_call(normalizer, logits)
     if isinstance(chosen, Mechanism):
         raise TypeError(
-            f"{chosen.name!r} needs q, k, v, not a row of logits: call attnorm.attention(q, k, v, {chosen.name!r})"
+            f"{chosen.name!r} needs q, k and v instead of rows of logits. Call attnorm.attention(q, k, v, "
+            f"{chosen.name!r})."
         )
     weights: Tensor = chosen(logits, mask, positions=positions, hidden_states=hidden_states)
     return weights

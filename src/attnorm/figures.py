@@ -113,7 +113,7 @@ def place_labels(wanted: Sequence[float], heights: Sequence[float], *, highest: 
     from scipy.optimize import isotonic_regression
 
     if len(wanted) != len(heights):
-        raise ValueError(f"each label needs a height, got {len(wanted)} labels and {len(heights)} heights")
+        raise ValueError(f"expected one height per label, got {len(wanted)} labels and {len(heights)} heights.")
     if not wanted:
         return []
     room = [0.0]

@@ -29,7 +29,7 @@ def atomic_replace(path: Path) -> Iterator[Path]:
     try:
         yield draft
         _fsync(draft)
-        if draft.is_dir() and path.exists():  # a folder cannot replace one that holds files
+        if draft.is_dir() and path.exists():  # a folder cannot replace one that contains files
             _remove(path)
         draft.replace(path)
         _fsync(path.parent, contents=False)
@@ -91,7 +91,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
                 if isinstance(record, dict):
                     records.append(record)
     except (lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read ({error}); remove it, or copy it again") from None
+        raise ValueError(f"{path} cannot be read ({error}). Remove it, or copy it again.") from None
     return records
 
 
@@ -110,7 +110,9 @@ def read_text(path: Path) -> str:
         with open_text(path) as file:
             return file.read()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from None
+        raise ValueError(
+            f"{path} is not UTF-8 text ({error.reason} at byte {error.start}). Convert it to UTF-8."
+        ) from None
     except (lzma.LZMAError, EOFError):
         raise ValueError(f"{path} is not a valid xz file, or it is truncated. Compress it again.") from None
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The output folder of a run: it belongs to one run, one process at a time writes to it, and a stopped run resumes.
+"""The output folder of a run: it contains one run, one process at a time writes to it, and a stopped run resumes.
 
 A run is identified by its settings, plain JSON values. The folder keeps them in a record; a later call with the same
 settings continues, and a call with other settings raises an error that names the differences.
@@ -17,17 +17,19 @@ SETTINGS = ("run", "settings", "manifest")  # entries of records that describe a
 def require_folder(out: Path) -> None:
     """Raise ValueError if `out` exists and is not a folder."""
     if out.exists() and not out.is_dir():
-        raise ValueError(f"{out} is a file; name a folder for the output")
+        raise ValueError(f"expected a folder for the output, got the file {out}. Choose another name.")
 
 
-def require_only(out: Path, own: Collection[str], holds: str) -> None:
-    """Raise ValueError if the folder holds files or folders other than `own`; hidden ones do not count.
+def require_only(out: Path, own: Collection[str], content: str) -> None:
+    """Raise ValueError if the folder contains files or folders other than `own`; hidden ones do not count.
 
-    holds: what the error says that the folder contains.
+    content: what the error says that the folder contains.
     """
     require_folder(out)
     if out.is_dir() and any(not path.name.startswith(".") and path.name not in own for path in out.iterdir()):
-        raise ValueError(f"{out} holds {holds}; choose an empty or a new folder")
+        raise ValueError(
+            f"expected an empty or new folder, got {out}, which contains {content}. Choose another folder."
+        )
 
 
 def make_writable(out: Path) -> None:
@@ -42,7 +44,7 @@ def make_writable(out: Path) -> None:
         with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as error:
-        raise ValueError(f"cannot write into {out}: {error.strerror}; choose another folder with --out") from None
+        raise ValueError(f"cannot write into {out}: {error.strerror}. Choose another folder with --out.") from None
 
 
 def read_record(path: Path, required: Collection[str], remedy: str) -> dict[str, Any] | None:
@@ -66,23 +68,23 @@ def read_record(path: Path, required: Collection[str], remedy: str) -> dict[str,
             if not isinstance(record.get(name, {}), dict):
                 raise ValueError(f"expected a JSON object in {name}, got {record[name]!r}")
     except (ValueError, TypeError, OSError) as error:
-        raise ValueError(f"{path} is damaged ({error}); {remedy}") from None
+        raise ValueError(f"{path} is damaged ({error}). {remedy}") from None
     found: dict[str, Any] = record
     return found
 
 
 def require_same_run(
-    here: Mapping[str, Any], there: Mapping[str, Any], holds: str, remedy: str, show: Callable[[Any], str] = str
+    here: Mapping[str, Any], there: Mapping[str, Any], message: str, remedy: str, show: Callable[[Any], str] = str
 ) -> None:
-    """Raise ValueError if the settings of this call differ from those of the run that the folder holds.
+    """Raise ValueError if the settings of this call differ from those of the run in the folder.
 
     here, there: settings of this call, and of the folder.
-    holds: the start of the message, for example "out holds another run".
+    message: the start of the message, for example "out contains another run".
     remedy: the end of the message.
     """
     different = differences(here, there, show)
     if different:
-        raise ValueError(f"{holds}: {'; '.join(different)}. {remedy}")
+        raise ValueError(f"{message}: {'; '.join(different)}. {remedy}")
 
 
 def differences(here: Mapping[str, Any], there: Mapping[str, Any], show: Callable[[Any], str] = str) -> list[str]:
@@ -124,8 +126,8 @@ def only_process(out: Path) -> Iterator[None]:
     with try_lock(out / ".lock") as held:
         if not held:
             raise ValueError(
-                f"expected a folder that no other process writes to, got {out}. Wait until that run ends, or name "
-                "another folder with --out"
+                f"expected a folder that no other process writes to, got {out}. Wait until that run ends, or "
+                "choose another folder with --out."
             )
         yield
 

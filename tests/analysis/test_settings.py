@@ -82,11 +82,11 @@ def test_an_unknown_normalizer_comes_with_a_suggestion() -> None:
 
 
 def test_two_normalizers_of_one_name_are_refused_because_their_rows_could_not_be_told_apart() -> None:
-    with pytest.raises(ValueError, match=r"'entmax'.*another \.name"):
+    with pytest.raises(ValueError, match=r"'entmax'.*attribute \.name"):
         named_normalizers((attnorm.get("entmax", alpha=1.2), attnorm.get("entmax", alpha=1.8)))
     imposter = attnorm.get("sparsemax")
     imposter.name = "model"
-    with pytest.raises(ValueError, match=r"'model'.*another \.name"):
+    with pytest.raises(ValueError, match=r"'model'.*attribute \.name"):
         named_normalizers((imposter,))
 
 

@@ -134,7 +134,7 @@ def test_a_class_that_writes_what_a_base_class_leaves_open_is_known() -> None:
             super().__init__(0.2)
 
     class Declared(LogLengthScale):
-        known = True
+        known_to_engines = True
 
         def forward(self, block: Block) -> Tensor:
             return super().forward(block)

@@ -230,7 +230,7 @@ def test_a_folder_that_cannot_be_measured_becomes_a_note(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["bench", "cuda", "--model", "."], "suite analyze, got cuda"),
+        (["bench", "cuda", "--model", "."], "suite analyze or all, got cuda"),
         (["bench", "analyze", "--model", "nowhere"], "--model: expected a folder, got nowhere"),
         (["bench", "analyze", "--text", "nowhere.txt"], "--text: expected a file, got nowhere.txt"),
     ],

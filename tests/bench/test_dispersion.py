@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor
 
 import attnorm
-from attnorm.bench.dispersion import LENGTHS, NOT_ASKED, Curve, Dispersion, dispersion
+from attnorm.bench.dispersion import LENGTHS, NOT_MEASURED, Curve, Dispersion, dispersion
 from attnorm.normalizers import registry
 
 SHORT = (16, 128, 1024)
@@ -30,7 +30,7 @@ def of(measured: Dispersion, label: str) -> Curve:
 def test_every_normalizer_is_measured_or_left_out_with_a_reason(everything: Dispersion) -> None:
     measured = {curve.name for curve in everything.curves}
     assert measured | set(everything.left_out) == set(attnorm.available())
-    assert set(everything.left_out) == set(NOT_ASKED)
+    assert set(everything.left_out) == set(NOT_MEASURED)
     for curve in everything.curves:
         assert all(math.isfinite(kept) and 0 <= kept <= 1 + 1e-9 for kept in curve.kept), curve.label
 

@@ -84,7 +84,7 @@ def test_names_at_the_right_do_not_overlap() -> None:
 
 
 def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="left out"):
+    with pytest.raises(ValueError, match="all were skipped"):
         save_dispersion_figure(picture(), tmp_path)
 
 

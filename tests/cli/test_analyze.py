@@ -262,7 +262,7 @@ def test_a_finished_run_is_not_measured_again(model: Path, text: Path, tmp_path:
     first = run(model, text, "--out", out)
     again = run(model, text, "--out", out)
     assert again.exit_code == 0
-    assert "holds this run already" in again.stderr
+    assert "already contains this run" in again.stderr
     assert again.stdout == first.stdout
 
 
@@ -277,7 +277,7 @@ def test_thresholds_are_those_asked_for_and_may_change_later(model: Path, text: 
     assert set(Analysis.load(out).heads["verdict"].to_pylist()) == {"sink-dominated"}
     assert "near_floor 0 (default 0.1), sink_dominated 0 (default 0.5)" in flat(first.output)
     again = run(model, text, *options)
-    assert "nothing was measured again" in flat(again.output)
+    assert "Nothing was measured again" in flat(again.output)
     assert "sink_dominated was 0" in flat(again.output)
     assert set(Analysis.load(out).heads["verdict"].to_pylist()) != {"sink-dominated"}
 
@@ -318,7 +318,7 @@ def test_ctrl_c_without_a_folder_says_that_nothing_is_kept(
     monkeypatch.setattr(analysis_module, "run", interrupted)
     result = run(model, text)
     assert result.exit_code == 130
-    assert "Nothing is kept" in result.stderr
+    assert "No results are kept" in result.stderr
 
 
 def test_a_broken_checkpoint_is_flagged_and_exits_with_1(text: Path, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_without_a_name_the_experiments_are_listed() -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["fig9"], "no experiment is called 'fig9'"),
+        (["fig9"], "unknown experiment 'fig9'"),
         (["toy", "--model", "./nowhere"], "there is no folder './nowhere'"),
         (["toy", "--quick", "--text", "./nowhere.txt"], "cannot read the text nowhere.txt"),
         (["toy", "--model", "bundled", "--model", "x/y"], "expected one model with toy, got bundled, x/y"),
@@ -216,9 +216,9 @@ def test_a_time_limit_that_leaves_models_untrained_is_exit_code_3(
     ("flags", "named"),
     [
         (["fig1", "--minutes", "5"], "--minutes"),
-        (["language-models", "--quick", "--whole"], "--whole needs --stage"),
-        (["language-models", "--size", "124M"], "Invalid value: --size needs --stage. Run --stage prepare"),
-        (["language-models", "--size", "125M"], "--size: expected 30M or 124M, got '125M'. --size needs --stage"),
+        (["language-models", "--quick", "--whole"], "--whole: expected --stage too, got none"),
+        (["language-models", "--size", "124M"], "--size: expected --stage too, got none. Run --stage prepare"),
+        (["language-models", "--size", "125M"], "--size: expected 30M or 124M, got '125M'. --size: expected --stage"),
         (["language-models", "--quick", "--stage", "everything", "--whole"], "--minutes"),
         (["language-models", "--quick", "--stage", "main", "--whole", "--minutes", "5"], "second-seed"),
         (["clrs-text", "--quick", "--stage", "train", "--whole"], "--whole"),

@@ -82,17 +82,17 @@ def test_a_trained_folder_is_measured_with_the_normalizer_it_was_trained_with(ca
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--width", "15"], "multiple of heads"),
+        (["--width", "15"], "multiple of the number of heads"),
         (["--steps", "3", "--tokens", "100"], "--steps or --tokens"),
-        (["--context", "5000"], "too short for one window of 5000"),
+        (["--context", "5000"], "fewer than one window of 5000"),
         (["--device", "abacus"], "cannot use device"),
         (["--valid", "absent.txt"], "no such text file: absent.txt"),
         (["--normalizer", "entmax51"], "unknown normalizer 'entmax51'"),
         (["--normalizer-options", "alpha"], "got 'alpha'"),
-        (["--eval-lengths", "64"], "gpt2 has 16 positions and none beyond"),
+        (["--eval-lengths", "64"], "gpt2 has 16 positions, so that"),
         (["--eval-lengths", "long"], "--eval-lengths: "),
         (["--max-minutes", "nan"], "got nan"),
-        (["--data", __file__], "is a file"),
+        (["--data", __file__], "got the file"),
     ],
 )
 def test_wrong_usage_exits_with_2_and_says_why(call: list[str], more: list[str], message: str) -> None:

@@ -75,7 +75,7 @@ def test_the_address_in_the_documentation_is_that_of_a_counterexample() -> None:
         (["verify", "--budget", "0"], "budget_seconds"),
         (["verify", "--replay", "corollary-3"], "CLAIM:SEED:ROUND:ROW"),
         (["verify", "--replay", "corollary-3:0:0:99"], "0 to 31, got 99"),
-        (["verify", "--replay", "theorem-2.2:0:0:0"], "is an argument"),
+        (["verify", "--replay", "theorem-2.2:0:0:0"], "is proved by an argument"),
         (["verify", "horizon", "--figure", "f", *QUICK], "nothing to draw"),
     ],
 )

@@ -152,7 +152,7 @@ def test_stability_measures_every_passage_and_counts_seeds_of_the_same_numbers_o
     assert folders == ["1", "2"]
     assert [manifest_of(tmp_path / "runs" / name)["settings"]["seed"] for name in folders] == [0, 0]
     again = runner.invoke(app, [*command, "--json"])
-    assert again.stderr.count("nothing was measured again") == 2
+    assert again.stderr.count("Nothing was measured again") == 2
     assert json.loads(again.stdout) == found
     table = runner.invoke(app, command)
     assert table.exit_code == 0

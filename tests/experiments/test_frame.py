@@ -263,7 +263,7 @@ def test_names_are_checked_before_anything_runs(toy: Toy, tmp_path: Path, monkey
     monkeypatch.setitem(catalogue.EXPERIMENTS, "gone", catalogue.ExperimentEntry("attnorm.experiments.gone", ""))
     with pytest.raises(ValueError, match="'gone'"):
         reproduce(["toy", "gone"], SUBJECT, tmp_path)
-    with pytest.raises(ValueError, match="name an experiment"):
+    with pytest.raises(ValueError, match="expected an experiment, got none"):
         reproduce([], SUBJECT, tmp_path)
     assert toy.runs == 0
 

@@ -349,7 +349,7 @@ def test_a_stage_that_comes_too_early_is_no_problem_of_the_model(finished: LMWor
     said: list[str] = []
     options: dict[str, Any] = {"normalizers": ["softmax"], "device": "cpu", "log": said.append}
     assert not run_works(workspace, "main", **options)
-    assert "'rates'" in said[-1]
+    assert "--stage rates" in said[-1]
     assert "Traceback" not in said[-1]
     assert not workspace.results(stage="problem")
     for _ in range(MAX_PROBLEMS):

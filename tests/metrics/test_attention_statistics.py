@@ -135,9 +135,9 @@ def test_bad_input_is_named() -> None:
 def test_errors_name_only_what_the_caller_gave() -> None:
     q, k = draw()
     wrong: list[tuple[object, type[Exception], str]] = [
-        (k.numpy(), TypeError, "q, k must be torch tensors, got Tensor, ndarray"),
-        (k.double(), TypeError, "q, k must share one floating dtype, got torch.float32, torch.float64"),
-        (k.to("meta"), ValueError, "q, k must be on one device, got cpu, meta; move them, e.g. k.to(q.device)"),
+        (k.numpy(), TypeError, "q, k: expected torch tensors, got Tensor, ndarray"),
+        (k.double(), TypeError, "q, k: expected one floating dtype for all, got torch.float32, torch.float64"),
+        (k.to("meta"), ValueError, "q, k: expected one device for all, got cpu, meta. Move them, e.g. k.to(q.device)."),
         (k[0], ValueError, f"q, k must all be .*; got q {(B, H, Q, D)}, k {(G, K, D)}"),
         (k[..., 1:], ValueError, f"q {(B, H, Q, D)}, k {(B, G, K, D - 1)}"),
         (k[:, :, :0], ValueError, f"q {(B, H, Q, D)}, k {(B, G, 0, D)}"),

@@ -144,7 +144,7 @@ def test_the_command_that_fetches_the_model(
 )
 def test_why_there_is_no_tokenizer(problem: str | None, said: str) -> None:
     loaded: Any = SimpleNamespace(name="a/model", model=None, tokenizer=None, tokenizer_problem=problem)
-    with pytest.raises(ValueError, match=rf"a/model has no tokenizer \({said}"):
+    with pytest.raises(ValueError, match=rf"a/model: expected a tokenizer, got none \({said}"):
         inputs.needs_tokenizer(loaded)
 
 
@@ -181,7 +181,7 @@ def test_why_an_image_cannot_be_read(error: OSError, said: str, monkeypatch: pyt
         raise error
 
     monkeypatch.setattr("PIL.Image.open", fails)
-    with pytest.raises(ValueError, match=f"cannot read the image here.png: {said}$"):
+    with pytest.raises(ValueError, match=rf"cannot read the image here.png: {said}\. Check the file"):
         media._read_image(Path("here.png"))
 
 

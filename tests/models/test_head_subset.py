@@ -86,7 +86,7 @@ def test_indices_of_heads(heads: object) -> None:
 
 @pytest.mark.parametrize("heads", [-1, 4, [], [0, 4], True, 1.5, "ab", [None]])
 def test_other_indices_are_refused(heads: object) -> None:
-    with pytest.raises(ValueError, match="layer has the heads 0 to 3"):
+    with pytest.raises(ValueError, match="layer: expected heads from 0 to 3"):
         validate_heads(heads, Holder(num_heads=4), "layer")
 
 

@@ -66,14 +66,14 @@ def test_named_model_inputs() -> None:
         ({"book": {"part 1": "a", "part 2": "b"}}, "'book'.*input_ids.*'part 1', 'part 2'"),
         ("", "empty"),
         ("  \n", "empty"),
-        ([], "empty"),
-        ({}, "empty"),
+        ([], "at least one input"),
+        ({}, "at least one input"),
         (["a", ""], "'text 2' is empty"),
         ({"war": ""}, "'war' is empty"),
-        (torch.zeros(0, dtype=torch.long), "no token ids"),
+        (torch.zeros(0, dtype=torch.long), "expected token ids, got none"),
         (torch.zeros(1, 2, 3, dtype=torch.long), "shape"),
-        (torch.zeros(3), "whole numbers"),
-        (torch.ones(3, dtype=torch.bool), "whole numbers"),
+        (torch.zeros(3), "integer dtype"),
+        (torch.ones(3, dtype=torch.bool), "integer dtype"),
         (7, "int"),
         (None, "NoneType"),
         (b"bytes", "bytes"),
@@ -125,7 +125,7 @@ def test_the_name_of_a_file_is_no_text(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_the_name_of_a_file_that_is_missing_is_no_text_either() -> None:
     for name in ("missing.txt", "texts/book.txt.xz"):
-        with pytest.raises(ValueError, match=f"no file '{name}'"):
+        with pytest.raises(ValueError, match=f"got '{name}'"):
             texts_from(name)
     assert texts_from("He wrote to a.txt")[0].content == "He wrote to a.txt"
 
@@ -182,7 +182,7 @@ def test_text_without_a_tokenizer() -> None:
 
 @pytest.mark.parametrize("wrong", [-1, 99])
 def test_ids_of_another_vocabulary(loaded: LoadedModel, wrong: int) -> None:
-    with pytest.raises(ValueError, match=rf"{wrong}\b.*LlamaForCausalLM.*\b98\b"):
+    with pytest.raises(ValueError, match=rf"from 0 to 98 .*got {wrong}\."):
         prepared(Text("t", torch.tensor([0, wrong])), loaded, None)
 
 
@@ -192,7 +192,7 @@ def test_a_dict_is_cut_with_all_that_belongs_to_its_tokens(loaded: LoadedModel) 
         "input_ids": (2, 5),
         "attention_mask": (2, 5),
     }
-    with pytest.raises(ValueError, match="no input_ids"):
+    with pytest.raises(ValueError, match="expected input_ids"):
         prepared(texts_from(image())[0], load(tiny("vit")), 5)
 
 

@@ -173,7 +173,7 @@ def test_a_folder_without_a_model(tmp_path: Path) -> None:
 
 def test_a_folder_without_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
-    with pytest.raises(CannotLoad, match="no weights"):
+    with pytest.raises(CannotLoad, match=r"expected weights .*got none"):
         load(folder)
 
 
@@ -182,7 +182,7 @@ def test_pickles_are_not_opened(folder: Path, name: str, monkeypatch: pytest.Mon
     monkeypatch.chdir(folder)
     (folder / "model.safetensors").unlink()
     (folder / name).write_bytes(b"cos\nsystem\n(S'touch attnorm-was-here'\ntR.")
-    with pytest.raises(CannotLoad, match=r"safetensors only.*pickle"):
+    with pytest.raises(CannotLoad, match=r"only safetensors.*pickle"):
         load(folder)
     assert not (folder / "attnorm-was-here").exists()
 

@@ -307,29 +307,29 @@ def test_an_unknown_name_is_reported_before_an_earlier_patch(normalizer: str | d
     ("normalizer", "options", "message"),
     [
         ("sofmax", {}, "did you mean"),
-        ("ssmax", {"layers": [2]}, "layers= names layer 2.*0 to 1"),
-        ("ssmax", {"layers": []}, "no layer at all"),
-        ("ssmax", {"layers": {0: [4]}}, r"heads 0 to 3; got \[4\]$"),
-        ("ssmax", {"layers": {0: [1, 1]}}, "heads.*once"),
+        ("ssmax", {"layers": [2]}, "layers=: .*from 0 to 1 .*got layer 2"),
+        ("ssmax", {"layers": []}, "layers from 0 to 1 .*got none"),
+        ("ssmax", {"layers": {0: [4]}}, r"heads from 0 to 3, got \[4\]"),
+        ("ssmax", {"layers": {0: [1, 1]}}, "each head once"),
         ("ssmax", {"alpha": 3}, "accepts"),
         ("differential", {}, "another architecture"),
         ("differential_v2", {}, "another architecture"),
         ("tda", {}, "another architecture"),
         ("forget", {"width": 31}, "width=32.*self_attn.*width=31"),
         ("soft", {}, "no causal form"),
-        ("linear", {"layers": {0: [1]}}, "leave the heads out"),
-        ("asentmax", {"width": 32}, "leave width out"),
+        ("linear", {"layers": {0: [1]}}, "Leave the heads out"),
+        ("asentmax", {"width": 32}, "Leave width out"),
         ("ssmax", {"train_length": 1}, "at least 3"),
         ("ssmax", {"train_length": True}, "number of tokens, e.g. 1024, got True"),
         ("ssmax", {"train_length": "512"}, "number of tokens, e.g. 1024, got '512'"),
-        ("ssmax", {"layers": "01"}, "numbers of layers, e.g. .10, 11.*got '01'"),
-        ("ssmax", {"layers": 1.5}, "numbers of layers.*got 1.5"),
-        ("ssmax", {"layers": True}, "numbers of layers.*got True"),
-        ("ssmax", {"layers": [False, True]}, "numbers of layers.*False, True"),
-        ("ssmax", {"layers": {0: [True, False]}}, "heads 0 to 3; got .True, False"),
-        ("ssmax", {"layers": 7}, "layers= names layer 7.*0 to 1"),
-        ("ssmax", {"layers": {0: 4}}, "heads 0 to 3; got 4"),
-        ("ssmax", {"layers": {0: 0.5}}, "heads 0 to 3; got 0.5"),
+        ("ssmax", {"layers": "01"}, "indices of layers, e.g. .10, 11.*got '01'"),
+        ("ssmax", {"layers": 1.5}, "indices of layers.*got 1.5"),
+        ("ssmax", {"layers": True}, "indices of layers.*got True"),
+        ("ssmax", {"layers": [False, True]}, "indices of layers.*False, True"),
+        ("ssmax", {"layers": {0: [True, False]}}, "heads from 0 to 3, got .True, False"),
+        ("ssmax", {"layers": 7}, "layers=: .*from 0 to 1 .*got layer 7"),
+        ("ssmax", {"layers": {0: 4}}, "heads from 0 to 3, got 4"),
+        ("ssmax", {"layers": {0: 0.5}}, "heads from 0 to 3, got 0.5"),
         ("ssmax", {"heads": 2}, "heads=4 .*heads=2.*layers="),
         ("ssmax", {"heads": [0, 1]}, r"heads=\[0, 1\].*layers="),
         ("entmax15", {"heads": [0, 1]}, "layers="),
@@ -365,7 +365,7 @@ def test_a_mechanism_is_refused_before_anything_changes_where_logits_are_capped_
 
 def test_an_encoder_takes_mechanisms_without_a_causal_form_and_none_that_is_causal_only() -> None:
     model = tiny("bert")
-    with pytest.raises(ValueError, match=r"'forget'.*causal form only.*attention"):
+    with pytest.raises(ValueError, match=r"'forget'.*only a causal form.*attention"):
         patch(model, "forget")
     with swap(model, "soft") as handle:
         assert {normalizer.name for normalizer in handle.normalizers.values()} == {"soft"}
@@ -412,7 +412,7 @@ def test_an_option_may_be_named_as_the_argument_normalizer() -> None:
     with pytest.raises(TypeError, match=r"'ssmax'.*'normalizer'.*accepts"):
         patch(models[2], "ssmax", normalizer="entmax15")
     for chosen in (attnorm.get("laser"), {0: "laser"}):
-        with pytest.raises(TypeError, match=r"normalizer= beside a name.*(Laser|dict)"):
+        with pytest.raises(TypeError, match=r"normalizer= together with a name.*(Laser|dict)"):
             patch(models[2], chosen, normalizer="entmax15")
     patch(model=models[2], normalizer=attnorm.get("laser", normalizer=attnorm.get("entmax15")))
 
@@ -596,7 +596,7 @@ def test_heads_are_counted_where_no_module_says_how_many() -> None:
     model = llama()
     model.model.layers[0].self_attn.config = PreTrainedConfig()
     del model.model.layers[0].self_attn.head_dim
-    with pytest.raises(ValueError, match=r"LlamaAttention .*heads .*layers="):
+    with pytest.raises(ValueError, match=r"LlamaAttention: .*number of heads.*layers="):
         patch(model, "ssmax")
 
 

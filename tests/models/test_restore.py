@@ -113,7 +113,7 @@ def test_two_models_in_two_threads_see_their_own_calls() -> None:
 def test_a_run_without_one_visible_call_is_an_error() -> None:
     """reorder_and_upcast_attn sends GPT-2 past the interface."""
     model = tiny("gpt2", "eager", reorder_and_upcast_attn=True)
-    with pytest.raises(UnsupportedModel, match="without one call"), observe(model, lambda call: None):
+    with pytest.raises(UnsupportedModel, match="made no call"), observe(model, lambda call: None):
         model(input_ids=ids())
 
 

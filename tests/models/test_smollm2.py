@@ -51,7 +51,7 @@ def test_something_else_is_not_overwritten(tmp_path: Path) -> None:
         (None, 1, "no network"),
         (None, 0, "no network"),
         (b"part of the wheel", 1, "no network"),
-        (b"not the wheel", 0, "sha256 differs"),
+        (b"not the wheel", 0, "another SHA-256 digest"),
     ],
 )
 def test_a_failed_download_leaves_nothing(

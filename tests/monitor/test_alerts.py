@@ -55,7 +55,7 @@ def test_large_logits_explode_only_if_they_have_grown() -> None:
     assert not [*states(large, 111.0, AlertThresholds())]
     for first in (110.0, math.nan):
         (state,) = states(large, first, AlertThresholds())
-        assert state.words == f"220, at first {first:.3g}"
+        assert state.words == f"largest logit 220, at first {first:.3g}"
 
 
 def test_thresholds_can_be_moved() -> None:

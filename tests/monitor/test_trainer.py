@@ -163,7 +163,7 @@ def test_a_run_that_breaks_off_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_several_gpus_by_data_parallel_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = trainer_of(llama(), tmp_path, Reporter())
     monkeypatch.setattr(type(trainer.args), "n_gpu", 2)
-    with pytest.raises(ValueError, match=r"2 GPUs.*DataParallel"):
+    with pytest.raises(ValueError, match=r"DataParallel.*2 GPUs"):
         AttentionMonitor().attach(trainer)
 
 

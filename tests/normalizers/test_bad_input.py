@@ -34,7 +34,7 @@ INPUTS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: attnorm.normalize(torch.randn(5), "softmax"),
         ValueError,
-        "shape (..., queries, keys), got (5,); for a single row",
+        "shape (..., queries, keys), got (5,). For a single row",
     ),
     (lambda: attnorm.normalize(torch.randn(2, 0), "softmax"), ValueError, "logits of shape (2, 0) have no keys"),
     (
@@ -51,7 +51,7 @@ INPUTS: list[tuple[Callable[[], object], type[Exception], str]] = [
         "does not broadcast to logits of (2, 3, 4, 5)",
     ),
     (lambda: attnorm.normalize(Z[0], "softmax", mask=TRUE.expand(2, 3, 4, 5)), ValueError, "does not broadcast"),
-    (lambda: attnorm.normalize(Z, "local", positions=torch.arange(3)), ValueError, "positions are for 3 queries"),
+    (lambda: attnorm.normalize(Z, "local", positions=torch.arange(3)), ValueError, "positions for 3 queries"),
     (
         lambda: attnorm.normalize(Z, "local", positions=torch.zeros(5, 4)),
         ValueError,
@@ -81,7 +81,7 @@ OPTIONS: list[tuple[Callable[[], object], type[Exception], str]] = [
         ValueError,
         "alpha ... 2.0",
     ),
-    (lambda: get("entmax", alpha=1, learned=True), ValueError, "alpha ... 1; ... 1.5"),
+    (lambda: get("entmax", alpha=1, learned=True), ValueError, "alpha ... 1. ... 1.5"),
     (lambda: get("entmax", heads=3), ValueError, "heads=3 ... learned=True"),
     (lambda: get("asentmax", alpha=3.0), ValueError, "alpha"),
     (lambda: get("asentmax", beta=0.0), ValueError, "beta ... 0.0"),

@@ -125,7 +125,7 @@ def test_asentmax_reads_beta_and_gamma_of_each_query_and_head_from_the_hidden_st
 
 def test_asentmax_asks_for_the_hidden_state_it_was_built_for() -> None:
     normalizer = get("asentmax", heads=2, width=5)
-    with pytest.raises(ValueError, match="hidden_states="):
+    with pytest.raises(ValueError, match="Pass hidden_states"):
         normalizer(torch.randn(1, 2, 3, 4))
     with pytest.raises(ValueError, match=r"width=5.*heads"):
         get("asentmax", width=5)

@@ -464,8 +464,8 @@ def test_the_search_leaves_torch_as_it_was() -> None:
     [
         (lambda: verify([], budget_seconds=0), "budget_seconds must be positive, got 0"),
         (lambda: verify([], first_rounds=0), "first_rounds must be at least 1, got 0"),
-        (lambda: replay(CLAIMS["theorem-2.2"], 0, 0), "theorem-2.2 is an argument"),
-        (lambda: replay(CLAIMS["lemma-1"], 0, -1), "rounds count from 0, got -1"),
+        (lambda: replay(CLAIMS["theorem-2.2"], 0, 0), "theorem-2.2 is proved by an argument"),
+        (lambda: replay(CLAIMS["lemma-1"], 0, -1), "round of at least 0, got -1"),
     ],
 )
 def test_bad_input_is_named(call: Callable[[], object], message: str) -> None:

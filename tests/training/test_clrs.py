@@ -268,7 +268,7 @@ def test_without_checkpoints_between_steps_one_is_written_if_training_is_stopped
 ) -> None:
     with accelerated(CPU, "float32") as accelerator, StopRequest() as stop:
         run = ClrsRun(tmp_path, ClrsBase(), replace(TINY, steps=1), data, accelerator)
-        stop.asked = asked  # in the last step: the call is interrupted before the tests
+        stop.requested = asked  # in the last step: the call is interrupted before the tests
         list(run.steps(math.inf, stop, None))
     assert bool(finished_checkpoints(tmp_path / "checkpoints")) == asked
 

@@ -197,7 +197,7 @@ def test_no_question_is_asked_in_text_that_was_practised_in() -> None:
     [
         ({"steps": 0}, "steps.*got 0"),
         ({"depths": (1.5,)}, "between 0"),
-        ({"longer": ()}, "one or more lengths"),
+        ({"longer": ()}, "at least one test length"),
         ({"keys": 0}, "keys.*got 0"),
         ({"nearest": 0.0}, r"got 0\.0 and 0\.7"),
     ],
@@ -233,4 +233,4 @@ def test_the_command_tells_how_many_keys_were_found(train: Train, texts: tuple[P
     assert weights == (out / "model.safetensors").read_bytes()
     refused = CliRunner().invoke(app, ["train", "needle", str(tmp_path), "--text", str(texts[0])])
     assert refused.exit_code == 2
-    assert "name a folder that `attnorm train lm` wrote" in refused.output.replace("\n", " ")
+    assert "expected a folder that `attnorm train lm` wrote" in refused.output.replace("\n", " ")

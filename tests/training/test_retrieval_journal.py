@@ -106,7 +106,7 @@ def test_checkpoints_of_other_models_and_damaged_ones_are_named(tmp_path: Path) 
     with pytest.raises(SystemExit):
         go(DyingJournal(tmp_path, "a", every=15))
     recipe = RetrievalRecipe(steps=70, batch=4, width=8)
-    with pytest.raises(ValueError, match="another model"):
+    with pytest.raises(ValueError, match="checkpoint of this model"):
         train(
             find_task("recall"), normalizer_for("ssmax", 2), (0, 1), recipe, device=CPU, journal=Journal(tmp_path, "a")
         )

@@ -150,10 +150,10 @@ def test_tasks_without_priorities_have_no_leak(tmp_path: Path, task: str) -> Non
     ("changed", "message"),
     [
         ({"task": "maxx"}, "'max'"),
-        ({"seeds": ()}, "no seeds"),
+        ({"seeds": ()}, "seeds: expected at least one"),
         ({"seeds": (1, 1)}, "seeds, got 1 "),
         ({"seeds": (-1,)}, "got -1"),
-        ({"task": "recall", "recipe": RetrievalRecipe(steps=1, squeezed=0.5)}, "leave it at 0"),
+        ({"task": "recall", "recipe": RetrievalRecipe(steps=1, squeezed=0.5)}, "Set it to 0"),
         ({"device": "abacus"}, "'abacus'"),
     ],
 )
@@ -185,7 +185,7 @@ def test_wrong_normalizers_are_refused_before_the_first_is_trained(
     ("changed", "message"),
     [
         ({"sizes": (16, 1)}, "2 items.*1"),
-        ({"sizes": ()}, "no sizes"),
+        ({"sizes": ()}, "at least one set size"),
         ({"sets": 0}, "got 0"),
         ({"others": ("differential",)}, "differential"),
     ],
@@ -197,9 +197,9 @@ def test_trials_that_make_no_sense_are_refused(changed: dict[str, Any], message:
 
 def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
-    with pytest.raises(ValueError, match="holds files"):
+    with pytest.raises(ValueError, match="contains files"):
         go(tmp_path)
-    with pytest.raises(ValueError, match="is a file"):
+    with pytest.raises(ValueError, match="got the file"):
         go(tmp_path / "thesis.tex")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 

@@ -184,5 +184,5 @@ def test_options_stand_behind_the_name() -> None:
 
 @pytest.mark.parametrize("spelling", ["topk:k", "topk:k=", "topk:k=1:k=2", "ssmax:heads=3", "topk:width=3"])
 def test_wrong_options_are_refused(spelling: str) -> None:
-    with pytest.raises(ValueError, match=r"key=value|it accepts k|Remove 'heads=3'"):
+    with pytest.raises(ValueError, match=r"key=value|It accepts k|Remove 'heads=3'"):
         normalizer_for(spelling, 2)

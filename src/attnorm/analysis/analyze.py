@@ -109,13 +109,13 @@ def analyze(
         model: Hub name, folder, .gguf file or loaded transformers model (default: the small bundled model).
         inputs: A text, a pathlib.Path to one (plain or .xz), several of them, a dict name -> text, token ids, or a dict
             of model inputs (default: a built-in text).
-        tokenizer: Object, hub name or folder (default: the tokenizer next to the model).
+        tokenizer: Object, hub name or folder (default: the tokenizer of the model).
         lengths: Tokens per window (default: the whole text if it fits into the model and the budget, else an eighth
             of the budget, or the model's limit if that is shorter).
         windows: Number of disjoint windows per text, spread over it; heads are judged over all of them. "auto": as
             many as the budget allows, at most 16.
-        budget: Tokens per text, over all its windows.
-        bos: True adds the model's BOS token to every window, False removes it (default: as the tokenizer does).
+        budget: Tokens per text, over all its windows, if lengths or windows are chosen automatically.
+        bos: True adds the model's BOS token to every window, False removes it (default: what the tokenizer does).
         top_n: Sizes N of the sets of heaviest keys for which mass, distances and separability are measured.
         rows: Query rows per window: "auto" (up to 512, spread over all lengths), "all", "last" or a number.
         normalizers: "model" is the normalizer that the model runs. Others are applied to the same logits. A
@@ -129,7 +129,8 @@ def analyze(
             length, and adds induction, previous-token and retrieval scores. Nor is "output", the rank of the output
             layer's logits (output_bottleneck).
         temperatures: Divisors of the logits for the group sensitivity.
-        larger: A larger model with the same tokenizer, for the group output: the rank that the text needs.
+        larger: A larger model with the same tokenizer; with the group output, it estimates the rank that the text
+            needs.
         seed: Random seed for row sampling and permutations; verdicts do not depend on it.
         read_keys: Heaviest keys to store per listed row, with their text (tables `reads` and `tokens`); 0 stores no
             text. For an image the default stores all patches of two rows: the first token and the patch in the middle.
@@ -138,11 +139,11 @@ def analyze(
             CPU, else "auto").
         device: "cpu", "cuda", "cuda:1" or "auto" for all GPUs (default: the GPU if there is one).
         revision: Commit, branch or tag on the hub.
-        trust_remote_code: Run code that comes with the model.
+        trust_remote_code: Allow the model's repository to run its own Python code.
         out: Folder for the result. The same call resumes an interrupted run from it.
-        resume: Use finished parts in `out`.
+        resume: Reuse finished parts in `out`; False measures everything again.
         progress: Called with an AnalysisProgress after every layer.
-        thresholds: Thresholds of the verdicts.
+        thresholds: Thresholds of the verdicts (default: attnorm.Thresholds()).
 
     >>> attnorm.analyze("gpt2", text, lengths=(256, 1024), normalizers=("model", "entmax15"), out="runs/gpt2")
     """
@@ -170,7 +171,7 @@ def analyze(
     if larger is not None:
         larger = load_larger(larger, loaded, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     if isinstance(model, LoadedModel):
-        source = model.asked or model.model
+        source = model.requested_name or model.model
     check_observable(loaded.model)
     if MODEL in named:
         check_has_rows(loaded.model)
@@ -201,7 +202,9 @@ def analyze(
                 analysis.save(folder)
                 return analysis
             except store.DamagedFileError as error:
-                warnings.warn(f"{error}; the tables are combined again from the finished parts", stacklevel=2)
+                warnings.warn(
+                    f"{str(error).rstrip('.')}. The tables are combined again from the finished parts.", stacklevel=2
+                )
         with store.explained_when_full(folder):
             store.make_folder(folder)
             store.write_json(folder / store.MANIFEST, manifest)
@@ -293,7 +296,7 @@ def _read_finished_part(folder: Path, key: str) -> tuple[Part | None, bool]:
     try:
         return store.read_part(folder, key), False
     except store.DamagedFileError as error:
-        warnings.warn(f"{error}; this part is measured again", stacklevel=2)
+        warnings.warn(f"{str(error).rstrip('.')}. This part is measured again.", stacklevel=2)
         return None, True
 
 

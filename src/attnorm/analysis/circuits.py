@@ -90,7 +90,10 @@ def needles(
     """A needle at another depth of the text in each sequence, and its cue with the code at the end."""
     body = length - len(before) - 2 * len(cue) - 2 * CODE + 1
     if body < 1:
-        raise ValueError(f"circuits: a needle needs {length - body + 1} tokens, got a length of {length}.")
+        raise ValueError(
+            f"circuits: expected at least {length - body + 1} tokens to hide a needle in, got a length of {length}. "
+            "Use a longer one."
+        )
     ids, targets = [], []
     start = torch.tensor(before, dtype=torch.long)
     for index in range(sequences):
@@ -123,7 +126,10 @@ def measure_circuits(
     for number, (length, probe) in enumerate(probes):
         pieces += _measure_probe(loaded, normalizers, length, probe, check=number == 0)
     if not pieces:
-        raise ValueError(f"{loaded.name} has no causal attention; circuits are defined for causal heads only")
+        raise ValueError(
+            f"circuits: expected a model with causal attention, got {loaded.name}. Circuits are defined for causal "
+            "heads only."
+        )
     return pa.Table.from_pylist(pieces, schema=SCHEMA)
 
 
@@ -182,7 +188,9 @@ def with_circuits(heads: pa.Table, table: pa.Table) -> pa.Table:
 def _probes(loaded: LoadedModel, length: int, seed: int, text: str | None) -> tuple[CircuitProbe, CircuitProbe]:
     limit, hard = longest_context(loaded.model)
     if hard and limit is not None and length > limit:
-        raise ValueError(f"{loaded.name}: expected lengths of at most {limit} tokens, got {length}")
+        raise ValueError(
+            f"{loaded.name}: expected lengths of at most {limit} tokens, got {length}. Use a smaller length."
+        )
     generator = torch.Generator().manual_seed(seed)
     tokenizer: Any = loaded.tokenizer
     vocabulary = int(loaded.model.config.get_text_config(decoder=True).vocab_size)
@@ -195,7 +203,7 @@ def _probes(loaded: LoadedModel, length: int, seed: int, text: str | None) -> tu
             repeated_tokens(ordinary, (), length, SEQUENCES, generator),
             needles(hay, cue, ordinary, (), length, SEQUENCES, generator),
         )
-    words = text or next(iter(default_text(bundled=loaded.asked == BUNDLED).values()))
+    words = text or next(iter(default_text(bundled=loaded.requested_name == BUNDLED).values()))
     hay, cue = (_ids(tokenizer, string) for string in (words[: 16 * length], CUE))
     empty = tokenizer("", verbose=False)["input_ids"]
     before = [token for token in empty if token != tokenizer.eos_token_id or token == tokenizer.bos_token_id]

@@ -76,13 +76,13 @@ def compare(analyses: Mapping[str, Analysis]) -> Comparison:
     A single analysis with several normalizers is compared with itself: each normalizer is a side.
     """
     if not analyses:
-        raise ValueError("expected at least one analysis, got none")
+        raise ValueError("expected at least one analysis, got none. Pass one.")
     labelled = _label_analyses(analyses)
     if len(labelled) < 2:
         (label,) = analyses
         raise ValueError(
-            f"{label}: expected several normalizers to compare, got one. Give a second folder or model, or measure it "
-            "again with --normalizers model,ssmax,entmax15"
+            f"{label}: expected several normalizers to compare, got one. Give a second folder or model, or "
+            "measure it again with --normalizers model,ssmax,entmax15."
         )
     rows = {
         label: representative_rows(head_rows(run.heads), normalizer)[0] for label, (run, normalizer) in labelled.items()
@@ -174,7 +174,7 @@ def _notes(runs: Mapping[str, Analysis], sides: Sequence[Side], matched: Mapping
         notes.append(f"the longest rows differ ({lengths} keys); entropy, effective keys and gap depend on the length")
     texts = {label: frozenset(text["sha256"] for text in run.manifest["texts"]) for label, run in runs.items()}
     if len(set(texts.values())) > 1:
-        notes.append("the texts differ, so differences between heads may come from the texts")
+        notes.append("the texts differ, so that differences between heads may come from the texts")
     if any(run.thresholds != runs[first].thresholds for run in runs.values()):
         notes.append("the thresholds differ. To judge all sides by the same ones, pass --threshold")
     for section, name, difference in (
@@ -231,7 +231,8 @@ def passages(content: str, count: int) -> dict[str, str]:
     if count < 1 or len(content) < 2 * count:
         least = 2 * max(count, 1)
         raise ValueError(
-            f"expected a text of at least {least} characters for {count} passages, got {len(content)} characters"
+            f"expected a text of at least {least} characters for {count} passages, got {len(content)} "
+            "characters. Use a longer text or fewer passages."
         )
     edges = [0]
     for index in range(1, count):
@@ -245,7 +246,7 @@ def passages(content: str, count: int) -> dict[str, str]:
 def stability(runs: Mapping[str, Analysis]) -> Stability:
     """Compare the verdicts of several analyses of one model, given by name."""
     if len(runs) < 2:
-        raise ValueError(f"expected at least two runs to compare, got {len(runs)}")
+        raise ValueError(f"expected at least two runs to compare, got {len(runs)}. Pass more runs.")
     verdicts = [_verdicts(run) for run in runs.values()]
     common = set.intersection(*(set(run_verdicts) for run_verdicts in verdicts))
     verdicts_by_head = {head: [run_verdicts[head] for run_verdicts in verdicts] for head in sorted(common)}

@@ -140,7 +140,7 @@ def output_bottleneck(
         texts: A text, a pathlib.Path, several of them, or token ids (default: a built-in text).
         larger: A larger model with the same vocabulary, as an estimate of the rank that the text needs.
         contexts: Number of contexts, that is rows of the matrix (default: four times the width, at most 2,048).
-        tokenizer: Object, hub name or folder (default: the tokenizer next to the model).
+        tokenizer: Object, hub name or folder (default: the tokenizer of the model).
         device: "cpu", "cuda" or "auto" (default: the GPU if there is one).
 
     Raises:
@@ -150,7 +150,7 @@ def output_bottleneck(
     """
     source = BUNDLED if model is None else model
     loaded = load(source, tokenizer=tokenizer, device=device)
-    texts_or_default = default_text(bundled=loaded.asked == BUNDLED) if texts is None else texts
+    texts_or_default = default_text(bundled=loaded.requested_name == BUNDLED) if texts is None else texts
     return measure_output(loaded, texts_or_default, larger=larger, contexts=contexts, device=device)
 
 
@@ -161,7 +161,7 @@ def measure_output(
     weight = _head(loaded).weight
     vocabulary, width = int(weight.shape[0]), int(weight.shape[1])
     if contexts is not None and contexts < 2:
-        raise ValueError(f"contexts: expected at least 2, got {contexts}")
+        raise ValueError(f"contexts: expected an integer of at least 2, got {contexts}.")
     context_count = contexts or min(4 * width, MAX_CONTEXTS)
     big = None if larger is None else load_larger(larger, loaded, device=device)
     limits = [longest_context(model.model) for model in (loaded, big) if model is not None]
@@ -187,8 +187,8 @@ def load_larger(larger: Any, loaded: LoadedModel, **options: Any) -> LoadedModel
         )
     if loaded.tokenizer and big.tokenizer and loaded.tokenizer.get_vocab() != big.tokenizer.get_vocab():
         raise ValueError(
-            f"larger: expected the tokenizer of {loaded.name}, got another one with {big.name}: the same ids are other "
-            "tokens there. Use a model of the same family."
+            f"larger: expected the tokenizer of {loaded.name}, got another one with {big.name}, in which the "
+            "same ids stand for other tokens. Use a model of the same family."
         )
     return big
 
@@ -218,7 +218,7 @@ def _windows(loaded: LoadedModel, texts: Any, context_count: int, length: int) -
                 windows.append(ids)
                 collected += ids.shape[1] - 1
     if collected < 2:
-        raise ValueError("texts: expected a text of at least 3 tokens, got none")
+        raise ValueError("texts: expected a text of at least 3 tokens, got none. Use a longer text.")
     return windows
 
 
@@ -268,8 +268,9 @@ def _decompose_logits(loaded: LoadedModel, hidden: Tensor, kind: Any) -> tuple[T
         return U, values, Q @ V.T
     if len(hidden) * len(W) > DENSE:
         raise ValueError(
-            f"the output layer of {loaded.name} is not linear (capped logits, or a mixture), so all logits are needed "
-            f"at once: {len(hidden) * len(W):,}, more than {DENSE:,}. Use at most {DENSE // len(W):,} contexts."
+            f"the output layer of {loaded.name} is not linear (capped logits, or a mixture), so that all "
+            f"{len(hidden) * len(W):,} logits must be in memory at once, more than the limit of {DENSE:,}. Use "
+            f"at most {DENSE // len(W):,} contexts."
         )
     ids = torch.zeros(1, len(hidden), dtype=torch.long, device=sample.device)
     logits = head_logits(loaded.model, ids, hidden[None].to(sample.device), kind)[0].double().cpu()

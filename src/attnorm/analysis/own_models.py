@@ -335,7 +335,9 @@ def _observation(
     named = named_normalizers(normalizers)
     settings = settings_of(normalizers=named, vectors="values", **options)
     if probed := [group for group in settings.metrics if group in PROBED_GROUPS]:
-        raise ValueError(f"metrics: {probed[0]!r} runs a language model itself. Use attnorm.analyze(model) for it.")
+        raise ValueError(
+            f"metrics: {probed[0]!r} needs a language model that attnorm can run. Use attnorm.analyze(model) for it."
+        )
     return Observation(settings, named, checked(thresholds), name)
 
 

@@ -73,19 +73,21 @@ def plan(
 ) -> AnalysisPlan:
     """Cut every text into windows of every length. A text that fits into the model and the budget is one window."""
     if not texts:
-        raise ValueError("inputs: expected at least one text, got none")
+        raise ValueError("inputs: expected at least one text, got none. Pass a text.")
     names = [text.name for text in texts]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"two texts are named {twice!r}. Give them different names, for example as a dict")
+        raise ValueError(
+            f"inputs: expected texts with different names, got {twice!r} twice. Pass a dict {{name: text}}."
+        )
     check_windows(windows, budget)
     longest, hard_limit = longest_context(loaded.model)
     valid_lengths = _validate_lengths(lengths)
     beyond = [length for length in valid_lengths or () if longest is not None and length > longest]
     if beyond and hard_limit:
         raise ValueError(
-            f"{loaded.name}: expected lengths of at most {longest} tokens, got {beyond[0]}. "
-            "The model has no further positions"
+            f"{loaded.name}: expected lengths of at most {longest} tokens, got {beyond[0]}, because the model "
+            "has no further positions. Use smaller lengths."
         )
     notes = [f"{length} tokens is more than the {longest} that {loaded.name} was made for" for length in beyond]
     parts: list[PartPlan] = []
@@ -153,7 +155,7 @@ def _validate_lengths(lengths: Sequence[int] | int | None) -> tuple[int, ...] | 
         return None
     length_list = [lengths] if isinstance(lengths, int) else list(lengths)
     if not length_list or any(isinstance(length, bool) or not isinstance(length, int) for length in length_list):
-        raise ValueError(f"lengths: expected numbers of tokens, for example (256, 1024), got {lengths!r}")
+        raise ValueError(f"lengths: expected integers (tokens), for example (256, 1024), got {lengths!r}.")
     if min(length_list) < SHORTEST:
         raise ValueError(f"lengths: expected at least {SHORTEST} tokens, got {min(length_list)}")
     return tuple(sorted(set(length_list)))
@@ -162,7 +164,7 @@ def _validate_lengths(lengths: Sequence[int] | int | None) -> tuple[int, ...] | 
 def _check_count(text: Text, tokens: int) -> None:
     if tokens < SHORTEST:
         raise ValueError(
-            f"{text.name!r}: expected at least {SHORTEST} tokens, got {tokens}. Use a text of a few hundred."
+            f"{text.name!r}: expected at least {SHORTEST} tokens, got {tokens}. Use a text of a few hundred tokens."
         )
 
 

@@ -68,7 +68,7 @@ def top_keys(reads: pa.Table, row: int) -> TopKeys:
     if not rows:
         raise ValueError(
             "expected a run that stored the keys of some rows, got one without. Measure again with read_keys=8 "
-            "(--tokens 8). A head whose rows are all broken has none."
+            "(--tokens 8). A head has none either if none of its rows is finite."
         )
     if row not in rows and not -len(rows) <= row < 0:
         raise ValueError(

@@ -48,9 +48,10 @@ class Head:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Analysis:
-    """Tables of all measured heads. `heads` has one row per (text, length, normalizer, kind, layer, head).
+    """The result of a measurement: tables of all heads, the manifest of the run, and the verdicts.
 
-    A head is judged over all windows of a text; `windows` has the numbers and the verdict of each window.
+    `heads` has one row per (text, length, normalizer, kind, layer, head). A head is judged over all windows of a text;
+    `windows` has the numbers and the verdict of each window.
 
     >>> analysis = attnorm.analyze("bundled")
     >>> print(analysis.summary())
@@ -70,7 +71,7 @@ class Analysis:
 
     @classmethod
     def of(cls, tables: Mapping[str, pa.Table], manifest: Mapping[str, Any], thresholds: Thresholds) -> "Analysis":
-        """Judge measured tables."""
+        """Build an Analysis from measured tables: judge every head by the thresholds."""
         plain = tables["heads"].select(SCHEMAS["heads"].names)
         runs = manifest["model"]["runs"]
         heads, windows = judge_all(
@@ -90,7 +91,7 @@ class Analysis:
         """Merge runs on the same model with other texts, lengths or normalizers, and judge them again."""
         runs = list(analyses)
         if not runs:
-            raise ValueError("expected at least one analysis, got none")
+            raise ValueError("expected at least one analysis, got none.")
         reject_other_models([run.manifest["model"] for run in runs])
         try:
             tables = {
@@ -121,7 +122,7 @@ class Analysis:
         return model_verdict(self.tables, self.manifest, self.thresholds)
 
     def judged(self, thresholds: Thresholds) -> "Analysis":
-        """Judge the same numbers by other thresholds. The manifest keeps the first ones as first_thresholds."""
+        """Return the same numbers, judged by other thresholds; the manifest keeps the first as first_thresholds."""
         thresholds = checked(thresholds)
         first = thresholds_of(self.manifest.get("first_thresholds", self.manifest["thresholds"]))
         manifest = {name: value for name, value in self.manifest.items() if name != "first_thresholds"}
@@ -139,7 +140,10 @@ class Analysis:
         length: int | None = None,
         normalizer: str | None = None,
     ) -> Head:
-        """Return one head; options that are None stand for the first measured value, and for the longest length."""
+        """Return all numbers of one head.
+
+        Options that are None select the first kind, text and normalizer that was measured, and the longest length.
+        """
         conditions: dict[str, Any] = {"layer": layer, "head": head}
         filters = {"kind": kind, "text": text, "normalizer": normalizer, "length": length}
         conditions |= {name: value for name, value in filters.items() if value is not None}
@@ -149,7 +153,7 @@ class Analysis:
             measured = "; ".join(
                 f"{name} {_format_some(self.heads[name].unique().to_pylist())}" for name, _ in HEAD_KEY
             )
-            raise KeyError(f"no measured head has {requested}. Measured: {measured}")
+            raise KeyError(f"expected a head that was measured, got {requested}. Measured heads: {measured}")
         first = rows.slice(0, 1).to_pylist()[0]
         rest = _filter_rows(rows, {name: first[name] for name in ("kind", "text", "normalizer")})
         numbers = max(rest.to_pylist(), key=lambda row: int(row["length"]))
@@ -214,7 +218,7 @@ class Analysis:
         folder = Path(folder)
         if not (folder / store.MANIFEST).is_file():
             why = f"{store.MANIFEST} is missing" if folder.is_dir() else "there is no such folder"
-            raise FileNotFoundError(f"{folder} holds no analysis: {why}")
+            raise FileNotFoundError(f"expected the folder of an analysis, got {folder}: {why}")
         manifest = store.read_json(folder / store.MANIFEST)
         if manifest.get("schema") not in manifests.READABLE_SCHEMAS:
             raise ValueError(
@@ -237,7 +241,10 @@ class Analysis:
             expected = pa.schema([*schema, *VERDICT_COLUMNS]) if name == "heads" else schema
             missing = set(expected.names) - set(tables[name].column_names)
             if missing:
-                raise ValueError(f"{folder / name}.parquet lacks the columns {', '.join(sorted(missing))}")
+                raise ValueError(
+                    f"{folder / name}.parquet: expected all columns of this version, but these are missing: "
+                    f"{', '.join(sorted(missing))}"
+                )
         return cls(**tables, manifest=manifest)
 
     def save_html(self, path: str | Path, *, evaluation: Any = None) -> Path:
@@ -263,23 +270,23 @@ class Analysis:
 
 
 def reject_another_run(folder: Path, manifest: Mapping[str, Any]) -> None:
-    """Raise FileExistsError, naming the differences, if the folder holds something else than this run."""
+    """Raise FileExistsError, naming the differences, if the folder contains something else than this run."""
     if folder.exists() and not folder.is_dir():
         raise FileExistsError(f"{folder}: expected a folder for the output, got a file")
     if not (folder / store.MANIFEST).exists():
         foreign_files = [f"{name}.parquet" for name in TABLES if (folder / f"{name}.parquet").exists()]
         if foreign_files:
             raise FileExistsError(
-                f"{folder} holds {', '.join(foreign_files)} of another program. Choose another folder."
+                f"{folder} contains {', '.join(foreign_files)} of another program. Choose another folder."
             )
         return
     there = store.read_json(folder / store.MANIFEST)
     if "schema" not in there:
-        raise FileExistsError(f"{folder} holds a {store.MANIFEST} of another program. Choose another folder.")
+        raise FileExistsError(f"{folder} contains a {store.MANIFEST} of another program. Choose another folder.")
     different = manifests.differences(there, manifest)
     if different:
         raise FileExistsError(
-            f"{folder} holds another run ({'; '.join(different)}). Choose another folder. "
+            f"{folder} contains another run ({'; '.join(different)}). Choose another folder. "
             "Analysis.merged([...]) combines runs on one model afterwards."
         )
 

@@ -161,7 +161,9 @@ def named_normalizers(normalizers: Any) -> dict[str, Normalizer | None]:
     """Return name in the tables -> normalizer; None stands for "model", the normalizer that the model runs."""
     requested = [normalizers] if isinstance(normalizers, str | Normalizer | Mechanism) else list(normalizers)
     if not requested:
-        raise ValueError("normalizers: expected at least one, got none. Use ('model',) to measure the model as it runs")
+        raise ValueError(
+            "normalizers: expected at least one, got none. Use ('model',) to measure the model as it runs."
+        )
     named: dict[str, Normalizer | None] = {}
     for request in requested:
         if isinstance(request, str) and request != "model":
@@ -176,9 +178,14 @@ def named_normalizers(normalizers: Any) -> dict[str, Normalizer | None]:
             normalizer.name = request  # with its options: entmax may occur with several
         name = "model" if normalizer is None else normalizer.name
         if name in named:
-            raise ValueError(f"two normalizers are named {name!r}; give one of them another .name")
+            raise ValueError(
+                f"normalizers: expected different names, got {name!r} twice. Change the attribute .name of one of them."
+            )
         if normalizer is not None and request != name and name == "model":
-            raise ValueError("the name 'model' stands for the normalizer that the model runs; choose another .name")
+            raise ValueError(
+                "normalizers: expected another name than 'model', which stands for the normalizer that the model "
+                "runs. Change its attribute .name."
+            )
         named[name] = normalizer
     return named
 

@@ -111,7 +111,7 @@ def read_part(folder: Path, key: str) -> Part | None:
         digests = about.pop(_DIGESTS, {})
         written = {name: read_table(target / f"{name}.parquet", digests.get(name)) for name in SCHEMAS}
     except FileNotFoundError as error:
-        raise DamagedFileError(f"{target} is not complete: {error}") from error
+        raise DamagedFileError(f"{target} is incomplete: {error}") from error
     tables = with_new_metrics(written)
     for name, schema in SCHEMAS.items():
         if set(tables[name].column_names) == set(schema.names):
@@ -139,7 +139,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DamagedFileError(f"{path} was not written by attnorm: {error}. Choose another folder.") from error
     if not isinstance(content, dict):
-        raise DamagedFileError(f"{path} was not written by attnorm: it holds no JSON object. Choose another folder.")
+        raise DamagedFileError(f"{path} was not written by attnorm: it contains no JSON object. Choose another folder.")
     return without_digest(path, content)
 
 
@@ -155,7 +155,10 @@ def read_table(path: Path, digest: str | None = None) -> pa.Table:
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        raise FileNotFoundError(f"{path} is missing: the folder is incomplete, or attnorm did not write it") from None
+        raise FileNotFoundError(
+            f"{path} is missing: the folder is incomplete, or attnorm did not write it. Run the same analysis again "
+            "with this folder."
+        ) from None
     check_digest(path, content, digest)
     try:
         return pq.ParquetFile(io.BytesIO(content)).read()  # read_table would look for a folder of files first: 1 ms
@@ -178,8 +181,8 @@ def check_digest(path: Path, content: bytes, expected: str | None) -> None:
     digest = digest_of(content)
     if expected is not None and digest != expected:
         raise DamagedFileError(
-            f"{path} is damaged: expected the SHA-256 digest {expected}, got {digest}. "
-            "Run the same analysis again with this folder: damaged files are written again"
+            f"{path} is damaged: expected the SHA-256 digest {expected}, got {digest}. Run the same analysis "
+            "again with this folder: damaged files are written again."
         )
 
 
@@ -308,7 +311,7 @@ class FinishedLayers:
                 return None
             return MeasuredLayer(int(about["longest"]), _tables(about["sizes"], body))
         except (DamagedFileError, pa.ArrowException, KeyError, ValueError) as error:
-            warnings.warn(f"{path} is damaged ({error}); this layer is measured again", stacklevel=2)
+            warnings.warn(f"{path} is damaged ({error}). This layer is measured again.", stacklevel=2)
             return None
 
     def keep(self, number: int, call: AttentionCall, layer: MeasuredLayer) -> None:

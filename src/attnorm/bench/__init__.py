@@ -1,1 +1,1 @@
-"""Benchmarks: speed and memory against the alternatives, and the weight that a clear winner keeps in long contexts."""
+"""Benchmarks: speed and memory against other implementations, and the weight on one key in long contexts."""

@@ -139,7 +139,7 @@ SETTINGS: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
 }
 
 # Mechanisms whose weights do not follow from a row of scores.
-NOT_ASKED = {
+NOT_MEASURED = {
     "selective": "it depends on what earlier queries selected; if they selected nothing it is softmax",
     "differential_v2": "its second query can cancel any weight; with a lambda of 0 it is softmax",
     "tda": "cosines lie between -1 and 1, so that no gap of logits applies; threshold_relu has its weights",
@@ -167,8 +167,8 @@ def dispersion(
     rows = {n: _scores(n, gap, noise, draws if noise else 1, seed) for n in lengths}
     for name in available() if names is None else names:
         progress(name)
-        if name in NOT_ASKED:
-            left_out[name] = NOT_ASKED[name]
+        if name in NOT_MEASURED:
+            left_out[name] = NOT_MEASURED[name]
             continue
         try:
             for label, options in SETTINGS.get(name, ((name, {}),)):
@@ -227,13 +227,13 @@ def _linear_in_values(mechanism: Mechanism, q: Tensor, k: Tensor, *, scale: floa
     return weights[..., 0].detach()
 
 
-def _ask_gaussian(mechanism: Mechanism, scores: Tensor, winner: int) -> Tensor:
+def _probe_gaussian(mechanism: Mechanism, scores: Tensor, winner: int) -> Tensor:
     # The query lies on the best key, the others at the distance whose kernel is exp(score - best score).
     distance = torch.sqrt(2 * (scores.amax(-1, keepdim=True) - scores))[..., None]
     return _linear_in_values(mechanism, torch.zeros_like(distance[..., :1, :]), distance, scale=1.0)
 
 
-def _ask_linear(mechanism: Mechanism, scores: Tensor, winner: int) -> Tensor:
+def _probe_linear(mechanism: Mechanism, scores: Tensor, winner: int) -> Tensor:
     # Width 64: q . k / 8 gives the scores, and the rest of each key is unit normal noise orthogonal to q.
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, 1, 1, 64, generator=generator)
@@ -243,7 +243,7 @@ def _ask_linear(mechanism: Mechanism, scores: Tensor, winner: int) -> Tensor:
     return _linear_in_values(mechanism, q, k, scale=None).double()
 
 
-def _ask_differential(mechanism: Mechanism, scores: Tensor, winner: int) -> Tensor:
+def _probe_differential(mechanism: Mechanism, scores: Tensor, winner: int) -> Tensor:
     # The second map sees the same noise but no winner. Its share lambda is the paper's start.
     assert isinstance(mechanism, Differential)
     with torch.no_grad():
@@ -255,7 +255,7 @@ def _ask_differential(mechanism: Mechanism, scores: Tensor, winner: int) -> Tens
 
 
 PROBES: dict[str, Callable[[Mechanism, Tensor, int], Tensor]] = {
-    "gaussian": _ask_gaussian,
-    "linear": _ask_linear,
-    "differential": _ask_differential,
+    "gaussian": _probe_gaussian,
+    "linear": _probe_linear,
+    "differential": _probe_differential,
 }

@@ -63,7 +63,7 @@ class DispersionLine:
 def save_dispersion_figure(dispersion: Dispersion, folder: Path) -> list[Path]:
     """Write dispersion.svg and dispersion.png to the folder; return their paths."""
     if not dispersion.curves:
-        raise ValueError("there is no curve to draw: every normalizer was left out")
+        raise ValueError("expected at least one measured normalizer to plot, got none: all were skipped.")
     return save_figure_files(partial(dispersion_figure, dispersion), folder, "dispersion")
 
 

@@ -72,7 +72,7 @@ def run_benchmarks(
     }
     threads = ANALYZE_THREADS if threads is None and suite == "analyze" else threads
     if threads is not None and threads < 1:
-        raise ValueError(f"threads must be at least 1, got {threads}")
+        raise ValueError(f"threads: expected an integer of at least 1, got {threads}.")
     with nullcontext() if threads is None else torch_threads(threads):
         for name, run in suites.items():
             included = suite in (name, "all") or (suite == "cuda" and name.startswith("cuda-"))

@@ -51,7 +51,7 @@ def time_alternating(ours: Call, theirs: Call, *, rounds: int) -> Timed:
 def time_against(ours: Call, rivals: Sequence[Call], *, rounds: int) -> list[Timed]:
     """Return the same for several rivals, with one call of ours per round for all of them."""
     if rounds < 1:
-        raise ValueError(f"rounds must be at least 1, got {rounds}")
+        raise ValueError(f"rounds: expected an integer of at least 1, got {rounds}.")
     calls = [ours, *rivals]
     for call in calls:
         call()

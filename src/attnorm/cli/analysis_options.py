@@ -37,26 +37,37 @@ Windows = Annotated[
     str | None,
     typer.Option(
         metavar="auto|K",
-        help="Disjoint windows per text, over which heads are judged (default: auto, up to 16 in the budget).",
+        help="Number of disjoint windows per text over which each head is judged (default: auto, up to 16 "
+        "within the budget).",
         show_default=False,
     ),
 ]
 Budget = Annotated[
     int | None,
-    typer.Option(metavar="N", help="Tokens per text, over all its windows (default: 8192).", show_default=False),
+    typer.Option(
+        metavar="N",
+        help="Tokens per text, over all its windows, if --lengths or --windows are chosen automatically (default: "
+        "8192).",
+        show_default=False,
+    ),
 ]
 Rows = Annotated[
     str | None,
-    typer.Option(metavar="auto|all|last|K", help="Query rows per window (default: auto, up to 512, spread)."),
+    typer.Option(
+        metavar="auto|all|last|K",
+        help="Query rows to measure per window: auto (up to 512, spread over the window), all, last, or a number "
+        "(default: auto).",
+    ),
 ]
 Metrics = Annotated[
     str | None,
     typer.Option(
         metavar="GROUP,GROUP,...",
-        help="Metric groups. core: all that verdicts need, at most twice the time of the plain forward pass on a CPU. "
-        "Slower: vectors (separability, saturation), sensitivity, coverage, or all of these (default: core). circuits, "
-        "not in all: induction, previous-token and retrieval heads, found by extra passes. output, not in all: rank "
-        "of the output layer's logits.",
+        help="Groups of metrics to measure (default: core). core: all that the verdicts need; takes at most "
+        "twice the time of the plain forward pass on a CPU. vectors (separability, saturation), "
+        "sensitivity and coverage take longer. all: these four. Two groups are not part of all: circuits "
+        "(induction, previous-token and retrieval heads; needs extra forward passes) and output (rank of "
+        "the output layer's logits).",
     ),
 ]
 Seed = Annotated[
@@ -65,32 +76,37 @@ Seed = Annotated[
 Bos = Annotated[
     bool | None,
     typer.Option(
-        "--bos/--no-bos", help="Start every window with the BOS token, or without it (default: as the tokenizer does)."
+        "--bos/--no-bos",
+        help="Start every window with the BOS token, or without it (default: what the tokenizer does).",
     ),
 ]
 Tokenizer = Annotated[
     str | None,
-    typer.Option(metavar="NAME|DIR", help="Hub name or folder of a tokenizer (default: the one next to the model)."),
+    typer.Option(metavar="NAME|DIR", help="Hub name or folder of a tokenizer (default: the tokenizer of the model)."),
 ]
 Dtype = Annotated[
     str | None,
     typer.Option(
-        help="float32, bfloat16, float16, float64, or auto for the checkpoint's own (default: float32 on a CPU, else "
-        "auto)."
+        help="Data type of the model: float32, bfloat16, float16, float64, or auto for that of the checkpoint "
+        "(default: float32 on a CPU, else auto)."
     ),
 ]
 Device = Annotated[
-    str | None, typer.Option(help="cpu, cuda, cuda:1, or auto for all GPUs (default: the GPU if there is one).")
+    str | None, typer.Option(help="Device: cpu, cuda, cuda:1, or auto for all GPUs (default: the GPU if there is one).")
 ]
-Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
+Trust = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Allow the model's repository to run its own Python code.")
+]
 Judging = Annotated[
     list[str] | None,
     typer.Option(
-        "--threshold", metavar="NAME=VALUE", help="Threshold of the verdicts, for example near_floor=0.2; repeatable."
+        "--threshold",
+        metavar="NAME=VALUE",
+        help="Change a threshold of the verdicts, for example near_floor=0.2; repeatable.",
     ),
 ]
 Threads = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Number of CPU threads (default: the choice of torch).")
+    int | None, typer.Option(min=1, metavar="N", help="Number of CPU threads (default: PyTorch's default).")
 ]
 
 
@@ -141,7 +157,7 @@ def names_of(value: str) -> list[str]:
 def check_minutes(option: str, minutes: float | None) -> None:
     """Raise ValueError for a time limit that is negative or not a number."""
     if minutes is not None and not minutes >= 0:
-        raise ValueError(f"{option}: expected a number of minutes, 0 or more, got {minutes:g}")
+        raise ValueError(f"{option}: expected a number of minutes of at least 0, got {minutes:g}.")
 
 
 def numbers_of(option: str, value: str | None) -> tuple[int, ...] | None:
@@ -216,15 +232,15 @@ def measure(model: str | None, *, out: Path | None = None, **options: Any) -> "A
     with failures(lambda: _describe_kept_work(progress.last, out)), bar:  # the bar ends before a message is printed
         analysis = analyze(model, out=out, progress=progress, **options)
     if progress.last is None:
-        say(f"{out} holds this run already, finished: nothing was measured again")
+        say(f"{out} already contains this run, finished. Nothing was measured again.")
     return analysis
 
 
 def _describe_kept_work(state: "AnalysisProgress | None", out: Path | None) -> str:
     if out is None:
-        return "Interrupted. Nothing is kept. With --out DIR, finished parts are kept and the run can resume."
+        return "Interrupted. No results are kept. Pass --out DIR to keep finished parts and to resume."
     if state is None:
-        return "Interrupted before the first part; nothing was measured yet."
+        return "Interrupted before the first part. Nothing was measured yet."
     layers = 0 if state.parts_done == state.parts_total else state.layers_done
     also = f", and {layers} of {state.layers_total} layers of part {state.parts_done + 1}" if layers else ""
     return (
@@ -237,7 +253,7 @@ def evaluation_of(folder: Path, scores_folder: Path | None = None) -> "Evaluatio
     """Return the scores that belong to an analysis: of the given folder, else of its own folder `evaluation`.
 
     Raises:
-        ValueError: The folder holds no evaluation, or a damaged one.
+        ValueError: The folder contains no evaluation, or a damaged one.
     """
     inside = folder / "evaluation"
     if scores_folder is None and not (inside / "evaluation.json").is_file():

@@ -23,7 +23,7 @@ def analyze(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="Hub name, folder or .gguf file (default: the small bundled model).",
+            help="Model to measure: Hub name, folder or .gguf file (default: the small bundled model).",
             show_default=False,
         ),
     ] = "bundled",
@@ -38,8 +38,8 @@ def analyze(
         str,
         typer.Option(
             metavar="SPEC,SPEC,...",
-            help="Normalizers to measure, as NAME or NAME:KEY=VALUE: model is the one that the model runs; others are "
-            "applied to the same logits.",
+            help="Normalizers to measure, as NAME or NAME:KEY=VALUE. model is the one that the model runs; "
+            "others are applied to the same logits.",
         ),
     ] = "model",
     rows: options.Rows = None,
@@ -48,19 +48,25 @@ def analyze(
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="Larger model with the same tokenizer, for --metrics output: the rank that the text needs.",
+            help="With --metrics output: a larger model with the same tokenizer, which estimates the rank that "
+            "the text needs.",
         ),
     ] = None,
     top_n: Annotated[
-        str, typer.Option(metavar="N,N,...", help="Sizes of the sets of heaviest keys.")
+        str, typer.Option(metavar="N,N,...", help="Sizes N of the sets of the N heaviest keys.")
     ] = "1,5,10,20,100",
     vectors: Annotated[
-        str, typer.Option(metavar="values|inputs", help="Vectors for distances and separability.")
+        str,
+        typer.Option(
+            metavar="values|inputs",
+            help="Vectors between which distances and separability are computed: value vectors or layer inputs.",
+        ),
     ] = "values",
     tokens: Annotated[
         int,
         typer.Option(
-            metavar="N", help="Heaviest keys to list per row, with their text; 0: store no text in tables and report."
+            metavar="N",
+            help="Number of heaviest keys to list per row, with their text; 0 stores no text in tables and report.",
         ),
     ] = 8,
     token_rows: Annotated[
@@ -73,7 +79,9 @@ def analyze(
     tokenizer: options.Tokenizer = None,
     dtype: options.Dtype = None,
     device: options.Device = None,
-    revision: Annotated[str | None, typer.Option(help="Commit, branch or tag on the hub.")] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Commit, branch or tag of a model on the Hub (default: the main branch).")
+    ] = None,
     trust_remote_code: options.Trust = False,
     seed: options.Seed = None,
     threads: options.Threads = None,
@@ -81,10 +89,14 @@ def analyze(
     out: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Folder for tables, report and finished parts; the same command resumes from it."
+            metavar="DIR",
+            help="Output folder for tables, report and finished parts. The same command resumes an interrupted "
+            "run from it.",
         ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Use finished parts in --out.")] = True,
+    resume: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="Reuse finished parts in --out, or measure everything again.")
+    ] = True,
     html: Annotated[
         bool | None,
         typer.Option(
@@ -174,11 +186,13 @@ def _normalizers(value: str) -> list[str]:
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that analyze --out wrote.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that attnorm analyze --out wrote.")],
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="HTML file (default: DIR/report.html).")] = None,
     figures: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Folder for SVG and PDF figures: verdicts, main metrics, worst head."),
+        typer.Option(
+            metavar="DIR", help="Also write SVG and PDF figures to this folder: verdicts, main metrics, worst head."
+        ),
     ] = None,
     evaluation: Annotated[
         Path | None,
@@ -193,7 +207,7 @@ def report(
 
     --threshold judges the saved numbers again for this report; the tables in DIR do not change.
 
-    Exit codes: 0 written; 1 no disk space; 2 DIR holds no finished analysis.
+    Exit codes: 0 written; 1 no disk space; 2 DIR contains no finished analysis.
 
     Example: attnorm report run --figures figures
     """

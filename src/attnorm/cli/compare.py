@@ -30,7 +30,7 @@ SETTINGS = (
 def compare(
     sides: Annotated[
         list[str],
-        typer.Argument(metavar="DIR|MODEL", help="Folders that analyze --out wrote, or models to measure."),
+        typer.Argument(metavar="DIR|MODEL", help="Folders that attnorm analyze --out wrote, or models to measure."),
     ],
     text: options.Texts = None,
     lengths: options.Lengths = None,
@@ -68,7 +68,7 @@ def compare(
     with usage_errors():
         if len(set(sides)) < len(sides):
             twice = next(name for name in sides if sides.count(name) > 1)
-            raise ValueError(f"expected different sides, got {twice} twice")
+            raise ValueError(f"expected different folders or models, got {twice} twice. Remove one.")
         Thresholds().changed(threshold or ())  # validate all options before anything is measured
         settings = options.given_settings(options.texts_of(text), lengths, windows, budget, bos, rows, metrics, seed)
         evaluations = _evaluations(sides)
@@ -81,8 +81,9 @@ def compare(
             options.check_model(name)
         if len(sides) == 1 and models:
             raise ValueError(
-                f"expected two sides, got {sides[0]}. Name another model or the folder of a run, or measure it with "
-                f"several normalizers first: attnorm analyze {sides[0]} --normalizers model,ssmax --out DIR"
+                f"expected two folders or models to compare, got only {sides[0]}. Give another model or folder "
+                f"of a run, or measure it with several normalizers first: attnorm analyze {sides[0]} "
+                "--normalizers model,ssmax --out DIR"
             )
     runs = {name: _load_run(name) for name in sides if name not in models}
     with usage_errors():
@@ -160,7 +161,7 @@ def texts_of_run(manifest: Mapping[str, Any], folder: str) -> dict[str, str]:
     for text in manifest["texts"]:
         if any(name in text.get("size", "") for name in MEDIA_INPUTS):
             raise ValueError(
-                f"{folder} was measured on {text['name']!r}, which is no text. Measure each model by `attnorm "
+                f"{folder} was measured on {text['name']!r}, which is not a text. Measure each model by `attnorm "
                 "analyze MODEL --image FILE --out DIR` (or --audio FILE), and compare the folders."
             )
         content = _content(text["name"])
@@ -188,10 +189,18 @@ def _content(name: str) -> str | None:
 
 def stability(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub name or folder.")] = "bundled",
-    text: Annotated[Path | None, typer.Option(metavar="FILE", help="A long text, such as a book.")] = None,
-    passages: Annotated[int, typer.Option(min=2, help="Equal parts of the text, each measured as a text.")] = 3,
+    text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Long text to measure on, such as a book (required).")
+    ] = None,
+    passages: Annotated[
+        int, typer.Option(min=2, help="Number of equal parts of the text; each is measured separately.")
+    ] = 3,
     seeds: Annotated[
-        str, typer.Option(metavar="N,N,...", help="Random seeds; every passage is judged with each of them.")
+        str,
+        typer.Option(
+            metavar="N,N,...",
+            help="Random seeds. A further seed adds a run of every passage if it changes the numbers of the first one.",
+        ),
     ] = "0",
     lengths: options.Lengths = None,
     windows: options.Windows = "auto",
@@ -199,15 +208,22 @@ def stability(
     bos: options.Bos = None,
     threads: options.Threads = None,
     threshold: options.Judging = None,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for the runs; resumes there.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Output folder for the runs. The same command resumes an interrupted run from it."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure a model on several passages of a text and count the heads that keep their verdict.
 
-    A head is judged where its verdict is not "undecided". The share that keeps its verdict in another run is
-    printed twice: counting "undecided" as a change, and not counting it.
+    A head counts as judged if its verdict is not "undecided". The share of heads that keep their verdict in another run
+    is printed twice: once "undecided" counts as a change, once it does not.
+
     Verdicts use no random numbers. --seeds 0,1,2 measures the first window again with each further seed. A seed that
-    gives the same numbers adds no run; any other is measured on every passage.
+    gives the same numbers adds no run. Any other seed is measured on every passage.
+
     Example: attnorm stability bundled --text war-and-peace.txt --lengths 512
     """
     from attnorm.analysis.compare import passages as parts_of
@@ -293,45 +309,52 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub name, folder, .gguf file, or bundled.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Model to evaluate: Hub name, folder, .gguf file, or bundled.")
+    ],
     normalizer: Annotated[
         list[str] | None,
         typer.Option(
             metavar="SPEC",
-            help="Normalizer to compare with the model as loaded: name, name:key=value or recipe file; repeatable.",
+            help="Normalizer to compare with the model as loaded: NAME, NAME:KEY=VALUE or a recipe file; repeatable.",
         ),
     ] = None,
     tasks: Annotated[
         str,
         typer.Option(
             metavar="NAME,NAME,...",
-            help="perplexity, pass-key, ruler (its six tasks without download), or tasks of lm-eval.",
+            help="Tasks: perplexity, pass-key, ruler (the six RULER tasks that need no download), or tasks of lm-eval.",
         ),
     ] = "perplexity,pass-key",
     lengths: Annotated[
         str, typer.Option(metavar="N,N,...", help="Tokens per document of perplexity, pass-key and RULER.")
     ] = "1024",
-    limit: Annotated[int, typer.Option(min=1, metavar="N", help="Documents per task and length.")] = 100,
+    limit: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Maximum number of documents per task and length.")
+    ] = 100,
     text: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Text of perplexity and pass-key, plain or .xz (default: a built-in text)."),
+        typer.Option(metavar="FILE", help="Text for perplexity and pass-key, plain or .xz (default: a built-in text)."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder for the results; the same command resumes there.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Output folder for the results. The same command resumes an interrupted run from it."
+        ),
     ] = None,
     tokenizer: options.Tokenizer = None,
     dtype: options.Dtype = None,
     device: options.Device = None,
     trust_remote_code: options.Trust = False,
-    seed: Annotated[int, typer.Option(help="Random seed of the documents.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed for the documents of pass-key and RULER.")] = 0,
     threads: options.Threads = None,
     as_json: Json = False,
 ) -> None:
     """Evaluate a model before and after softmax is replaced, on the same documents.
 
     Scores have 95 % intervals. Changes are tested document by document, with Holm's correction. RULER and other tasks
-    of lm-eval need the extra `eval`. DIR holds the score of every document and evaluation.html;
-    attnorm compare reads it.
+    of lm-eval need the extra `eval`. Writes the score of every document and evaluation.html to DIR, which attnorm
+    compare reads.
 
     Exit codes: 0 evaluated; 1 no disk space or memory; 2 wrong usage or input; 130 interrupted.
 

@@ -281,20 +281,24 @@ def health_tables(health: Health) -> RenderableType:
 
 
 def bench(
-    suite: Annotated[Suite, typer.Argument(help="Suite to run.")] = "all",
+    suite: Annotated[Suite, typer.Argument(help="Suite of benchmarks to run.")] = "all",
     threads: Annotated[
-        int | None, typer.Option(help="Number of CPU threads (default: 2 for analyze, else the choice of torch).")
+        int | None, typer.Option(help="Number of CPU threads (default: 2 for analyze, else PyTorch's default).")
     ] = None,
     model: Annotated[
         Path | None, typer.Option(metavar="DIR", help="analyze: folder of SmolLM2-135M (default: $ATTNORM_SMOLLM2).")
     ] = None,
-    text: Annotated[Path | None, typer.Option(metavar="FILE", help="analyze: text for --model.")] = None,
+    text: Annotated[Path | None, typer.Option(metavar="FILE", help="analyze: text to measure --model on.")] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Folder for results.jsonl, a line per finished comparison, and growth.svg."),
+        typer.Option(
+            metavar="DIR", help="Output folder: results.jsonl with a line per finished comparison, and growth.svg."
+        ),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Tiny sizes, to check that the benchmarks run.")] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print GitHub tables.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Use tiny sizes, only to check that the benchmarks run.")
+    ] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print tables in GitHub's Markdown.")] = False,
     as_json: Json = False,
 ) -> None:
     """Measure time and memory against the entmax package, torch SDPA, and dense and eager attention.
@@ -310,13 +314,13 @@ def bench(
     from attnorm.bench.suites import run_benchmarks
 
     if as_json and markdown:
-        raise typer.BadParameter("expected one of --json and --markdown, got both")
+        raise typer.BadParameter("expected --json or --markdown, got both. Remove one.")
     if suite not in ("analyze", "all") and any(option is not None for option in (model, text)):
-        raise typer.BadParameter(f"--model and --text belong to the suite analyze, got {suite}")
+        raise typer.BadParameter(f"--model and --text: expected the suite analyze or all, got {suite}. Remove them.")
     for option, path, exists in (("--model", model, Path.is_dir), ("--text", text, Path.is_file)):
         if path is not None and not exists(path):
             kind = "folder" if exists is Path.is_dir else "file"
-            raise typer.BadParameter(f"{option}: expected a {kind}, got {path}, which does not exist")
+            raise typer.BadParameter(f"{option}: expected a {kind}, got {path}, which does not exist. Check the path.")
     if suite == "all":
         say(_all_suites(quick=quick))
     lines = None if out is None else out / "results.jsonl"
@@ -361,7 +365,10 @@ def bench(
     else:
         show(benchmark_tables(results))
     if quick:
-        say("note: tiny sizes show that the benchmarks run; for times and ratios leave out --quick")
+        say(
+            "note: --quick uses tiny sizes, which only show that the benchmarks run. Leave it out to measure times "
+            "and ratios."
+        )
     if out is not None:
         from attnorm.bench.figures import save_growth_figure
         from attnorm.bench.results import Growth

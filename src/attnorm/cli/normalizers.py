@@ -1,4 +1,4 @@
-"""attnorm normalizers, dispersion, frontier, verify: what normalizers promise, what they do, and which claims hold.
+"""attnorm normalizers, dispersion, frontier, verify: list and compare normalizers, and test claims of the papers.
 
 The table of normalizers is read from the normalizers themselves.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def normalizers(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="Show this one with its options (default: list all).")
+        str | None, typer.Argument(metavar="NAME", help="Normalizer to show with its options (default: list all).")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -45,14 +45,17 @@ def normalizers(
 
 
 def dispersion(
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for dispersion.svg and .png.")] = None,
-    gap: Annotated[float, typer.Option(help="Logit of the winner minus the mean of the other logits.")] = 6.0,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Also write the figure to this folder: dispersion.svg and dispersion.png."),
+    ] = None,
+    gap: Annotated[float, typer.Option(help="Largest logit minus the mean of the other logits.")] = 6.0,
     noise: Annotated[float, typer.Option(help="Standard deviation of the other logits; 0 makes them equal.")] = 1.0,
-    draws: Annotated[int, typer.Option(help="Random rows per length; the table shows their median.")] = 5,
+    draws: Annotated[int, typer.Option(help="Number of random rows per length; the table shows their median.")] = 5,
     seed: Annotated[int, typer.Option(help="Random seed for the rows.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Show the weight that the largest of 16 to 131,072 logits keeps under every normalizer.
+    """Show how much weight each normalizer gives to the largest of 16 to 131,072 logits.
 
     Example: attnorm dispersion --gap 8 --out figures
     """
@@ -75,13 +78,17 @@ def dispersion(
 
 
 def frontier(
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for frontier.svg and frontier.png.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Also write the figure to this folder: frontier.svg and frontier.png."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show the effort K g that each normalizer needs to keep a weight of 0.5 or 0.9 among 16 to 1,000,000 keys.
+    """Show what each normalizer needs to keep a weight of 0.5 or 0.9 on one key among 16 to 1,000,000.
 
-    The table has the lower bound for all normalizers next to it. A normalizer that the bound does not cover is listed
-    with the reason.
+    The cost is the product K g of the Lipschitz constant K and the gap g between the largest logit and the others. The
+    table also has the lower bound for all normalizers. Normalizers that the bound does not cover are listed with the
+    reason.
 
     Example: attnorm frontier --out figures
     """
@@ -106,18 +113,20 @@ def verify(
     budget: Annotated[
         float,
         typer.Option(
-            help="Seconds to search. Every claim gets at least nine rounds, which take up to a minute for all claims; "
-            "the remaining time is used for more rounds."
+            help="Time for the search in seconds. Every claim gets at least nine rounds, which take up to a "
+            "minute for all claims; the remaining time is used for more rounds."
         ),
     ] = 60.0,
     seed: Annotated[
         int, typer.Option(help="Random seed for the rows; the same seed finds the same counterexamples.")
     ] = 0,
     figure: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder for tightness.svg and tightness.png.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Also write the figure to this folder: tightness.svg and tightness.png."),
     ] = None,
     again: Annotated[
-        str | None, typer.Option("--replay", metavar="CLAIM:SEED:ROUND:ROW", help="Show one counterexample in full.")
+        str | None,
+        typer.Option("--replay", metavar="CLAIM:SEED:ROUND:ROW", help="Show one counterexample of the table in full."),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -189,20 +189,20 @@ def _message(error: OSError, writes_to: Path | None = None) -> str:
     return f"{message}. Check the path"
 
 
-def show_version(asked: bool) -> bool:
-    if asked:
+def show_version(requested: bool) -> bool:
+    if requested:
         from attnorm import __version__
 
         say_result(f"attnorm {__version__}")
         raise typer.Exit
-    return asked
+    return requested
 
 
 LOG_SECONDS = 30.0
 
 
 class ProgressBar:
-    """Use it as a context manager and call it with the stage and the amount of work done."""
+    """Shows progress. Use it as a context manager and call it with the stage and the amount of work done."""
 
     def __init__(self, stage: str = "starting", now: Callable[[], float] = time.monotonic) -> None:
         self._now = now

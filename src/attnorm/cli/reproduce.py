@@ -37,15 +37,16 @@ Stage = Annotated[
 def reproduce(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME", help="Experiments, or all (default: list the experiments)."),
+        typer.Argument(metavar="NAME", help="Experiments to run, or all (default: list the experiments)."),
     ] = None,
     model: Annotated[
         list[str] | None,
         typer.Option(
             "--model",
             metavar="NAME|DIR",
-            help="Hub name, folder, or bundled (default: gpt2 as in the paper; with --quick: bundled). spread accepts "
-            "several. clrs-text --stage train: the pretrained model, a folder or a .gguf file.",
+            help="Model: Hub name, folder, or bundled (default: gpt2 as in the paper; with --quick: bundled). "
+            "spread accepts several. clrs-text --stage train: the pretrained model, a folder or a .gguf "
+            "file.",
         ),
     ] = None,
     text: Annotated[
@@ -68,16 +69,20 @@ def reproduce(
         typer.Option(
             "--images",
             metavar="FILE",
-            help="vision: .tar or .tar.xz archive of train/CLASS/*.jpg and test/CLASS/*.jpg (default: train nothing, "
-            "draw the records of earlier runs in DIR and those in DIR/records.jsonl).",
+            help="vision: .tar or .tar.xz archive of train/CLASS/*.jpg and test/CLASS/*.jpg (default: train "
+            "nothing and plot the records of earlier runs in DIR and in DIR/records.jsonl).",
         ),
     ] = None,
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="Folder for figures, tables, verdicts and the index page.")
     ] = (Path("reproduction")),
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes: seconds per experiment.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Use small sizes, which take seconds per experiment.")] = False,
     only: Annotated[
-        str, typer.Option(metavar="NAME,NAME,...", help="retrieval, language-models, clrs-text, vision: only these.")
+        str,
+        typer.Option(
+            metavar="NAME,NAME,...",
+            help="retrieval, language-models, clrs-text, vision: run only these normalizers or models (default: all).",
+        ),
     ] = "",
     longest: Annotated[
         int | None,
@@ -95,21 +100,23 @@ def reproduce(
     minutes: Annotated[
         float | None,
         typer.Option(
-            help="With --stage: start no work after this many minutes, and stop training. temperature, positions, "
-            "heads: train only models that finish in this time."
+            help="Time limit in minutes (default: none). With --stage: stop training and start no further work "
+            "after it. temperature, positions, heads: train only models that finish within it."
         ),
     ] = None,
     whole: Annotated[
         bool,
         typer.Option(
             "--whole",
-            help="With --stage everything or second-seed and --minutes: train only models that can finish and be "
-            "tested in this time.",
+            help="With --stage everything or second-seed and --minutes: train only models that can be trained "
+            "and tested within the limit.",
         ),
     ] = False,
     changes: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="With --stage: change the plan, e.g. batch=16; repeatable."),
+        typer.Option(
+            "--set", metavar="NAME=VALUE", help="With --stage: change a value of the plan, e.g. batch=16; repeatable."
+        ),
     ] = None,
     size: Annotated[
         str | None,
@@ -117,25 +124,25 @@ def reproduce(
     ] = None,
     tokenizer: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="With --stage prepare: a tokenizer to use (default: train one on the text)."),
+        typer.Option(
+            metavar="DIR", help="With --stage prepare: folder of a tokenizer (default: train one on the text)."
+        ),
     ] = None,
     closest: Annotated[
         int | None,
-        typer.Option(
-            min=0, help="With --stage second-seed: how many of the best normalizers are trained again (default: 3)."
-        ),
+        typer.Option(min=0, help="With --stage second-seed: number of best normalizers to train again (default: 3)."),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Random seed of every draw.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed for everything that is sampled.")] = 0,
     device: Annotated[
-        str | None, typer.Option(help="cpu, cuda or, for example, cuda:1 (default: the GPU if there is one).")
+        str | None, typer.Option(help="Device: cpu, cuda or, for example, cuda:1 (default: the GPU if there is one).")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Rerun finished experiments from scratch.")] = False,
     as_json: Json = False,
 ) -> None:
     """Reproduce figures, tables and guidelines of the papers on a model, next to the corrected theory.
 
-    Prints the verdicts; writes figures and tables to DIR/NAME and one page with everything to DIR/index.html. Finished
-    experiments are not run again. An option that one of the experiments does not use is an error.
+    Prints the verdicts. Writes figures and tables to DIR/NAME, and an index page of all experiments to DIR/index.html.
+    Finished experiments are not run again. An option that one of the experiments does not use is an error.
 
     Exit codes: 0 done, whatever the verdicts; 1 no disk space or memory; 2 wrong usage or input; 3 unfinished work
     after --minutes; 130 interrupted.
@@ -188,7 +195,9 @@ def reproduce(
         stages = "--stage prepare --text FILE --valid FILE, then --stage everything"
         stages = "--stage train" if names == ["clrs-text"] else stages
         unknown = "" if size is None else _unknown_size(size)
-        raise typer.BadParameter(f"{unknown}{unused[0]} needs --stage. Run {stages}, or remove {unused[0]}")
+        raise typer.BadParameter(
+            f"{unknown}{unused[0]}: expected --stage too, got none. Run {stages}, or remove {unused[0]}."
+        )
     from attnorm.experiments.catalogue import MODEL, check_options, named
     from attnorm.experiments.experiment import ExperimentSubject, UnfinishedError
     from attnorm.experiments.run import INDEX
@@ -213,7 +222,7 @@ def reproduce(
     _note_default_text(first, text)
     with (
         failures(lambda: f"Interrupted; {_RESUMES}.", writes_to=out, out_of_memory=_MEMORY),
-        _explain_default_model(first, asked=bool(model)),
+        _explain_default_model(first, chosen=bool(model)),
         ProgressBar("loading") as progress,
     ):
         try:
@@ -233,7 +242,7 @@ def _check_stage(names: list[str], not_used: dict[str, Any]) -> None:
         raise ValueError(f"--stage: expected language-models or clrs-text alone, got {', '.join(names)}. Remove it.")
     refused = [option for option, value in not_used.items() if value is not None]
     if refused:
-        raise ValueError(f"--stage does not use {refused[0]}. Remove it.")
+        raise ValueError(f"--stage: expected no {refused[0]}, which stages do not use. Remove it.")
 
 
 def _unknown_size(size: str) -> str:
@@ -249,7 +258,9 @@ def _run_stage(stage: str, folder: Path, *, quick: bool, size: str | None, chang
     from attnorm.experiments.trained_models import change_plan, on_this_machine
 
     if size is not None and (quick or size not in SIZES):
-        raise ValueError(f"expected --size {' or '.join(SIZES)} without --quick, got {size!r}")
+        raise ValueError(
+            f"expected --size {' or '.join(SIZES)} and no --quick, got --size {size}. Change or remove --size."
+        )
     plan = on_this_machine(change_plan(QUICK if quick else SIZES[size or "30M"], changes))
     return run_stage(stage, folder, plan, log=_timed_log(), **options)
 
@@ -263,11 +274,15 @@ def _run_clrs(
     from attnorm.training.device import chosen_device
 
     if stage != "train":
-        raise ValueError(f"--stage: expected train for clrs-text, got {stage!r}")
+        raise ValueError(f"--stage: expected train for clrs-text, got {stage!r}. Use --stage train.")
     if max(len(model), len(train), len(test)) > 1:
-        raise ValueError("clrs-text: expected one --model, one --text and one --valid, got several")
+        raise ValueError("clrs-text: expected one --model, one --text and one --valid, got several. Run once for each.")
     if not quick and not (train and test):
-        raise ValueError("--stage train needs questions: --text FILE to train on and --valid FILE to test on")
+        given = " ".join(name for name, files in (("--text", train), ("--valid", test)) if files) or "none"
+        raise ValueError(
+            f"--stage train: expected --text FILE to train on and --valid FILE to test on, got {given}. Give both, "
+            "or --quick."
+        )
     chosen_device(device)
     log = _timed_log()
     plan = change_plan(QUICK if quick else FULL, changes).only(only)
@@ -288,17 +303,17 @@ def _timed_log() -> Callable[[str], None]:
     return log
 
 
-def _models_to_run(asked: list[str] | None, names: list[str], quick: bool) -> list[str]:
+def _models_to_run(given: list[str] | None, names: list[str], quick: bool) -> list[str]:
     from attnorm.experiments.catalogue import EXPERIMENTS, MODEL
     from attnorm.experiments.experiment import default_model
 
     # Experiments that bring or train their own models must not look for one.
     own = all(name in EXPERIMENTS and MODEL not in EXPERIMENTS[name].takes for name in names)
-    return asked or [default_model(quick=quick or own)]
+    return given or [default_model(quick=quick or own)]
 
 
 def _note_default_text(model: str, texts: list[Path] | None) -> None:
-    """Say which text is used: the paper's model without the paper's text is not the paper's setting."""
+    """Print which text is used if the paper's model runs on another text than the paper's."""
     from attnorm.analysis.settings import TOPICS
     from attnorm.experiments.experiment import PAPER_MODEL, PAPER_TEXT
 
@@ -307,16 +322,16 @@ def _note_default_text(model: str, texts: list[Path] | None) -> None:
 
 
 @contextmanager
-def _explain_default_model(model: str, *, asked: bool) -> Iterator[None]:
+def _explain_default_model(model: str, *, chosen: bool) -> Iterator[None]:
     """Explain the default model if it cannot be loaded, and what needs no network."""
     try:
         yield
     except ValueError as error:
-        if asked or not str(error).startswith(f"{model}: "):
+        if chosen or not str(error).startswith(f"{model}: "):
             raise
         raise ValueError(
-            f"{error}. The default model is {model}, as in the paper; --model bundled, --model FOLDER and --quick "
-            "need no network"
+            f"{str(error).rstrip('.')}. The default model is {model}, as in the paper. Use --model bundled, "
+            "--model FOLDER or --quick, which need no network."
         ) from None
 
 

@@ -22,41 +22,50 @@ if TYPE_CHECKING:
 _ITEMS_KEPT = "Interrupted; finished items are kept, and the same command resumes."
 _SHOWN_ITEMS = 40  # items in the table of --status
 
-On = Annotated[str, typer.Option("--on", metavar="local|ray|slurm", help="Where the items run.")]
+On = Annotated[
+    str, typer.Option("--on", metavar="local|ray|slurm", help="Where items run: on this machine, on Ray or on Slurm.")
+]
 Workers = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Largest number of parallel items; of jobs on Slurm.", show_default="as many as fit; 16 jobs"
+        min=1,
+        help="Maximum number of items that run in parallel; on Slurm, of jobs.",
+        show_default="as many as fit; 16 jobs",
     ),
 ]
 Address = Annotated[
     str | None,
-    typer.Option(metavar="HOST:PORT", help="Ray cluster.", show_default="RAY_ADDRESS, a running one, or a new one"),
+    typer.Option(
+        metavar="HOST:PORT", help="Address of the Ray cluster.", show_default="RAY_ADDRESS, a running one, or a new one"
+    ),
 ]
-Retries = Annotated[int, typer.Option(min=0, help="How often an item starts again after its worker died.")]
+Retries = Annotated[int, typer.Option(min=0, help="How often to start an item again after its worker process died.")]
 
 
 def sweep(
     plan: Annotated[
         Path | None, typer.Argument(metavar="PLAN", help="Plan in TOML; --status does not need it.", show_default=False)
     ] = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for all results; the same command resumes.")] = Path(
-        "sweep"
-    ),
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="DIR", help="Output folder for all results. The same command resumes an interrupted sweep."
+        ),
+    ] = Path("sweep"),
     on: On = "local",
     workers: Workers = None,
     address: Address = None,
     retries: Retries = 3,
     extend: Annotated[
-        bool, typer.Option("--extend", help="Run a changed plan in the same folder; equal items are kept.")
+        bool, typer.Option("--extend", help="Run a changed plan in the same folder; results of equal items are kept.")
     ] = False,
     status: Annotated[bool, typer.Option("--status", help="Show the progress of the sweep in DIR and exit.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Run every combination of a plan, each once, and write one table and one page that compare them.
+    """Run every combination of a plan once, and compare the results in one table and one page.
 
     A plan names a command (analyze, train lm, train retrieval, reproduce), lists to combine, and values for all. Each
-    item gets an ordinary run folder in DIR/items. A failed item does not stop the others; run the command again to
+    item gets its own run folder in DIR/items. A failed item does not stop the others; run the command again to
     retry it. Finished items are never run again.
 
     Exit codes: 0 all items finished; 1 no disk space or memory; 2 wrong usage or input; 3 some items failed; 130
@@ -124,14 +133,18 @@ _SHOWN_TRIALS = 10
 
 def search(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="Search plan in TOML.")],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for all trials; the same command resumes.")] = Path(
-        "search"
-    ),
+    out: Annotated[
+        Path,
+        typer.Option(
+            metavar="DIR", help="Output folder for all trials. The same command resumes an interrupted search."
+        ),
+    ] = Path("search"),
     on: On = "local",
     workers: Workers = None,
     address: Address = None,
     storage: Annotated[
-        str | None, typer.Option(metavar="URL", help="Database of the studies.", show_default="a journal in DIR")
+        str | None,
+        typer.Option(metavar="URL", help="URL of the database for Optuna's studies.", show_default="a journal in DIR"),
     ] = None,
     retries: Retries = 3,
     as_json: Json = False,
@@ -163,7 +176,7 @@ def search(
     else:
         show(_search_tables(result))
     if result.best is None:
-        say("no trial finished; `attnorm sweep --status --out DIR` shows the errors")
+        say("No trial finished. `attnorm sweep --status --out DIR` shows the errors.")
         raise typer.Exit(3)
     say(f"recipe: {out / 'recipe.toml'}")
     say(f"page: {out / 'index.html'}")

@@ -29,7 +29,9 @@ from attnorm.run_folder import make_writable, require_folder
 if TYPE_CHECKING:
     from attnorm.training.lm.train import LMProgress
 
-Compiled = Annotated[bool, typer.Option("--compile/--no-compile", help="torch.compile the blocks.")]
+Compiled = Annotated[
+    bool, typer.Option("--compile/--no-compile", help="Compile the blocks of the model with torch.compile.")
+]
 _KEPT = "Interrupted; checkpoints are kept, and the same command resumes from the last one."
 
 
@@ -40,7 +42,10 @@ _LM_QUICK: dict[str, Any] = {
 
 
 def lm(
-    out: Annotated[Path | None, folder_option("lm", "Folder for the model; the same command resumes from it.")] = None,
+    out: Annotated[
+        Path | None,
+        folder_option("lm", "Output folder for the model. The same command resumes an interrupted run from it."),
+    ] = None,
     texts: Annotated[
         list[Path] | None,
         typer.Argument(metavar="TEXT", help="Text files to train on, plain or .xz.", show_default="none"),
@@ -49,12 +54,17 @@ def lm(
         Path | None, typer.Option(metavar="FILE", help="Held-out text for the validation loss.", show_default="none")
     ] = None,
     architecture: Annotated[
-        str, typer.Option(help="gpt2, llama (rotary positions) or nope (llama without positions).")
+        str, typer.Option(help="Architecture: gpt2, llama (rotary positions) or nope (llama without positions).")
     ] = "gpt2",
     normalizer: Annotated[str, typer.Option(metavar="SPEC", help="Normalizer, as NAME or NAME:KEY=VALUE.")] = "softmax",
-    normalizer_options: Annotated[str, typer.Option(metavar="KEY=VALUE,...", help="Its options, e.g. alpha=1.3.")] = "",
+    normalizer_options: Annotated[
+        str, typer.Option(metavar="KEY=VALUE,...", help="Options of --normalizer, e.g. alpha=1.3.")
+    ] = "",
     recipe: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Recipe file with a normalizer per layer, instead.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Recipe file that names a normalizer per layer; use it instead of --normalizer."
+        ),
     ] = None,
     output: Annotated[
         str,
@@ -69,19 +79,25 @@ def lm(
         int | None, typer.Option(help="Width of the model; a multiple of the heads.", show_default="192")
     ] = None,
     context: Annotated[
-        int | None, typer.Option(help="Tokens per window, and positions of the model.", show_default="1024")
+        int | None,
+        typer.Option(
+            help="Tokens per training window; also the number of positions of the model.", show_default="1024"
+        ),
     ] = None,
     vocab: Annotated[
-        int | None, typer.Option(help="Size of the vocabulary, which is trained on the text.", show_default="4096")
+        int | None,
+        typer.Option(help="Vocabulary size of the tokenizer, which is trained on the text.", show_default="4096"),
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.", show_default="1000")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Total number of tokens, instead of --steps.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Total number of tokens to train on; use it instead of --steps.")
+    ] = None,
     batch: Annotated[int | None, typer.Option(help="Windows per step.", show_default="16")] = None,
     lr: Annotated[
         float | None, typer.Option(help="Peak learning rate.", show_default="that of --recipe, else 0.001")
     ] = None,
     warmup: Annotated[
-        int | None, typer.Option(help="Warmup steps; a cosine schedule to 0 follows.", show_default="100")
+        int | None, typer.Option(help="Steps of linear warmup; a cosine schedule to 0 follows.", show_default="100")
     ] = None,
     weight_decay: WeightDecay = 0.1,
     seed: Annotated[int, typer.Option(help="Random seed for weights, windows and the tokenizer's sample.")] = 0,
@@ -89,7 +105,7 @@ def lm(
     device: Device = None,
     compiled: Compiled = False,
     dense: Dense = False,
-    eval_every: Annotated[int, typer.Option(help="Steps between validations.")] = 250,
+    eval_every: Annotated[int, typer.Option(help="Optimizer steps between validations.")] = 250,
     eval_lengths: Annotated[
         str | None,
         typer.Option(
@@ -98,14 +114,16 @@ def lm(
             show_default="1, 2 and 4 times the context, as far as the model has positions",
         ),
     ] = None,
-    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 250,
+    checkpoint_every: Annotated[int, typer.Option(help="Optimizer steps between checkpoints.")] = 250,
     resume: Annotated[bool, typer.Option(help="Resume from the last checkpoint, or start from scratch.")] = True,
-    max_minutes: Annotated[float | None, typer.Option(help="Stop training after this many minutes.")] = None,
+    max_minutes: Annotated[
+        float | None, typer.Option(help="Stop training after this many minutes (default: no limit).")
+    ] = None,
     data: Annotated[Path | None, typer.Option(help="Folder for encoded texts.", show_default="OUT/data")] = None,
     sample: Annotated[int, typer.Option(help="Number of tokens to generate into sample.txt.")] = 0,
     note: Annotated[str, typer.Option(help="Source and license of the text, for the model card.")] = "",
     quick: Annotated[
-        bool, typer.Option("--quick", help="Try it: a tiny model, 20 steps, a bundled text instead of TEXT: seconds.")
+        bool, typer.Option("--quick", help="Train a tiny model for 20 steps on a built-in text, which takes seconds.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -137,7 +155,7 @@ def lm(
             raise ValueError("expected TEXT together with --valid FILE, or --quick alone")
         out = training_folder(out, "lm", quick=quick)
         if steps is not None and tokens is not None:
-            raise ValueError("expected --steps or --tokens, got both")
+            raise ValueError("expected --steps or --tokens, got both. Remove one.")
         sizes = given(
             _LM_QUICK if quick else {}, layers=layers, heads=heads, width=width, context=context, vocab=vocab,
             steps=steps, batch=batch, warmup=warmup, learning_rate=by_layer.learning_rate if lr is None else lr,
@@ -181,7 +199,7 @@ def lm(
         if record["result"]["rise"]:
             say(f"warning: the loss rose: {rise_in_words(record['result']['rise'])}")
     if quick and settings.steps == _LM_QUICK["steps"]:
-        say(f"note: {settings.steps} steps of a tiny model show that training runs; its loss says nothing more")
+        say(f"note: {settings.steps} steps of a tiny model only show that training runs. Do not compare its loss.")
     say(f"wrote {out}")
 
 
@@ -242,12 +260,15 @@ def _parse_options(text: str) -> dict[str, Any]:
 
 
 def needle(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder that `train lm` wrote, or bundled.")],
+    model: Annotated[
+        str,
+        typer.Argument(metavar="MODEL", help="Model to fine-tune: a folder that attnorm train lm wrote, or bundled."),
+    ],
     text: Annotated[
         Path, typer.Option(metavar="FILE", help="Text to hide keys in; its last quarter is used for the test.")
     ],
-    characters: Annotated[int, typer.Option(help="Characters per answer.")] = 5,
-    keys: Annotated[int, typer.Option(help="Largest number of keys per window in fine-tuning.")] = 10,
+    characters: Annotated[int, typer.Option(help="Number of characters of a pass key.")] = 5,
+    keys: Annotated[int, typer.Option(help="Maximum number of keys per window in fine-tuning.")] = 10,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 600,
     batch: Annotated[int, typer.Option(help="Windows per step.")] = 32,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
@@ -255,7 +276,7 @@ def needle(
         str | None,
         typer.Option(
             metavar="N,N,...",
-            help="Test lengths, as multiples of the training length.",
+            help="Lengths of the test, as multiples of the training length.",
             show_default="1,2,4; 1 for learned positions",
         ),
     ] = None,
@@ -263,7 +284,9 @@ def needle(
     seed: Annotated[int, typer.Option(help="Random seed for the keys and their positions.")] = 0,
     dtype: Annotated[
         str | None,
-        typer.Option(help="float32 or bfloat16 (autocast).", show_default="float32 on a CPU, else as trained"),
+        typer.Option(
+            help="Precision: float32 or bfloat16 (autocast).", show_default="float32 on a CPU, else as trained"
+        ),
     ] = None,
     device: Device = None,
     compiled: Compiled = False,
@@ -310,12 +333,14 @@ def _keys_found(record: dict[str, Any]) -> Table:
 
 
 def vision(
-    out: Annotated[Path | None, folder_option("vision", "Folder for the model and its record; must not exist.")] = None,
+    out: Annotated[
+        Path | None, folder_option("vision", "Output folder for the model and its record; it must not exist.")
+    ] = None,
     images: Annotated[
         Path | None,
         typer.Argument(
             metavar="IMAGES",
-            help=".tar or .tar.xz archive of train/CLASS/*.jpg and test/CLASS/*.jpg.",
+            help="Images: a .tar or .tar.xz archive of train/CLASS/*.jpg and test/CLASS/*.jpg.",
             show_default="none",
         ),
     ] = None,
@@ -323,13 +348,20 @@ def vision(
         str, typer.Option(metavar="NAME", help="Normalizer of all heads, options as in soft:landmarks=16.")
     ] = "softmax",
     architecture: Annotated[
-        str, typer.Option(help="vit, or pyramid: three stages that merge patches, the last one with softmax.")
+        str,
+        typer.Option(
+            help="Architecture: vit, or pyramid (three stages that merge patches; the last stage uses softmax)."
+        ),
     ] = "vit",
     landmarks: Annotated[
-        str, typer.Option(help="Landmarks of soft: segments, squares (means) or convolution (learned).")
+        str,
+        typer.Option(
+            help="How the normalizer soft makes landmarks: means of segments, means of squares, or a learned "
+            "convolution."
+        ),
     ] = "segments",
     landmark_side: Annotated[
-        int, typer.Option(help="Landmarks along the side of an image, for squares and convolution.")
+        int, typer.Option(help="With squares or convolution: number of landmarks along each side of an image.")
     ] = 4,
     patch: Annotated[int, typer.Option(help="Pixels along each side of a patch.")] = 4,
     layers: Annotated[int | None, typer.Option(help="Number of layers.", show_default="6")] = None,
@@ -337,23 +369,29 @@ def vision(
     width: Annotated[
         int | None, typer.Option(help="Width of the model; a multiple of the heads.", show_default="192")
     ] = None,
-    epochs: Annotated[int | None, typer.Option(help="Passes over the training images.", show_default="30")] = None,
+    epochs: Annotated[
+        int | None, typer.Option(help="Number of passes over the training images.", show_default="30")
+    ] = None,
     batch: Annotated[int | None, typer.Option(help="Images per step.", show_default="256")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.", show_default="0.001")] = None,
-    seed: Annotated[int, typer.Option(help="Random seed for weights, order and shifts of images.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Random seed for weights, the order of images and their random shifts.")
+    ] = 0,
     dtype: TrainingDtype = None,
     device: Device = None,
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compile the layers: faster on a GPU after the first steps.")
     ] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="A tiny model on generated textures: seconds.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Train a tiny model on generated textures, which takes seconds.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Train a ViT or a pyramid on labeled images, test it, and write a Hugging Face folder with an image processor.
 
     `attnorm analyze DIR --image FILE` then draws where its heads look; soft, gaussian and linear have no weights to
-    draw. An interrupted run starts again. --layers of a pyramid are those of all stages; --heads and --width those of
-    the last one.
+    draw. An interrupted run cannot be resumed. For a pyramid, --layers counts the layers of all stages; --heads and
+    --width are those of the last stage.
 
     Exit codes: 1 no disk space or memory; 2 wrong usage or input; 130 interrupted.
 

@@ -21,12 +21,16 @@ if TYPE_CHECKING:
 
 _WORK_KEPT = "Interrupted; finished work is kept, and the same command resumes."
 
-Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1.", show_default="cuda if there is one")]
+Device = Annotated[str | None, typer.Option(help="Device: cpu, cuda or cuda:1.", show_default="cuda if there is one")]
 TrainingDtype = Annotated[
-    str | None, typer.Option(help="float32 or bfloat16 (autocast).", show_default="bfloat16 on CUDA, else float32")
+    str | None,
+    typer.Option(help="Precision: float32 or bfloat16 (autocast).", show_default="bfloat16 on CUDA, else float32"),
 ]
-Dense = Annotated[bool, typer.Option("--dense", help="Compute whole weight matrices; often faster.")]
-WeightDecay = Annotated[float, typer.Option(help="Weight decay of AdamW, on matrices only.")]
+Dense = Annotated[
+    bool,
+    typer.Option("--dense", help="Compute the whole L x L matrix of weights: often faster, but needs more memory."),
+]
+WeightDecay = Annotated[float, typer.Option(help="Weight decay of AdamW, applied to matrices only.")]
 
 
 def folder_option(task: str, what: str) -> Any:
@@ -55,13 +59,19 @@ _QUICK_SIZES = (16, 64, 256, 1024)
 
 def retrieval(
     out: Annotated[
-        Path | None, folder_option("retrieval", "Folder for the results; the same command resumes from it.")
+        Path | None,
+        folder_option(
+            "retrieval", "Output folder for the results. The same command resumes an interrupted run from it."
+        ),
     ] = None,
     normalizers: Annotated[
         str, typer.Option(metavar="NAME,NAME,...", help="Normalizers to train with, options as in topk:k=4.")
     ] = "softmax,ssmax,entmax15",
     task: Annotated[str, typer.Option(help="Task: max, recall or majority.")] = "max",
-    seeds: Annotated[int | None, typer.Option(help="Models per normalizer.", show_default=str(_SEEDS))] = None,
+    seeds: Annotated[
+        int | None,
+        typer.Option(help="Number of models per normalizer, each with its own random seed.", show_default=str(_SEEDS)),
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.", show_default="20000")] = None,
     sizes: Annotated[
         str | None,
@@ -69,33 +79,47 @@ def retrieval(
     ] = None,
     sets: Annotated[
         int | None,
-        typer.Option("--sets", "--test-sets", help="Test sets per size; fewer of large ones.", show_default=str(_SETS)),
+        typer.Option(
+            "--sets",
+            "--test-sets",
+            help="Number of test sets per size; large sizes get fewer.",
+            show_default=str(_SETS),
+        ),
     ] = None,
     test_with: Annotated[
         str, typer.Option(metavar="NAME,NAME,...", help="Normalizers that replace the trained one in further tests.")
     ] = "hard",
     batch: Annotated[int | None, typer.Option(help="Sets per step and model.", show_default="128")] = None,
-    width: Annotated[int | None, typer.Option(help="Width of the models.", show_default="128")] = None,
+    width: Annotated[int | None, typer.Option(help="Hidden width of the models.", show_default="128")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.", show_default="0.001")] = None,
     weight_decay: Annotated[float, typer.Option(help="Weight decay of AdamW.")] = 1e-3,
     cosine: Annotated[bool, typer.Option(help="Use a cosine learning rate schedule to 0.")] = False,
-    smallest: Annotated[int, typer.Option(help="Fewest items per set in training.")] = 5,
-    largest: Annotated[int, typer.Option(help="Most items per set in training.")] = 16,
-    leak_penalty: Annotated[float, typer.Option(help="Penalty on the share of logit variance due to the class.")] = 0.0,
-    leak_from: Annotated[float, typer.Option(help="Share of the steps before the leak penalty starts.")] = 0.25,
+    smallest: Annotated[int, typer.Option(help="Minimum number of items per training set.")] = 5,
+    largest: Annotated[int, typer.Option(help="Maximum number of items per training set.")] = 16,
+    leak_penalty: Annotated[
+        float,
+        typer.Option(help="Weight of the penalty on the share of the logits' variance that the class causes (0: off)."),
+    ] = 0.0,
+    leak_from: Annotated[float, typer.Option(help="Share of the steps after which the leak penalty starts.")] = 0.25,
     squeezed: Annotated[
-        float, typer.Option(help="Share of the training sets whose priorities are squeezed toward 1 (task max).")
+        float, typer.Option(help="Task max: share of the training sets whose priorities are squeezed toward 1.")
     ] = 0.0,
     standardized: Annotated[
         float, typer.Option(help="Scale the logits of each training set to this standard deviation (0: off).")
     ] = 0.0,
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes: a minute on a CPU.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Use small sizes, which take a minute on a CPU.")] = False,
     device: Device = None,
     compiled: Annotated[
-        bool | None, typer.Option("--compile/--no-compile", help="torch.compile the step.", show_default="on CUDA")
+        bool | None,
+        typer.Option(
+            "--compile/--no-compile", help="Compile the training step with torch.compile.", show_default="on CUDA"
+        ),
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="float32, or bfloat16 for the matrix products in training; tests are in float32.")
+        str,
+        typer.Option(
+            help="Precision: float32, or bfloat16 for the matrix products in training; tests always use float32."
+        ),
     ] = "float32",
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 2000,
     as_json: Json = False,
@@ -222,7 +246,10 @@ _GENERATED_TEST = 32  # questions per algorithm and size
 
 
 def clrs(
-    out: Annotated[Path | None, folder_option("clrs", "Folder for the run; the same command resumes from it.")] = None,
+    out: Annotated[
+        Path | None,
+        folder_option("clrs", "Output folder for the run. The same command resumes an interrupted run from it."),
+    ] = None,
     train: Annotated[
         Path | None,
         typer.Argument(metavar="TRAIN", help="Training questions, .jsonl or .jsonl.xz.", show_default="none"),
@@ -234,13 +261,13 @@ def clrs(
         int | None, typer.Option(metavar="N", help="Generate N training questions with dm-clrs, instead of TRAIN.")
     ] = None,
     sizes: Annotated[
-        str, typer.Option(metavar="N,N,...", help="With --generate: sizes in training.")
+        str, typer.Option(metavar="N,N,...", help="With --generate: problem sizes for training.")
     ] = "4,5,6,8,10,12",
     test_sizes: Annotated[
-        str, typer.Option(metavar="N,N,...", help="With --generate: sizes in the test.")
+        str, typer.Option(metavar="N,N,...", help="With --generate: problem sizes for the test.")
     ] = "4,8,12,16,20,24",
     algorithms: Annotated[
-        str, typer.Option(metavar="NAME,NAME,...", help="Only these algorithms (default: all).")
+        str, typer.Option(metavar="NAME,NAME,...", help="Algorithms to train and test on (default: all).")
     ] = "",
     model: Annotated[
         Path | None,
@@ -257,25 +284,32 @@ def clrs(
         str,
         typer.Option(
             metavar="NAME,NAME,...",
-            help="Normalizers that replace the trained one in further tests; re-fitted is an adaptive temperature "
-            "fitted to the trained softmax model.",
+            help="Normalizers that replace the trained one in further tests. re-fitted is an adaptive "
+            "temperature that is fitted to the trained softmax model.",
         ),
     ] = "",
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.", show_default="1000")] = None,
     batch: Annotated[int | None, typer.Option(help="Questions per step.", show_default="256")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.", show_default="0.0003")] = None,
-    warmup: Annotated[int | None, typer.Option(help="Warmup steps; a cosine to 0 follows.", show_default="50")] = None,
+    warmup: Annotated[
+        int | None, typer.Option(help="Steps of linear warmup; a cosine schedule to 0 follows.", show_default="50")
+    ] = None,
     weight_decay: WeightDecay = 0.1,
-    layers: Annotated[int | None, typer.Option(help="From scratch: layers.", show_default="4")] = None,
-    heads: Annotated[int | None, typer.Option(help="From scratch: heads per layer.", show_default="4")] = None,
-    width: Annotated[int | None, typer.Option(help="From scratch: width.", show_default="128")] = None,
+    layers: Annotated[int | None, typer.Option(help="Without --model: number of layers.", show_default="4")] = None,
+    heads: Annotated[
+        int | None, typer.Option(help="Without --model: attention heads per layer.", show_default="4")
+    ] = None,
+    width: Annotated[int | None, typer.Option(help="Without --model: width of the model.", show_default="128")] = None,
     held_out: Annotated[
         int | None,
-        typer.Option(help="Training questions kept apart for the held-out loss.", show_default=str(_HELD_OUT)),
+        typer.Option(
+            help="Number of training questions that are held out to measure the loss.", show_default=str(_HELD_OUT)
+        ),
     ] = None,
-    tokens_at_once: Annotated[int, typer.Option(help="Padded tokens of one forward pass.")] = 2**14,
+    tokens_at_once: Annotated[int, typer.Option(help="Maximum number of tokens per forward pass, with padding.")] = 2
+    ** 14,
     observed: Annotated[
-        int, typer.Option(help="Test questions per algorithm and size whose attention entropy is measured.")
+        int, typer.Option(help="Number of test questions per algorithm and size whose attention entropy is measured.")
     ] = 1,
     seed: Annotated[int, typer.Option(help="Random seed for weights and the order of questions.")] = 0,
     dtype: TrainingDtype = None,
@@ -289,7 +323,8 @@ def clrs(
         bool, typer.Option("--save-model", help="Also write the model as a Hugging Face folder, DIR/model.")
     ] = False,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A tiny model on generated questions of two tasks: seconds.")
+        bool,
+        typer.Option("--quick", help="Train a tiny model on generated questions of two tasks, which takes seconds."),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -376,10 +411,13 @@ def _questions(
         training = dm_clrs_examples(algorithms, sizes[0], generate, seed, known)
         return (training, tested), {"generated": generate, "sizes": sizes, "algorithms": algorithms, "seed": seed}
     if quick and algorithms:
-        raise ValueError(f"--quick has its own two tasks, got --algorithms {','.join(algorithms)}. Remove one of them.")
+        raise ValueError(
+            f"--quick: expected no --algorithms, because it uses two fixed ones, got {','.join(algorithms)}. Remove "
+            "one of the options."
+        )
     if quick:
         return quick_examples(seed), {"quick": seed}
-    raise ValueError("no questions: expected TRAIN with --test FILE, --generate N (dm-clrs), or --quick; got none")
+    raise ValueError("expected TRAIN with --test FILE, --generate N (dm-clrs), or --quick; got none")
 
 
 def _clrs_table(tested_with: str, cells: dict[str, dict[str, str]]) -> Table:

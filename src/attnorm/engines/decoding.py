@@ -1,4 +1,4 @@
-"""The engine for few queries over many keys by maps that need a number of the whole row first, forward only.
+"""The engine for decoding (few queries, many keys) with maps that first need a number of the whole row; forward only.
 
 These are threshold maps such as entmax, top-k, stick-breaking, sa_softmax, adaptive temperature and norm_softmax. The
 logits of all rows are stored, which is cheap for few queries, so that keys and values are read once each

@@ -234,8 +234,9 @@ class KernelOperator:
 
         def refuse(*_: Any) -> Never:
             raise RuntimeError(
-                "our kernels are differentiated once only; use engine='blocked', or float64 for a mechanism such as "
-                "gaussian, which takes no engine"
+                "expected one derivative of a kernel of attnorm, got a second one, which the kernels do not "
+                "have. Use engine='blocked', or float64 for a mechanism such as gaussian, which has no option "
+                "engine."
             )
 
         self.register_autograd(refuse)

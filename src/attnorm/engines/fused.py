@@ -203,7 +203,10 @@ def _sdpa(inputs: Inputs, sink: Sink | None) -> Tensor:
 def _prepend_sink_key(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, sink: Sink) -> tuple[Tensor, Tensor, Tensor]:
     logit = sink.logit if sink.logit.dim() == 0 else sink.logit[:, None, None]
     if sink.logit.dim() == 1 and sink.logit.shape[0] != q.shape[1]:
-        raise ValueError(f"the sink has logits for {sink.logit.shape[0]} heads, but q has {q.shape[1]} heads")
+        raise ValueError(
+            f"the sink has logits for {sink.logit.shape[0]} heads, but q has {q.shape[1]} heads. Build it with "
+            f"heads={q.shape[1]}."
+        )
     # Two coordinates hold the logit, so that half precision keeps its digits. It must be finite: other keys multiply
     # it by 0.
     largest = min(torch.finfo(dtype).max for dtype in (q.dtype, logit.dtype)) / 4

@@ -190,7 +190,7 @@ def head_numbers(numbers: Tensor, inputs: Inputs, owner: str = "the normalizer h
     """
     heads = inputs.q_BHQD.shape[1]
     if numbers.dim() == 1 and numbers.shape[0] != heads:
-        raise ValueError(f"{owner} for {numbers.shape[0]} heads, but q has {heads} heads")
+        raise ValueError(f"{owner} for {numbers.shape[0]} heads, but q has {heads} heads. Build it with heads={heads}.")
     return numbers.to(inputs.q_BHQD.device, torch.float32).expand(heads).contiguous()
 
 
@@ -298,7 +298,9 @@ def validate_inputs(
         return replace(inputs, q_BHQD=torch.where(inputs.n() > 0, q, 0.0)) if unseen else inputs
     check_mask(mask, inputs.weights_shape)
     if mask.device != q.device:
-        raise ValueError(f"expected the mask on {q.device}, where q is, got {mask.device}; pass mask.to(q.device)")
+        raise ValueError(
+            f"expected the mask on {q.device}, the device of q, got {mask.device}. Pass mask.to(q.device)."
+        )
     mask = to_four_dimensions(mask)
     if mask.shape[-1] != inputs.keys:
         mask = mask.expand(*mask.shape[:-1], inputs.keys)
@@ -312,7 +314,7 @@ def _check_scale(scale: Any) -> None:
             "it and pass scale=1.0, or learn it with attnorm.get('softmax', learned=True)."
         )
     if not (is_number(scale) and math.isfinite(scale)):
-        raise ValueError(f"scale must be a finite number, got {scale!r}; leave it out for 1/sqrt(width)")
+        raise ValueError(f"expected a finite number for scale, got {scale!r}. Leave it out for 1/sqrt(width).")
 
 
 def is_number(value: Any) -> bool:
@@ -354,18 +356,18 @@ def check_tensors(q: Any, k: Any, *given: Any) -> None:
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         tensors = _named(q, k, *given)
         raise TypeError(
-            f"{_each(tensors)} must be torch tensors, got {_each(type(t).__name__ for t in tensors.values())}"
+            f"{_each(tensors)}: expected torch tensors, got {_each(type(t).__name__ for t in tensors.values())}"
         )
     if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
         tensors = _named(q, k, *given)
         raise TypeError(
-            f"{_each(tensors)} must share one floating dtype, got {_each(t.dtype for t in tensors.values())}"
+            f"{_each(tensors)}: expected one floating dtype for all, got {_each(t.dtype for t in tensors.values())}"
         )
     if not q.device == k.device == v.device:
         tensors = _named(q, k, *given)
         raise ValueError(
-            f"{_each(tensors)} must be on one device, got {_each(t.device for t in tensors.values())}; "
-            "move them, e.g. k.to(q.device)"
+            f"{_each(tensors)}: expected one device for all, got {_each(t.device for t in tensors.values())}. "
+            "Move them, e.g. k.to(q.device)."
         )
     problem = _problem_of_shapes(q.shape, k.shape, v.shape)
     if problem is not None:
@@ -384,7 +386,7 @@ def _problem_of_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> str | Non
     if k != v and k[:-1] != v[:-1]:
         return "k and v must agree in all but the width"
     if k[-2] == 0 or k[-1] == 0:
-        return "there must be at least one key to attend to, at least one wide"
+        return "there must be at least one key, of width 1 or more"
     if dims == 4 and q[0] != k[0]:
         return "q and k must have the same batch size"
     if dims > 2 and (k[-3] == 0 or q[-3] % k[-3]):

@@ -179,7 +179,10 @@ def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, .
 
 def gradients(ctx: Any, grad: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     if not ctx.trains:
-        raise RuntimeError("this sparse attention was traced without gradients; trace it where they are enabled")
+        raise RuntimeError(
+            "expected sparse attention that was traced with gradients, got one that was traced without gradients. "
+            "Trace it with gradients enabled."
+        )
     grad_q, grad_k, grad_v, grad_factor, grad_parameter = _backward(grad, *ctx.saved_tensors, *ctx.options)
     rows = grad_factor if ctx.factored else None, grad_parameter if ctx.learned else None
     return grad_q, grad_k, grad_v, None, *rows, None, None, None, None, None

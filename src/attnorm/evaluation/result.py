@@ -159,17 +159,19 @@ class Evaluation:
         """Read a folder that `attnorm evaluate --out` wrote.
 
         Raises:
-            ValueError: It holds no evaluation, or a damaged one.
+            ValueError: It contains no evaluation, or a damaged one.
         """
         folder = Path(folder)
-        remedy = "run attnorm evaluate again"
+        remedy = "Run attnorm evaluate again."
         record = read_record(folder / RECORD, ("run", "sides", "items"), remedy)
         if record is None:
-            raise ValueError(f"expected the folder of an evaluation, got {folder} without {RECORD}; {remedy}")
+            raise ValueError(f"expected the folder of an evaluation, got {folder}, which has no {RECORD}. {remedy}")
         record["sides"] = [*map(read_spec, record["sides"])]
         parts = []
         for path in sorted((folder / PARTS).glob("*.json")):
-            saved = read_record(path, ("side", "task", "length", "scores", "seconds"), f"remove it and {remedy}")
+            saved = read_record(
+                path, ("side", "task", "length", "scores", "seconds"), "Remove it and run attnorm evaluate again."
+            )
             if saved is not None:
                 parts.append(EvaluationPart.of(saved))
         return cls(record, tuple(parts))

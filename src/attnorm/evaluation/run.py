@@ -1,4 +1,4 @@
-"""evaluate(): every task at every length with every normalizer, each part once; a stopped run resumes."""
+"""evaluate(): run every task at every length with every normalizer; a stopped run resumes at the next missing part."""
 
 import hashlib
 import time
@@ -61,14 +61,15 @@ def evaluate(
 
     Args:
         model: Hub name, folder, "bundled", or a model in memory.
-        tokenizer: Tokenizer, or its name (default: the one next to the model).
+        tokenizer: Tokenizer, or its hub name or folder (default: the tokenizer of the model).
         normalizers: Specifications such as "ssmax" or "entmax:alpha=1.3", or recipe files (.toml).
         tasks: "perplexity", "pass-key", "ruler" (the six tasks that need no download), or names of lm-eval's tasks.
         lengths: Tokens per document of perplexity, pass keys and RULER.
-        limit: Documents per task and length.
+        limit: Maximum number of documents per task and length.
         text: A text file, plain or .xz, for perplexity and pass keys (default: a built-in text).
-        out: Folder for the results. The same call resumes there; more tasks, lengths or normalizers are added.
-        seed: Random seed of the documents.
+        out: Folder for the results. The same call resumes an interrupted run; new tasks, lengths or normalizers are
+            added.
+        seed: Random seed for the documents of pass keys and RULER.
 
     Raises:
         ValueError: Unknown tasks or normalizers, a text that is too short, data that cannot be downloaded.
@@ -77,7 +78,7 @@ def evaluate(
     >>> evaluate("gpt2", normalizers=["ssmax"], tasks=["perplexity", "niah_single_1"], lengths=[512], out="run")
     """
     if limit < 1:
-        raise ValueError(f"expected a limit of at least 1 document, got {limit}")
+        raise ValueError(f"limit: expected an integer of at least 1, got {limit}.")
     specs = [normalizers] if isinstance(normalizers, str | Path) else normalizers
     sides = [AS_LOADED, *dict.fromkeys(state_spec(str(spec)) for spec in specs)]
     for side in sides[1:]:
@@ -98,7 +99,7 @@ def evaluate(
             pass  # one that does not fit this model raises now, not after the parts before it
     warn_of_lengths(loaded, items)
     if content is None:
-        ((name, content),) = default_text(bundled=loaded.asked == BUNDLED).items()
+        ((name, content),) = default_text(bundled=loaded.requested_name == BUNDLED).items()
     else:
         name = text_name(Path(str(text)))
     identity = {
@@ -132,10 +133,10 @@ def evaluate(
 def check_side(side: str) -> None:
     """Raise ValueError for a normalizer that no trained model can use, before a model is loaded."""
     if side == AS_LOADED:
-        raise ValueError(f"{AS_LOADED!r} is always evaluated first. Leave it out.")
+        raise ValueError(f"{AS_LOADED!r} is always evaluated first. Remove it from normalizers.")
     if is_recipe(side):
         if not Path(side).is_file():
-            raise ValueError(f"expected a recipe file, got {side}, which does not exist")
+            raise ValueError(f"expected a recipe file, got {side}, which does not exist. Check the path.")
         specs = [*read_recipe_file(Path(side)).layers.values()]
     else:
         specs = [side]
@@ -160,8 +161,8 @@ def warn_of_lengths(loaded: LoadedModel, items: Sequence[Item]) -> None:
     if impossible:
         raise ValueError(f"expected lengths up to {limit}, the positions of {loaded.name}, got {named}. Shorten them.")
     warnings.warn(
-        f"{loaded.name} was made for {limit} tokens, and length {named} is beyond that: low scores there need not come "
-        "from the normalizer",
+        f"{loaded.name} was trained for {limit} tokens, got length {named}. Low scores at such lengths may come "
+        "from the model and not from the normalizer.",
         stacklevel=3,
     )
 
@@ -194,7 +195,7 @@ def _run_all(
         for side in sides:
             progress(f"{item}, {side}", len(parts), total)
             path = None if folder is None else folder / PARTS / f"{_part_key(side, item)}.json"
-            saved = None if path is None else read_record(path, ("scores", "seconds"), "remove it")
+            saved = None if path is None else read_record(path, ("scores", "seconds"), "Remove it.")
             if saved is not None:
                 parts.append(EvaluationPart.of(saved))
                 continue
@@ -238,14 +239,14 @@ def _record(identity: dict[str, Any], sides: Sequence[str], items: Sequence[Item
 
 def _merge_record(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
     """The record with the sides and items of earlier calls; raises ValueError for a folder of another run."""
-    recorded = read_record(folder / RECORD, ("run", "sides", "items"), "choose a new folder with --out")
+    recorded = read_record(folder / RECORD, ("run", "sides", "items"), "Choose a new folder with --out.")
     if recorded is None:
         require_only(folder, (), "files, but no evaluation")
     else:
         require_same_run(
             record["run"],
             recorded["run"],
-            f"{folder} holds another evaluation",
+            f"{folder} contains another evaluation",
             "Choose a new folder with --out.",
             _format_setting,
         )

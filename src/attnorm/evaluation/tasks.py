@@ -99,8 +99,8 @@ def items_of(tasks: Sequence[str], lengths: Sequence[int], all_of_lm_eval: Calla
         for length in dict.fromkeys(lengths):
             if length < RULER.get(name, 0):
                 raise ValueError(
-                    f"expected a length of at least {RULER[name]} for {name}, got {length}. Its question and example "
-                    "take that many tokens: leave the task or the length out."
+                    f"expected a length of at least {RULER[name]} for {name}, got {length}. Its question and "
+                    "example take that many tokens. Remove the task or the length."
                 )
             items.append(Item(name, length))
     return items
@@ -138,7 +138,9 @@ def check_text(loaded: LoadedModel, tokens: TokenIds, item: Item) -> None:
     if item.task == PASS_KEY:
         needed, least = item.length + 1, shortest_window(_wording(loaded), NeedleTask().characters)
         if item.length < least:
-            raise ValueError(f"expected lengths of at least {least} for {PASS_KEY}, got {item.length}. Leave it out.")
+            raise ValueError(
+                f"expected lengths of at least {least} for {PASS_KEY}, got {item.length}. Remove that length."
+            )
     if len(tokens) < needed:
         raise ValueError(
             f"expected a text of at least {needed} tokens for {item}, got {len(tokens)}. Use a longer text, or a "
@@ -216,7 +218,7 @@ def all_tasks() -> Collection[str]:
 
 
 class Harness:
-    """Documents are made once per task and length; use it as a context manager."""
+    """Run tasks of lm-eval; documents are made once per task and length. Use it as a context manager."""
 
     def __init__(self, loaded: LoadedModel, seed: int) -> None:
         self._loaded, self._seed = loaded, seed
@@ -251,7 +253,7 @@ class Harness:
         return Scores(shown, "higher" if higher else "lower", values, documents)
 
     def _language_model(self, item: Item) -> Any:
-        """lm-eval would cut documents at the length that the config states."""
+        """Wrap the model for lm-eval, which would cut documents at the length that the config states."""
         from lm_eval.models.huggingface import HFLM
 
         class Quiet(HFLM):  # type: ignore[misc,unused-ignore]
@@ -293,7 +295,7 @@ class Harness:
 
 
 def _metric_and_values(item: Item, samples: list[dict[str, Any]]) -> tuple[str, list[float]]:
-    """The task's first metric, or for RULER the one that carries the length as its name."""
+    """Return the task's first metric; for RULER that whose name is the length."""
     metric = str(item.length) if item.task in RULER else str(samples[0]["metrics"][0])
     values = [sample.get(metric) for sample in samples]
     if not all(isinstance(value, int | float) for value in values):
@@ -319,7 +321,7 @@ def _quietly() -> Iterator[None]:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """RULER draws from the global random generators; their states are restored."""
+    """Seed the global random generators, from which RULER draws, and restore their states afterwards."""
     states = random.getstate(), np.random.get_state()  # noqa: NPY002
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002

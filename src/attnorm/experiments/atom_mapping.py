@@ -1,9 +1,9 @@
-"""An outside truth: RXNMapper's ALBERT maps atoms by one attention head. Do attnorm's numbers find it without labels?
+"""A head with a known task: one head of RXNMapper's ALBERT maps atoms. Do attnorm's numbers find it without labels?
 
 Reactions are built from fragments, reactant "A + leaving group" and reactant "B", product "A B", so that the right
 reactant atom of every product atom is known. Each head is scored twice: the share of product atoms whose heaviest
 reactant atom of the same element is the right one, as RXNMapper reads its head, and the mean weight on that atom. These
-scores are compared with what `attnorm analyze` reports of the same heads, which knows nothing of chemistry.
+scores are compared with what `attnorm analyze` reports of the same heads, which uses no knowledge of chemistry.
 
 Schwaller et al. 2021, https://doi.org/10.1126/sciadv.abe4166: a model trained to fill masked tokens of chemical
 reactions maps the atoms of the product to those of the reactants by one of its attention heads. The model comes inside
@@ -141,7 +141,7 @@ def ids_of(tokens: list[str], folder: Path) -> Tensor:
     vocabulary = {word: index for index, word in enumerate((folder / "vocab.txt").read_text().splitlines())}
     unknown = [token for token in tokens if token not in vocabulary]
     if unknown:
-        raise ValueError(f"the vocabulary of {WHEEL} has no token {unknown[0]!r}")
+        raise ValueError(f"expected tokens of the vocabulary of {WHEEL}, got {unknown[0]!r}.")
     return torch.tensor([[vocabulary[token] for token in tokens]])
 
 

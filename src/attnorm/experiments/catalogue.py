@@ -21,7 +21,7 @@ GRID: Mapping[str, int | None] = {TEXT: None, VALID: None, MINUTES: 1}  # experi
 
 @dataclass(frozen=True)
 class ExperimentEntry:
-    """What is known about an experiment without importing its module."""
+    """The entry of an experiment in the table, which does not import its module."""
 
     module: str
     what: str  # short description
@@ -31,66 +31,81 @@ class ExperimentEntry:
 
 # The papers' figures, tables and guidelines: "all" runs these, in this order.
 PAPERS = {
-    "fig1": ExperimentEntry("attnorm.experiments.fig1", "the geometry of selection: a toy and a real head"),
-    "fig2": ExperimentEntry(
-        "attnorm.experiments.fig2.experiment", "distances, and the critical N by a Kolmogorov-Smirnov test"
+    "fig1": ExperimentEntry(
+        "attnorm.experiments.fig1", "selected keys and the ball around them, in a toy and a real head"
     ),
-    "fig3": ExperimentEntry("attnorm.experiments.fig3", "separability of the selected keys, with its nulls"),
-    "fig4": ExperimentEntry("attnorm.experiments.fig4", "sensitivity of the weights to the logits against temperature"),
+    "fig2": ExperimentEntry(
+        "attnorm.experiments.fig2.experiment",
+        "distance of selected keys from the rest, and the critical N (Kolmogorov-Smirnov test)",
+    ),
+    "fig3": ExperimentEntry("attnorm.experiments.fig3", "separability of the selected keys, compared with chance"),
+    "fig4": ExperimentEntry(
+        "attnorm.experiments.fig4", "sensitivity of the weights to the logits, against the temperature"
+    ),
     "dispersion": ExperimentEntry(
         "attnorm.experiments.dispersion.experiment",
-        "entropy and effective gap against context length",
+        "entropy and effective gap of heads, against the context length",
         {**ONE_OF_EACH, LONGEST: 1},
     ),
     "spread": ExperimentEntry(
         "attnorm.experiments.spread",
-        "the spread of the logits, next to Proposition 3.1",
+        "spread of the logits of real heads, compared with Proposition 3.1",
         {**ONE_OF_EACH, MODEL: None},
     ),
-    "adaptive": ExperimentEntry("attnorm.experiments.adaptive", "where the adaptive temperature acts"),
-    "gradients": ExperimentEntry("attnorm.experiments.gradients", "the toy of section 2.3 and real heads"),
+    "adaptive": ExperimentEntry("attnorm.experiments.adaptive", "adaptive temperature on real heads: where it acts"),
+    "gradients": ExperimentEntry(
+        "attnorm.experiments.gradients", "gradient sensitivity: the example of section 2.3, and real heads"
+    ),
     "guidelines": ExperimentEntry(
-        "attnorm.experiments.guidelines.experiment", "each practical guideline: yes, no or partly"
+        "attnorm.experiments.guidelines.experiment", "practical guidelines, each tested on a model: yes, partly or no"
     ),
 }
 # Questions behind the papers: they run only by name.
 MORE = {
     "circuits": ExperimentEntry(
         "attnorm.experiments.circuits",
-        "induction, previous-token and retrieval heads against length",
+        "induction, previous-token and retrieval heads, against the context length",
         {**ONE_OF_EACH, LONGEST: 1},
     ),
     "atom-mapping": ExperimentEntry(
-        "attnorm.experiments.atom_mapping", "RXNMapper's heads, known to map atoms: do the verdicts find them?", {}
+        "attnorm.experiments.atom_mapping", "the head of RXNMapper that maps atoms: whether the verdicts find it", {}
     ),
     "text-max": ExperimentEntry(
-        "attnorm.experiments.text_max", "the largest of n numbers, asked in words, against n", {MODEL: 1}
+        "attnorm.experiments.text_max", "a language model looks for the largest of n numbers", {MODEL: 1}
     ),
 }
 # Experiments that train models for hours: they run only by name.
 TRAINED = {
     "retrieval": ExperimentEntry(
-        "attnorm.experiments.retrieval.experiment", "models that pick from sets, on sets far larger", {ONLY: None}
+        "attnorm.experiments.retrieval.experiment",
+        "models that pick from small sets, tested on far larger ones",
+        {ONLY: None},
     ),
     "language-models": ExperimentEntry(
         "attnorm.experiments.language_models.experiment",
-        "small language models of every normalizer",
+        "small language models that differ only in their normalizer",
         {TEXT: None, VALID: None, ONLY: None},
     ),
     "temperature": ExperimentEntry(
-        "attnorm.experiments.model_grid.temperature", "models trained at fixed temperatures", GRID
+        "attnorm.experiments.model_grid.temperature",
+        "small language models trained at fixed and learned temperatures",
+        GRID,
     ),
     "positions": ExperimentEntry(
-        "attnorm.experiments.model_grid.positions", "rotary, ALiBi, learned or no positions", GRID
+        "attnorm.experiments.model_grid.positions",
+        "small language models with rotary, ALiBi, learned or no positions",
+        GRID,
     ),
-    "heads": ExperimentEntry("attnorm.experiments.model_grid.heads", "4 to 32 heads at equal parameters", GRID),
+    "heads": ExperimentEntry(
+        "attnorm.experiments.model_grid.heads", "small language models of equal size with 4 to 32 heads per layer", GRID
+    ),
     "clrs-text": ExperimentEntry(
         "attnorm.experiments.clrs_text.experiment",
-        "algorithms as text, on problems larger than in training",
+        "algorithms as text, tested on larger problems than in training",
         {TEXT: 1, VALID: 1, ONLY: None},
     ),
     "vision": ExperimentEntry(
-        "attnorm.experiments.vision", "image classifiers: softmax against SOFT", {IMAGES: 1, ONLY: None}
+        "attnorm.experiments.vision", "image classifiers with softmax, compared with SOFT", {IMAGES: 1, ONLY: None}
     ),
 }
 EXPERIMENTS = {**PAPERS, **MORE, **TRAINED}
@@ -102,13 +117,13 @@ def named(names: Iterable[str]) -> list[Experiment]:
     for name in names:
         requested += PAPERS if name == ALL else [name]
     if not requested:
-        raise ValueError(f"name an experiment: {', '.join([*EXPERIMENTS, ALL])}")
+        raise ValueError(f"expected an experiment, got none. Choose from {', '.join([*EXPERIMENTS, ALL])}.")
     return [experiment(name) for name in dict.fromkeys(requested)]
 
 
 def experiment(name: str) -> Experiment:
     if name not in EXPERIMENTS:
-        raise ValueError(f"no experiment is called {name!r}; {did_you_mean(name, [*EXPERIMENTS, ALL])}")
+        raise ValueError(f"unknown experiment {name!r}; {did_you_mean(name, [*EXPERIMENTS, ALL])}")
     module = EXPERIMENTS[name].module
     try:
         imported = importlib.import_module(module)
@@ -116,7 +131,8 @@ def experiment(name: str) -> Experiment:
         if error.name != module:  # a library that the experiment needs
             raise
         raise ValueError(
-            f"the experiment {name!r} is not part of this installation: there is no module {module}"
+            f"the experiment {name!r} is not part of this installation, which has no module {module}. Install "
+            "attnorm again."
         ) from None
     result: Experiment = imported.EXPERIMENT
     return result
@@ -139,7 +155,7 @@ def check_unused_options(experiments: Sequence[Experiment], subject: ExperimentS
     }
     check_options([experiment.name for experiment in experiments], used_options)
     if subject.quick and subject.longest is not None:
-        raise ValueError(f"--quick uses small sizes only: remove --quick, or --longest {subject.longest}")
+        raise ValueError(f"expected --quick or --longest, got both. Remove --quick or --longest {subject.longest}.")
 
 
 def check_options(names: Sequence[str], options: Mapping[str, Sequence[str]]) -> None:
@@ -156,8 +172,8 @@ def check_options(names: Sequence[str], options: Mapping[str, Sequence[str]]) ->
         none = [name for name in names if option not in EXPERIMENTS[name].takes]
         if none:
             raise ValueError(
-                f"expected no {option} with {', '.join(none)}, got {', '.join(values)}. Leave it out, or run only "
-                f"{' or '.join(_experiments_with(option))}, which accept it"
+                f"expected no {option} with {', '.join(none)}, got {', '.join(values)}. Remove it, or run only "
+                f"{' or '.join(_experiments_with(option))}, which accept it."
             )
         if len(values) == 1:
             continue
@@ -166,8 +182,8 @@ def check_options(names: Sequence[str], options: Mapping[str, Sequence[str]]) ->
             noun = NOUNS.get(option, option)
             several = [name for name in _experiments_with(option) if EXPERIMENTS[name].takes[option] is None]
             raise ValueError(
-                f"expected one {noun} with {', '.join(single)}, got {', '.join(values)}. Run once for each, with an "
-                f"--out of its own. Several are accepted by {', '.join(several)}"
+                f"expected one {noun} with {', '.join(single)}, got {', '.join(values)}. Run once for each, with "
+                f"a different --out. Several are accepted by {', '.join(several)}."
             )
 
 
@@ -203,13 +219,13 @@ def check_text_lengths(experiments: Sequence[Experiment], subject: ExperimentSub
         needed = ", ".join(f"{name} needs {fewest:,} tokens" for name, fewest in short.items())
         if available <= reach:
             cause = f"{model_subject.passages()[0].name!r} has {available:,} for {loaded.name}"
-            remedy = "give a longer text with --text"
+            remedy = "Give a longer text with --text"
         else:
             cause = f"{loaded.name} has positions for {limit:,}"
-            remedy = "use another model"
+            remedy = "Use another model"
         raise ValueError(
-            f"{needed}, and {cause}; {remedy}{_describe_others(needs, short)}"
-            f"{_suggest_quick(experiments, reach, quick=subject.quick)}"
+            f"{needed}, and {cause}. {remedy}{_describe_others(needs, short)}"
+            f"{_suggest_quick(experiments, reach, quick=subject.quick)}."
         )
 
 

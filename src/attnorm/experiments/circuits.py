@@ -105,7 +105,7 @@ def lengths_of(subject: ExperimentSubject) -> list[int]:
     if subject.longest is not None:
         if hard and limit is not None and subject.longest > limit:
             raise ValueError(
-                f"{loaded.name} has no positions beyond {limit:,}: expected --longest of at most {limit}, got "
+                f"{loaded.name} has {limit:,} positions: expected --longest of at most {limit}, got "
                 f"{subject.longest}. Use a smaller one, or a model with rotary positions."
             )
         return probe_lengths(subject.longest)

@@ -1,6 +1,6 @@
 """What an experiment is: a question from a paper, the function that answers it (`Experiment`), and its `Outcome`.
 
-`ExperimentSubject` is what it is asked about: the model and texts of a call of `attnorm reproduce`, loaded once for all
+`ExperimentSubject` is what it measures: the model and texts of a call of `attnorm reproduce`, loaded once for all
 its experiments. The default is the setting of Mudarisov et al. 2025: GPT-2 (124M) on War and Peace. Their section 3 has
 144 heads in 12 layers, contexts of 32 to 1,024 tokens, and consecutive chapters of the novel. It does not state which
 chapters, rows and vectors. The novel is not part of this package; give it as a file.
@@ -197,8 +197,8 @@ class ExperimentSubject:
         if not fitting:
             raise ValueError(
                 f"{self.passages()[0].name!r} has {tokens} tokens and {loaded.name} positions for "
-                f"{limit or 'any number of'}; this needs at least {requested[0]}: give a longer text with --text, or "
-                "another model"
+                f"{limit or 'any number of'}; this experiment needs at least {requested[0]}. Give a longer text "
+                "with --text, or another model."
             )
         return fitting
 
@@ -271,8 +271,8 @@ def _require_different_names(names: list[str]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise ValueError(
-                f"two models are named {name!r}; results are identified by these names: leave one out, "
-                "or rename its folder"
+                f"expected models with different names, which identify results, got {name!r} twice. Remove one, "
+                "or rename its folder."
             )
 
 
@@ -287,7 +287,9 @@ def _passages(files: tuple[Path, ...], bundled: bool) -> "list[Text]":
     names = [path.name for path in files]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"two texts are named {twice!r}; results are identified by file names: rename one")
+        raise ValueError(
+            f"expected texts with different file names, which identify results, got {twice!r} twice. Rename one."
+        )
     return texts_from({path.name: read_text(path) for path in files})
 
 

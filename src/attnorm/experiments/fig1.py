@@ -131,7 +131,10 @@ def _run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) ->
     (length,) = subject.lengths([LENGTH])
     layers = [layer.on_sphere() for layer in last_rows(subject, length, progress=progress) if layer.keys == length]
     if not layers:
-        raise ValueError(f"no layer of this model attends to all {length} tokens, which Figure 1 needs")
+        raise ValueError(
+            f"expected a model in which a layer attends to all {length} tokens, as Figure 1 needs, got none. Use "
+            "another model."
+        )
     layer, head, rows = typical(layers)
     scenes = (
         scene(toy(subject.seed), "toy: random tokens on a circle"),

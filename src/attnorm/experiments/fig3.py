@@ -170,7 +170,10 @@ def _run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) ->
     generator = torch.Generator().manual_seed(subject.seed)
     layers = [layer for layer in last_rows(subject, length, progress=progress) if layer.keys > max(top_n)]
     if not layers:
-        raise ValueError(f"no layer of this model attends to more than {max(top_n)} keys, which Figure 3 needs")
+        raise ValueError(
+            f"expected a model in which a layer attends to more than {max(top_n)} keys, as Figure 3 needs, got none. "
+            "Use another model."
+        )
     sphere = measure([layer.on_sphere() for layer in layers], top_n, draws, generator, progress, "on the sphere")
     raw = measure(layers, top_n, draws, generator, progress, "as they are")
     setting = f"{subject.model_and_text()}; last row of {len(raw.measured)} heads, L = {length}"

@@ -68,7 +68,7 @@ def run_forward_pass(
     with observe(loaded.model, count_call, inputs=inputs):
         run(loaded, _inputs_from(start, subject.model_inputs(start + length)))
     if not seen:
-        raise ValueError(f"{loaded.name} has no causal attention, which this experiment needs")
+        raise ValueError(f"expected a model with causal attention, got {loaded.name}. Use a causal language model.")
 
 
 def _inputs_from(start: int, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -159,7 +159,7 @@ def join_layers(layers: Sequence[LastRows]) -> list[LastRows]:
 def _last_row(call: AttentionCall, vectors: Vectors) -> LastRows:
     values = call.value_BGKE if vectors == "values" else call.inputs_BKC
     if values is None:
-        raise ValueError("the layer inputs of this model cannot be recorded; use the values as vectors")
+        raise ValueError("expected a model whose layer inputs can be recorded, got another one. Use vectors='values'.")
     if vectors == "inputs":
         values = values[:, None]
     row = torch.tensor([call.query_BHQD.shape[-2] - 1], device=call.query_BHQD.device)

@@ -205,7 +205,10 @@ def _to_json(value: Any) -> Any:
         return value.name
     if hasattr(value, "tolist"):
         return finite(value.tolist())
-    raise TypeError(f"parameters must be plain values, got {value!r} of type {type(value).__name__}")
+    raise TypeError(
+        f"parameters: expected plain values (numbers, text, lists, dicts), got {value!r} of type "
+        f"{type(value).__name__}."
+    )
 
 
 def _verdict_page(record: Mapping[str, Any]) -> str:
@@ -234,7 +237,7 @@ def _find_finished(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] 
 
 def read_outcome(folder: Path) -> dict[str, Any] | None:
     """Read outcome.json of a finished experiment; None if there is none."""
-    remedy = f"remove the folder {folder}, or replace it with --fresh"
+    remedy = f"Remove the folder {folder}, or replace it with --fresh."
     record = read_record(folder / OUTCOME, ("settings", "manifest", "schema", "findings"), remedy)
     if record is not None and (setting := record["manifest"].get("paper_setting")) and "told" in setting:
         setting["sentence"] = setting.pop("told")  # its name in records of earlier versions
@@ -243,16 +246,19 @@ def read_outcome(folder: Path) -> dict[str, Any] | None:
 
 def _require_same_settings(folder: Path, identity: Mapping[str, Any]) -> None:
     if folder.exists() and not (folder / OUTCOME).is_file():
-        raise ValueError(f"{folder} exists and holds no finished experiment; choose another --out, or remove it")
+        raise ValueError(
+            f"expected a new folder or one with a finished experiment, got {folder}. Choose another --out, or remove "
+            "it."
+        )
     record = read_outcome(folder)
     if record is not None:
-        holds = f"{folder} holds {record.get('name', 'an experiment')} of other settings"
+        message = f"{folder} contains {record.get('name', 'an experiment')} of other settings"
         remedy = "Choose another --out, or replace it with --fresh"
-        require_same_run(identity, record["settings"], holds, remedy, _shorten)
+        require_same_run(identity, record["settings"], message, remedy, _shorten)
 
 
 def _require_own_files(folder: Path) -> None:
-    """Raise ValueError if the folder, which new results replace, holds files that no experiment wrote."""
+    """Raise ValueError if the folder, which new results replace, contains files that no experiment wrote."""
     if not folder.exists():
         return
     try:
@@ -264,8 +270,8 @@ def _require_own_files(folder: Path) -> None:
     foreign = sorted({path.name for path in folder.iterdir()} - {OUTCOME, VERDICT, *names})
     if foreign:
         raise ValueError(
-            f"{folder} holds {', '.join(foreign[:3])}{' and others' if len(foreign) > 3 else ''}, which new results "
-            "would delete. Choose another --out, or move them"
+            f"{folder} contains {', '.join(foreign[:3])}{' and others' if len(foreign) > 3 else ''}, which new "
+            "results would delete. Choose another --out, or move them."
         )
 
 

@@ -1,4 +1,4 @@
-"""The logit spread of real heads: the table of Velickovic et al. 2024 for any models, next to Proposition 3.1.
+"""The logit spread of real heads: the table of Velickovic et al. 2024 for any model, compared with Proposition 3.1.
 
 The spread d = largest - smallest logit sets the ceiling: among n keys no weight exceeds 1/(1 + (n-1) e^-d). The paper's
 table has one number per model; our source does not specify rows and length. So there are three readings: each head's

@@ -1,4 +1,4 @@
-"""The largest of n numbers, asked in words: how accuracy and the entropy of the reading heads change with n.
+"""Ask a language model for the largest of n numbers: how its accuracy and the entropy of its heads change with n.
 
 The opening example of Velickovic et al. 2024: a language model finds the largest of a few numbers and fails as the list
 grows. The prompt has one solved example of the same length and then the list. The answer counts as right if every one
@@ -109,7 +109,10 @@ def row_reads(call: AttentionCall, example: Question) -> tuple[Floats, Floats, F
     weights = as_normalizer(normalizer, call).weights(view.with_logits(view.logits.double()))[0][:, 0]
     start, stop = (position - block.first_key for position in example.listed)
     if start < 0:
-        raise ValueError("a window hides the start of the list; this experiment needs heads that see all keys")
+        raise ValueError(
+            "expected heads that see all keys, got a sliding window that hides the start of the list. Use another "
+            "model."
+        )
     inside = weights[:, start:stop]
     mass = inside.sum(-1)
     shares = inside / mass.clamp(min=1e-300)[:, None]
@@ -158,7 +161,9 @@ def measure(subject: ExperimentSubject, progress: ProgressCallback, sizes: Seque
         for name, position in (("right", 1), ("first", 2), ("mass", 3), ("entropy", 4), ("on", 5)):
             columns[name].append(np.mean([entry[position] for entry in results], axis=0))
     if not names:
-        raise ValueError(f"{loaded.name} has no causal attention, or too few positions for {sizes[0]} numbers")
+        raise ValueError(
+            f"{loaded.name} has no causal attention, or too few positions for {sizes[0]} numbers. Use another model."
+        )
     arrays = {name: np.array(values, dtype=np.float64) for name, values in columns.items()}
     return TextMax(
         sizes=done, tokens=arrays["tokens"], right=arrays["right"], first_right=arrays["first"], head_names=names,

@@ -98,11 +98,13 @@ def change_plan(plan: ChangedPlan, changes: Sequence[str]) -> ChangedPlan:
         name, _, text = change.partition("=")
         current, types = _by_name(asdict(plan)), _by_name(_types_of(type(plan)))
         if name not in current:
-            raise ValueError(f"--set {change}: the plan has no {name!r}; it has {', '.join(current)}")
+            raise ValueError(f"--set {change}: expected a value of the plan ({', '.join(current)}), got {name!r}.")
         try:
             value = json.loads(text)
         except json.JSONDecodeError:
-            raise ValueError(f"--set {change}: the value must be JSON, as in batch=16 or rates=[0.001,0.002]") from None
+            raise ValueError(
+                f"--set {change}: expected a value in JSON, as in batch=16 or rates=[0.001,0.002], got {text}."
+            ) from None
         value = tuple(value) if isinstance(value, list) else value
         if not _has_type(value, types[name]):
             raise ValueError(f"--set {change}: expected a value like {json.dumps(current[name])}, got {text}")
@@ -143,7 +145,7 @@ class Workspace(Generic[AnyPlan]):
     def open(cls, folder: Path, plan: AnyPlan) -> "Workspace[AnyPlan]":
         """
         Raises:
-            ValueError: The folder holds another plan.
+            ValueError: The folder contains another plan.
         """
         folder.mkdir(parents=True, exist_ok=True)
         workspace = cls(folder, plan)
@@ -151,10 +153,10 @@ class Workspace(Generic[AnyPlan]):
         with workspace.locked("plan", WAIT_TO_WRITE):
             if not (folder / PLAN).exists():
                 write_json(folder / PLAN, current)
-        stored = read_record(folder / PLAN, (), "choose another folder, or remove the file") or {}
+        stored = read_record(folder / PLAN, (), "Choose another folder, or remove the file.") or {}
         if "normalizers" in stored:
             stored["normalizers"] = [*map(read_spec, stored["normalizers"])]
-        require_same_run(current, stored, f"{folder} holds another plan", "Choose another folder")
+        require_same_run(current, stored, f"{folder} contains another plan", "Choose another folder")
         return workspace
 
     @property
@@ -191,7 +193,7 @@ class Workspace(Generic[AnyPlan]):
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
-    """Read results.jsonl or a packed copy; what earlier versions wrote keeps its meaning."""
+    """Read results.jsonl or its compressed copy, with the defaults of the version that wrote each record."""
     return [read_settings(line) for line in read_jsonl(path)]
 
 
@@ -258,15 +260,16 @@ def check_same_texts(described: Sequence[Mapping[str, Any]], texts: Texts, where
         }:
             names = ", ".join(text["name"] for text in record["source"]["train"])
             raise ValueError(
-                f"{where} has models of another text, {names} with {record['training_tokens']:,} tokens; this one has "
-                f"{len(texts.corpus.train):,}. Pass that text and its held-out ones, or another --out."
+                f"{where}: expected models of the same text, got models of {names} with "
+                f"{record['training_tokens']:,} tokens; this text has {len(texts.corpus.train):,}. Pass that "
+                "text and its held-out texts, or another --out."
             )
 
 
 def require_texts(folder: Path) -> None:
     """Raise ValueError if the texts of the folder are not encoded yet."""
     if not (folder / DATA / INDEX).exists():
-        raise ValueError(f"{folder} holds no encoded texts yet; run the stage 'prepare' first")
+        raise ValueError(f"{folder} has no encoded texts yet. Run --stage prepare first.")
 
 
 def read_texts(workspace: Workspace[Any]) -> Texts:
@@ -290,7 +293,9 @@ def names_of_texts(held_out: Sequence[Path]) -> list[str]:
     names = [path.name.removesuffix(".xz").removesuffix(".txt") for path in held_out]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ValueError(f"two texts are named {twice!r}; results are identified by file names: rename one")
+        raise ValueError(
+            f"expected texts with different file names, which identify results, got {twice!r} twice. Rename one."
+        )
     return names
 
 
@@ -323,8 +328,8 @@ def texts_of(subject: ExperimentSubject, folder: Path) -> tuple[list[Path], Path
     if subject.texts or subject.valid or not subject.quick:
         given = "--text only" if subject.texts else "--valid only" if subject.valid else "neither"
         raise ValueError(
-            f"expected --text to train on and --valid to measure on (.txt or .txt.xz), got {given}. Give both, or "
-            "--quick alone, which uses text that is part of Python."
+            f"expected --text to train on and --valid to measure on (.txt or .txt.xz), got {given}. Give both, "
+            "or --quick alone, which uses a built-in text."
         )
     all_topics = topics()
     cut = all_topics.rfind("\n", 0, int((1 - HELD_OUT_SHARE) * len(all_topics))) + 1

@@ -1,4 +1,4 @@
-"""What the kernels share: the block of a program, its tiles, visible keys, logits, and floats as ordered integers.
+"""Device functions shared by all kernels: the block of a program, its tiles, visible keys, logits, ordered integers.
 
 Runtime values are passed between device functions in named tuples (Matrix, Sight, Block, LogitRows). Compile-time
 constants are in tuples of their own (Constants, MapConstants): in a tuple with runtime values, Triton would make

@@ -1,4 +1,4 @@
-"""Attention of few queries over many keys by maps that need a number of the whole row before its first weight.
+"""Decoding kernels: few queries, many keys, and maps that first need a number of the whole row.
 
 Such a map is the threshold of entmax, the entropy of adaptive temperature or the k-th largest logit of top-k. With few
 queries the logits of all rows are small (4 MB for 32 rows of 32,768), so that they are stored, and keys and values are

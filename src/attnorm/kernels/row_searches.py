@@ -1,4 +1,4 @@
-"""What a map needs of a whole row before its first weight, from the stored logits of a few rows.
+"""Compute the number of a whole row that a map needs before its first weight, from stored logits of a few rows.
 
 One program per row finds the largest logit and a number of the row: the factor of a map like softmax (`soften_rows`),
 or the threshold of entmax and its relatives (`find_thresholds`). For stick-breaking one program per part of a row sums

@@ -44,7 +44,7 @@ class Differential(Mechanism):
     def __init__(self, *, width: int = 64, depth: int = 0, head_norm: bool = True) -> None:
         super().__init__()
         if depth < 0:
-            raise ValueError(f"depth counts layers from 0, got {depth}")
+            raise ValueError(f"depth: expected the index of a layer, from 0, got {depth}.")
         self.start = 0.8 - 0.6 * math.exp(-0.3 * depth)
         self.head_norm = head_norm
         # The four vectors lq1, lk1, lq2, lk2 of the key width, shared by the heads of a layer.

@@ -68,7 +68,7 @@ class Forget(Mechanism):
         resolved = resolve_part(normalizer)
         if not isinstance(resolved, Normalizer) or not resolved.properties.shift_invariant:
             raise ValueError(
-                f"expected a shift invariant normalizer, got {resolved.name!r}. Take 'softmax' or 'entmax15'."
+                f"expected a shift invariant normalizer, got {resolved.name!r}. Use 'softmax' or 'entmax15'."
             )
         self.normalizer = resolved
         self.properties = replace(

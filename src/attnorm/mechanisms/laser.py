@@ -38,8 +38,8 @@ class Laser(Mechanism):
         resolved = resolve_part(normalizer)
         if not isinstance(resolved, Normalizer) or resolved.properties.row_sum != "one" or resolved.properties.signed:
             raise ValueError(
-                f"expected a row normalizer whose rows sum to 1, got {resolved.name!r}: "
-                "the logarithm of a row without weight is not finite. Take 'softmax' or 'entmax15'."
+                f"expected a row normalizer whose rows sum to 1, got {resolved.name!r}. A row without weight "
+                "would have no finite logarithm. Use 'softmax' or 'entmax15'."
             )
         self.normalizer = resolved
         self.properties = replace(resolved.properties, swap_untrained=False)

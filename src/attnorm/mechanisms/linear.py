@@ -36,7 +36,7 @@ class Share(Map):
 
 
 class _Products(nn.Module):
-    """f(q) . f(k): a module, so that the parameters of a learned f are seen."""
+    """Compute f(q) . f(k). A module, so that the parameters of a learned f are found."""
 
     def __init__(self, feature_map: FeatureMap, scale: float) -> None:
         super().__init__()

@@ -48,8 +48,9 @@ class Selective(Mechanism):
     ) -> Tensor:
         if q.shape[-2] != k.shape[-2]:
             raise ValueError(
-                f"selective attention needs every query of the prefix, got {q.shape[-2]} for {k.shape[-2]} keys; "
-                "to decode with a cache call .attend(q, k, v, penalty=...) and carry the penalty it returns"
+                "expected as many queries as keys, because selective attention needs every earlier query, got "
+                f"{q.shape[-2]} queries for {k.shape[-2]} keys. To decode with a cache, call .attend(q, k, v, "
+                "penalty=...) with the penalty that it returned before."
             )
         return self.attend(q, k, v, mask=mask, causal=causal, scale=scale, positions=positions)[0]
 

@@ -44,7 +44,7 @@ Landmarks = Callable[[Tensor], Tensor]  # keys (B, H, L, D) -> landmarks (B, H, 
 
 
 class Exp(Map):
-    """exp(z) of z <= 0, not divided by anything."""
+    """The map exp(z) without normalization, for logits z <= 0."""
 
     properties = Properties(row_sum="free", shift_invariant=False)
 
@@ -157,7 +157,7 @@ def _widen(x: Tensor, *columns: Tensor) -> Tensor:
 
 
 class Unchanged(Map):
-    """The logits themselves as weights."""
+    """The map that returns the logits themselves as weights."""
 
     properties = Properties(row_sum="free", signed=True, shift_invariant=False)
 
@@ -204,11 +204,19 @@ class Soft(Mechanism):
             if isinstance(value, int) and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if convolution is not None and stride is None:
-            raise ValueError(f"expected stride= with convolution={convolution}: the side of its square of patches")
+            raise ValueError(
+                f"expected stride= with convolution={convolution}, got none. Pass the side of a square of patches."
+            )
         if learned is not None and (stride is not None or not isinstance(landmarks, int)):
-            raise ValueError(f"expected the number of landmarks alone with learned={learned}: they are not computed.")
+            raise ValueError(
+                f"expected a number of landmarks and no stride= with learned={learned}, "
+                f"got landmarks={landmarks!r} and stride={stride}."
+            )
         if heads is not None and learned is None:
-            raise ValueError(f"expected learned= with heads={heads}: only learned landmarks belong to a head.")
+            raise ValueError(
+                f"expected learned= with heads={heads}, got none. Remove heads: only learned landmarks differ "
+                "between heads."
+            )
         self.landmarks = landmarks
         self.normalised = normalised
         self.stride = stride
@@ -251,20 +259,20 @@ class Soft(Mechanism):
     ) -> Tensor:
         if causal and self.points is None:
             raise ValueError(
-                "soft has no causal form with landmarks that pool all tokens; use causal=False, learned landmarks "
-                f"(learned={q.shape[-1]}) or 'gaussian'"
+                "expected causal=False for 'soft' with landmarks that pool all tokens, got causal=True. Use "
+                f"causal=False, learned landmarks (learned={q.shape[-1]}) or 'gaussian'"
             )
         per_query = mask is not None and mask.dim() > 1 and mask.shape[-2] > 1
         if mask is not None and per_query and self.points is None:
             raise ValueError(
-                "with landmarks that pool tokens soft hides keys from all queries at once, mask (B, 1, 1, keys), but "
-                f"got {tuple(mask.shape)}; learned landmarks (learned={q.shape[-1]}) and 'gaussian' take any mask"
+                "expected a mask of shape (B, 1, 1, keys) for 'soft' with landmarks that pool tokens, got "
+                f"{tuple(mask.shape)}. Learned landmarks (learned={q.shape[-1]}) and 'gaussian' take any mask"
             )
         if mask is not None and self.stride is not None:
             raise ValueError(f"expected whole images with stride={self.stride}, got a mask. Use landmarks= with masks.")
         inputs = validate_inputs(q, k, v, mask=mask, causal=causal, scale=scale, positions=positions)
         if inputs.scale < 0:  # the kernel would grow with the distance, and its matrix has no inverse by Newton's steps
-            raise ValueError(f"expected a scale of at least 0 for 'soft', got {inputs.scale}; 'gaussian' takes any")
+            raise ValueError(f"expected a scale of at least 0 for 'soft', got {inputs.scale}. 'gaussian' accepts any.")
         if per_query:  # in blocks: a sum over tokens has one value for all queries
             output = blocked(inputs, self._unchanged, scores=_Weights(self, inputs.scale))
         else:
@@ -321,7 +329,7 @@ def _point_options(points: Tensor) -> str:
 
 
 class _Weights(nn.Module):
-    """P_q A^+ P_k^T with learned landmarks: a module, so that they are seen as parameters."""
+    """Compute P_q A^+ P_k^T with learned landmarks. A module, so that they are found as parameters."""
 
     def __init__(self, soft: Soft, scale: float) -> None:
         super().__init__()
@@ -430,7 +438,7 @@ class _NewtonInverse(torch.autograd.Function):
 
 
 def _runs_kernel(a: Tensor) -> bool:
-    """On a GPU alone: Triton's interpreter takes far longer than torch on a CPU."""
+    """Whether to use the kernel: only on a GPU, since Triton's interpreter is far slower than torch on a CPU."""
     return a.is_cuda and fits_kernel(a)
 
 

@@ -77,7 +77,7 @@ class AttentionStatistics(NamedTuple):
     top_mass: Tensor
 
     def reshaped(self, shape: Sequence[int]) -> "AttentionStatistics":
-        """With rows of this shape, in the dimensions of the queries that they belong to."""
+        """Return the statistics with the rows reshaped to the dimensions of the queries."""
         return AttentionStatistics(*(t.reshape(*shape, *t.shape[3:]) for t in self))
 
     def __repr__(self) -> str:
@@ -109,12 +109,17 @@ def attention_statistics(
 ) -> AttentionStatistics:
     """Statistics of every row of attention with queries (B, H, Lq, D) and keys (B, Hkv, Lk, D), in float32 at least.
 
-    mask, causal, scale, positions, hidden_states: as in attnorm.attention, which returns the same numbers with its
-    output if you pass return_statistics=True. softcap: logits become softcap * tanh(logits / softcap). top_n: sizes N
-    of the sets of heaviest keys whose mass is returned. Memory grows with the rows, never with rows times keys. No
-    gradient. On a CUDA device softmax, entmax, sparsemax, kneemax, sigmoid, relu and softpick, with any scale rules in
-    front of them, run on Triton kernels, in bfloat16 with a Jacobian norm exact to 4e-3. Other normalizers run in
-    blocks of logits. Under torch.compile the statistics are one operator of the graph.
+    attnorm.attention returns the same numbers with its output if you pass return_statistics=True. Memory grows with the
+    number of rows, never with rows times keys. The statistics have no gradient.
+
+    On a CUDA device softmax, entmax, sparsemax, kneemax, sigmoid, relu and softpick, with any scale rules in front of
+    them, run on Triton kernels; in bfloat16 the Jacobian norm is exact to 4e-3. Other normalizers run in blocks of
+    logits. Under torch.compile the statistics are one operator of the graph.
+
+    Args:
+        mask, causal, scale, positions, hidden_states: As in attnorm.attention.
+        softcap: Replace logits by softcap * tanh(logits / softcap).
+        top_n: Sizes N of the sets of heaviest keys whose mass is returned.
 
     >>> statistics = attention_statistics(q, k, causal=True)
     >>> statistics.entropy.nanmean((0, 2))  # of each head
@@ -143,7 +148,7 @@ def attention_statistics(
 def statistics_of(
     inputs: Inputs, normalizer: Normalizer, top_n: Sequence[int] = (), on_weights: OnWeights | None = None
 ) -> AttentionStatistics:
-    """The same for validated inputs, (B, H, Q). on_weights: as in measure_rows."""
+    """Compute attention_statistics for validated inputs, (B, H, Q). on_weights: as in measure_rows."""
     row_names = [_NAMES.get(name, name) for name in _ROW_NUMBERS]
     if torch.compiler.is_compiling() or under_transform():
         return AttentionStatistics._make(compiled_statistics(inputs, normalizer, row_names, top_n))

@@ -76,7 +76,9 @@ class MeasuredNormalizer:
 def _check_heads(numbers: int, call: AttentionCall) -> None:
     heads = call.query_BHQD.shape[1]
     if numbers != heads:
-        raise ValueError(f"the normalizer has parameters for {numbers} heads, but q has {heads} heads")
+        raise ValueError(
+            f"the normalizer has parameters for {numbers} heads, but q has {heads} heads. Build it with heads={heads}."
+        )
 
 
 class NoRowsError(TypeError, ValueError):
@@ -100,19 +102,22 @@ def resolve_normalizers(
         normalizer = call.normalizer if is_model else resolve(choice)  # type: ignore[arg-type]
         if isinstance(normalizer, Mechanism):
             raise NoRowsError(
-                f"{normalizer.name!r} is an attention mechanism: it has no rows of logits that could be measured. "
-                "Measure a model whose layers run softmax or another normalizer."
+                f"{normalizer.name!r} is a mechanism, which has no rows of logits to measure. Measure a model "
+                "whose layers run softmax or another normalizer."
             )
         name = MODEL if is_model or normalizer is None else normalizer.name
         if any(other.name == name for other in measured):
-            raise ValueError(f"two normalizers are called {name!r}; give each its own name")
+            raise ValueError(
+                f"expected normalizers with different names, got {name!r} twice. Change the attribute .name of one "
+                "of them."
+            )
         if normalizer is not None and not is_shared(normalizer):
             tensors = chain(normalizer.parameters(), normalizer.buffers())
             if any(tensor.device != device for tensor in tensors):
                 normalizer = with_own_tensors(normalizer, device)
         measured.append(MeasuredNormalizer(name, normalizer))
     if not measured:
-        raise ValueError("no normalizer to measure; give at least one, e.g. None for what the model runs")
+        raise ValueError("expected at least one normalizer, got none. Give None for the one that the model runs.")
     return measured
 
 

@@ -1,4 +1,4 @@
-"""Which keys the rows of a call read: the heaviest ones, one target key per row, and what the heads cover together.
+"""Which keys the rows of a call read: the heaviest keys, one target key per row, and the keys that all heads cover.
 
 Only the chosen rows are computed, block by block.
 """

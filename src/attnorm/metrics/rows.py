@@ -1,6 +1,6 @@
 """`measure_rows`: the statistics of every row of an attention call (catalogue.PER_ROW), for several normalizers.
 
-On a CPU, one pass over blocks of logits serves all normalizers. On a GPU, Triton kernels measure softmax, rescaled
+On a CPU, one pass over blocks of logits measures all normalizers. On a GPU, Triton kernels measure softmax, rescaled
 softmax (fused_rows.py) and the maps that have a kernel (fused_maps.py). A row without visible keys is NaN everywhere.
 So is a row with logits or weights that are not finite; it is also marked as broken.
 """

@@ -37,7 +37,7 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 def length_bins(longest: int) -> list[tuple[int, int]]:
     """Return bins (n_low, n_high), both inclusive, longest first: (L/sqrt 2, L], (L/2, L/sqrt 2], ... to 8 keys."""
     if longest < 1:
-        raise ValueError(f"the longest row must have at least one visible key, got {longest}")
+        raise ValueError(f"expected at least one visible key in the longest row, got {longest}.")
     if longest < SHORTEST:
         return [(1, longest)]
     bins = []
@@ -59,7 +59,7 @@ def rows_to_measure(rows: Rows, queries: int, *, causal: bool, keys: int | None 
     spaced. keys: number of keys if it differs from the queries (a cache); row i sees i + 1 + keys - queries of them.
     """
     if queries < 1:
-        raise ValueError(f"there must be at least one query, got {queries}")
+        raise ValueError(f"expected at least one query, got {queries}.")
     if rows == "all":
         return torch.arange(queries)
     count = AUTO_ROWS if rows == "auto" else rows

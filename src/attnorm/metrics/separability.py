@@ -73,15 +73,20 @@ def keys_by_rank(targets: Tensor, visible: Tensor) -> Tensor:
 
 
 def separability_and_null(
-    rows: NestedSets, ranked: Tensor, dealt: Tensor, *, at_once: tuple[int, int] | None = None, sphere: bool = True
+    rows: NestedSets,
+    ranked: Tensor,
+    key_by_rank: Tensor,
+    *,
+    at_once: tuple[int, int] | None = None,
+    sphere: bool = True,
 ) -> Tensor:
     """Return separability of the rows and of d permutations of their weights: (g, 1 + d, r, 1 or 2, N).
 
     NaN where n <= N and where a weight or a visible vector is not finite. The row itself is the mean of two sets where
     the last selected weight and the next one are nearly equal. Does not synchronize with a GPU.
 
-    ranked (g, r, w): all keys of each row, heaviest first. dealt (g, d, p or 1, l, w) with r = p l: the key to which
-    the weight of each rank goes, for each of the p heads or for all of them. at_once limits the memory: how many sets
+    ranked (g, r, w): all keys of each row, heaviest first. key_by_rank (g, d, p or 1, l, w) with r = p l: the key that
+    gets the weight of each rank, for each of the p heads or for all of them. at_once limits the memory: how many sets
     of vectors and draws are compared with all keys at a time. sphere: also of the vectors on the sphere.
 
     Keys are compared by their closeness to the context vector (theory.selection): first those that are not taken aside.
@@ -90,9 +95,11 @@ def separability_and_null(
     ranks = torch.arange(rows.sizes[-1] + 1, device=ranked.device)
     aside = ranked[..., : len(ranks)]
     keys = _Keys.of(rows, rows.visible.scatter(-1, aside, False), sphere=sphere)
-    dealt = dealt.expand(len(ranked), -1, -1, -1, -1)
-    of_dealt = dealt[..., : len(ranks)].expand(-1, -1, ranked.shape[1] // dealt.shape[-2], -1, -1).flatten(2, 3)
-    draws = 2 + dealt.shape[1]
+    key_by_rank = key_by_rank.expand(len(ranked), -1, -1, -1, -1)
+    of_key_by_rank = (
+        key_by_rank[..., : len(ranks)].expand(-1, -1, ranked.shape[1] // key_by_rank.shape[-2], -1, -1).flatten(2, 3)
+    )
+    draws = 2 + key_by_rank.shape[1]
 
     # The rank whose weight each key taken aside has, and whether it is selected.
     exchanged = torch.where(ranks == sizes, sizes - 1, torch.where(ranks == sizes - 1, sizes, ranks))
@@ -107,7 +114,7 @@ def separability_and_null(
         for t in (keys.relative.gather(-1, aside).unsqueeze(-2), factors)
     )  # (g, D, r, 1, N, M)
 
-    taken = torch.cat([aside.unsqueeze(1).expand(-1, 2, -1, -1), of_dealt.to(aside.dtype)], 1)  # (g, D, r, M)
+    taken = torch.cat([aside.unsqueeze(1).expand(-1, 2, -1, -1), of_key_by_rank.to(aside.dtype)], 1)  # (g, D, r, M)
     points, of_points = (
         _gather_keys(t, taken) for t in (keys.x, torch.cat([keys.norms.unsqueeze(-2), keys.kinds], -2).mT)
     )
@@ -115,14 +122,16 @@ def separability_and_null(
     coefficients = shares * of_kind  # (g, D, r, k, N, M)
     twice_context = 2 * _sums_of_points((coefficients * inside).flatten(-3, -2), points)  # (g, D, r, k N, E)
     by_kind = (keys.kinds.shape[-2], -1)
-    nearest = _nearest(rows, keys, twice_context.unflatten(-2, by_kind), ranked, dealt, at_once or (len(dealt), draws))
+    nearest = _nearest(
+        rows, keys, twice_context.unflatten(-2, by_kind), ranked, key_by_rank, at_once or (len(key_by_rank), draws)
+    )
     # -inf where all keys are taken aside
     nearest = torch.where(nearest.isfinite(), nearest * units[:, None, :, None], nearest)
 
     twice_along = _along_points(twice_context, points).unflatten(-2, by_kind)
     q = twice_along.sub_(coefficients * squares).mul_(of_kind).mul_(factors)
-    visible_of_dealt = (ranks < rows.n).unsqueeze(1).expand(of_dealt.shape)
-    visible = torch.cat([visible.unsqueeze(1).expand(-1, 2, -1, -1), visible_of_dealt], 1)[..., None, None, :]
+    visible_by_rank = (ranks < rows.n).unsqueeze(1).expand(of_key_by_rank.shape)
+    visible = torch.cat([visible.unsqueeze(1).expand(-1, 2, -1, -1), visible_by_rank], 1)[..., None, None, :]
     among_aside = q.masked_fill(inside | ~visible, -torch.inf).amax(-1)
     nearest = torch.maximum(nearest, among_aside).unsqueeze(-1)
     twice_length: Tensor = torch.linalg.vector_norm(twice_context, dim=-1, keepdim=True)
@@ -228,11 +237,11 @@ def _in_units_of_each(rows: NestedSets, outside: Tensor, numbers: Tensor, left_o
 
 
 def _nearest(
-    rows: NestedSets, keys: _Keys, twice_context: Tensor, ranked: Tensor, dealt: Tensor, at_once: tuple[int, int]
+    rows: NestedSets, keys: _Keys, twice_context: Tensor, ranked: Tensor, key_by_rank: Tensor, at_once: tuple[int, int]
 ) -> Tensor:
     """Return the largest closeness of the keys outside, (g, D, r, k, N), in the unit of `keys.beyond`.
 
-    twice_context: 2 s, (g, D, r, k, N, E). ranked (g, r, w), dealt (g, d, p or 1, l, w): see `separability_and_null`.
+    twice_context: 2 s, (g, D, r, k, N, E). ranked, key_by_rank: as in `separability_and_null`.
     """
     # q_i = b_i (2 x_i.s) - (b_i a_i) ||x_i||^2. For keys to leave out, b_i a_i is infinite; no square may be 0.
     products = keys.beyond * keys.relative
@@ -241,9 +250,9 @@ def _nearest(
     outside = (ranks > rows.sizes[-1]) & (ranks < rows.n)
     by_rank = [keys.beyond.gather(-1, ranked), products.gather(-1, ranked).masked_fill_(~outside, torch.inf)]
     products.masked_fill_(~keys.outside, torch.inf)
-    heads = ranked.shape[1] // dealt.shape[-2]
+    heads = ranked.shape[1] // key_by_rank.shape[-2]
     found = []
-    for first in range(0, len(dealt), at_once[0]):
+    for first in range(0, len(key_by_rank), at_once[0]):
         sets = slice(first, first + at_once[0])
         vectors = keys.x[sets].unsqueeze(1)
         if keys.kinds.shape[1] > 1:
@@ -251,9 +260,9 @@ def _nearest(
         vectors = vectors.mT if runs_asynchronously(vectors) else vectors.mT.contiguous()  # faster on ARM
         factors, product = (t[sets].unsqueeze(1).expand(-1, 2, -1, -1) for t in (keys.beyond, products))
         parts = [_largest(twice_context[sets, :2], vectors, factors, product, minus_squares[sets])]
-        for draw in range(0, dealt.shape[1], at_once[1]):
+        for draw in range(0, key_by_rank.shape[1], at_once[1]):
             draws = slice(draw, draw + at_once[1])
-            of_draws = dealt[sets, draws].long()
+            of_draws = key_by_rank[sets, draws].long()
             rank = torch.empty_like(of_draws).scatter_(-1, of_draws, ranks.expand(of_draws.shape))
             rank = rank.expand(-1, -1, heads, -1, -1)  # (g, d, p, l, w)
             factors, product = (

@@ -145,7 +145,7 @@ def _mixed_vectors(call: AttentionCall, vectors: Vectors) -> Tensor:
     if vectors != "inputs":
         raise ValueError(f"vectors must be 'values' or 'inputs', got {vectors!r}")
     if call.inputs_BKC is None:
-        raise ValueError("the layer inputs were not recorded; observe the model with inputs=True")
+        raise ValueError("expected recorded layer inputs, got none. Observe the model with inputs=True.")
     return at_least_float32(call.inputs_BKC)[:, None]
 
 
@@ -238,7 +238,9 @@ def _separabilities(rows: NestedSets, targets: Tensor, owner: Tensor) -> Tensor:
     """
     groups, count, keys = rows.weights.shape
     ranked, draws = rows.ranked_keys(), len(targets)
-    dealt = targets.index_select(1, owner.flatten()).unflatten(1, owner.shape).transpose(0, 1)  # (g, d, p or 1, l, w)
+    key_by_rank = (
+        targets.index_select(1, owner.flatten()).unflatten(1, owner.shape).transpose(0, 1)
+    )  # (g, d, p or 1, l, w)
     sets_at_once, most = 1, NULL_ELEMENTS
     if runs_asynchronously(targets):
         of_set = count * (2 + draws) * (rows.sizes[-1] + 1) * rows.vectors.shape[-1]
@@ -246,7 +248,7 @@ def _separabilities(rows: NestedSets, targets: Tensor, owner: Tensor) -> Tensor:
     draws_at_once = min(max(1, most // (count * keys)), draws)
     at_once = (max(1, most // (count * keys * draws_at_once)), draws_at_once)
     parts = [
-        separability_and_null(rows.select_vectors(batch), ranked[batch], dealt[batch], at_once=at_once)
+        separability_and_null(rows.select_vectors(batch), ranked[batch], key_by_rank[batch], at_once=at_once)
         for batch in (slice(start, start + sets_at_once) for start in range(0, groups, sets_at_once))
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -92,7 +92,7 @@ def check_observable(model: object) -> None:
     kind = getattr(getattr(model, "config", None), "model_type", None)
     raise UnsupportedModel(
         f"{type(model).__name__}{f' (model type {kind!r})' if kind else ''} does not compute attention through "
-        f"transformers' attention interface, so attnorm cannot see it. {describe_support()}"
+        f"transformers' attention interface, so that attnorm cannot observe it. {describe_support()}"
     )
 
 
@@ -113,13 +113,15 @@ def check_has_rows(model: nn.Module) -> None:
 def _reject_partial_heads(model: Any) -> None:
     if is_tensor_parallel(model):
         raise UnsupportedModel(
-            "expected a model whose processes hold all heads, got one with tensor parallelism: each process sees a "
-            "part of the heads under other numbers. Load it with device_map='auto' (--device auto) instead of tp_plan."
+            "expected a model whose processes hold all heads, got one with tensor parallelism: each process has "
+            "a part of the heads, with other indices. Load it with device_map='auto' (--device auto) instead of "
+            "tp_plan."
         )
     if is_context_parallel():
         raise UnsupportedModel(
-            "expected whole sequences, got context parallelism: each process sees a part of the keys. Measure outside "
-            "of context_parallel(), with device_map='auto' (--device auto) if the model needs several GPUs."
+            "expected whole sequences, got context parallelism: each process has a part of the keys. Measure "
+            "outside of context_parallel(), with device_map='auto' (--device auto) if the model needs several "
+            "GPUs."
         )
 
 

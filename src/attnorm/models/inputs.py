@@ -73,7 +73,7 @@ def texts_from(inputs: Any) -> list[Text]:
         raise _unknown_input_error(inputs)
     listed = list(inputs)
     if not listed:
-        raise ValueError("there is nothing to run the model on: the inputs are empty")
+        raise ValueError("expected at least one input to run the model on, got none.")
     return [
         _make_text(text_name(content) if isinstance(content, Path) else f"text {number}", content)
         for number, content in enumerate(listed, start=1)
@@ -110,16 +110,16 @@ def needs_tokenizer(loaded: LoadedModel) -> Any:
                 f'or attnorm.models.inputs.Media(Path(FILE), "{kind}") in Python'
             )
         raise ValueError(
-            f"{loaded.name} has no tokenizer ({loaded.tokenizer_problem or 'none was given'}); "
-            "save its tokenizer in the same folder, or name one (tokenizer=..., --tokenizer on the command line); "
-            "in Python, token ids or a dict of model inputs need none"
+            f"{loaded.name}: expected a tokenizer, got none ({loaded.tokenizer_problem or 'none was given'}). "
+            "Save it in the folder of the model, or name one (tokenizer=..., --tokenizer on the command line). "
+            "In Python, token ids or a dict of model inputs need no tokenizer."
         )
     return loaded.tokenizer
 
 
 def _from_mapping(inputs: Mapping[Any, Any]) -> list[Text]:
     if not inputs:
-        raise ValueError("there is nothing to run the model on: the inputs are empty")
+        raise ValueError("expected at least one input to run the model on, got none.")
     if any(name in inputs for name in MODEL_INPUTS):
         return [Text("inputs", _model_inputs(inputs, "inputs"))]
     return [_make_text(str(name), content) for name, content in inputs.items()]
@@ -150,20 +150,20 @@ def _make_text(name: str, source: Any) -> Text:
     if _is_token_ids(source):
         ids = torch.as_tensor(source, device="cpu")
         if ids.numel() == 0:
-            raise ValueError(f"{name!r} holds no token ids; there is nothing to run the model on")
+            raise ValueError(f"{name!r}: expected token ids, got none.")
         if ids.dim() > 2:
             raise ValueError(
-                f"token ids have one dimension or two (batch, length); {name!r} has shape {tuple(ids.shape)}"
+                f"{name!r}: expected token ids of shape (length,) or (batch, length), got {tuple(ids.shape)}."
             )
         if ids.is_floating_point() or ids.dtype == torch.bool:
-            raise ValueError(f"token ids are whole numbers; {name!r} has {ids.dtype}")
+            raise ValueError(f"{name!r}: expected token ids of an integer dtype, got {ids.dtype}.")
         return Text(name, ids.long())
     raise _unknown_input_error(source)
 
 
 def _check_not_blank(name: str, content: str) -> None:
     if not content.strip():
-        raise ValueError(f"{name!r} is empty; there is nothing to run the model on")
+        raise ValueError(f"{name!r} is empty: expected at least one token to run the model on.")
 
 
 def _reject_file_name(text: str) -> None:
@@ -174,11 +174,13 @@ def _reject_file_name(text: str) -> None:
         return
     if is_file:
         raise ValueError(
-            f"{text!r} is a file, but a str is measured as text. Pass pathlib.Path({text!r}) to measure its content."
+            f"{text!r} is a file, but a str stands for the text itself. Pass pathlib.Path({text!r}) to measure "
+            "its content."
         )
     if FILE_NAME.fullmatch(text):
         raise ValueError(
-            f"there is no file {text!r}, and a str is measured as text. Pass the text, or a pathlib.Path of a file."
+            f"expected a text, got {text!r}, which looks like a file name, but there is no such file. Pass the "
+            "text, or a pathlib.Path of a file."
         )
 
 
@@ -218,11 +220,11 @@ def _cut_ids(text: Text, ids: Tensor, length: int | None) -> Tensor:
     if length is None:
         return ids
     if length < 1:
-        raise ValueError(f"a length is a number of tokens, at least 1; got {length}")
+        raise ValueError(f"expected a length of at least 1 token, got {length}.")
     if ids.shape[1] < length:
         raise ValueError(
-            f"{text.name!r} has {ids.shape[1]} tokens, fewer than the length {length} that was asked for; "
-            "give a longer text or a smaller length"
+            f"{text.name!r} has {ids.shape[1]} tokens, fewer than the length {length}. Use a longer text or a "
+            "smaller length."
         )
     return ids[:, :length]
 
@@ -230,7 +232,9 @@ def _cut_ids(text: Text, ids: Tensor, length: int | None) -> Tensor:
 def _cut_inputs(text: Text, inputs: dict[str, Tensor], length: int) -> dict[str, Tensor]:
     ids = inputs.get("input_ids")
     if ids is None or ids.dim() != 2:
-        raise ValueError(f"{text.name!r} has no input_ids to cut to {length} tokens; leave the length out")
+        raise ValueError(
+            f"{text.name!r}: expected input_ids to cut to {length} tokens, got none. Leave the length out."
+        )
     _cut_ids(text, ids, length)
     return {
         name: value[:, :length] if value.dim() == 2 and value.shape == ids.shape else value
@@ -246,8 +250,8 @@ def _check_ids(text: Text, ids: Tensor | None, loaded: LoadedModel) -> None:
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= embeddings.num_embeddings:
             raise ValueError(
-                f"{text.name!r} holds the token id {low if low < 0 else high}, but {loaded.name} knows 0 to "
-                f"{embeddings.num_embeddings - 1}; were the ids made by another model's tokenizer?"
+                f"{text.name!r}: expected token ids from 0 to {embeddings.num_embeddings - 1} for {loaded.name}, "
+                f"got {low if low < 0 else high}. Make the ids with the tokenizer of this model."
             )
 
 
@@ -344,7 +348,7 @@ def tokens_of(
     """Tokenize a text. whole: tokenize all of a long text instead of pieces. pieces: number of pieces."""
     if isinstance(text.content, Tensor):
         if bos is not None:
-            raise ValueError(f"bos={bos} applies to texts, but {text.name!r} holds token ids. Leave bos out.")
+            raise ValueError(f"bos={bos} applies to texts, but {text.name!r} contains token ids. Leave bos out.")
         return Tokens(torch.atleast_2d(text.content))
     if not isinstance(text.content, str):
         raise TypeError(f"expected a text or token ids, got {type(text.content).__name__} for {text.name!r}")

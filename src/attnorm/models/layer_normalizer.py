@@ -131,15 +131,15 @@ def read_recipe_file(path: Path) -> RecipeFile:
     """Read a recipe file.
 
     Raises:
-        ValueError: It cannot be read, or holds something else.
+        ValueError: It cannot be read, or contains something else.
     """
     try:
         text = path.read_text(encoding="utf-8")
         content = tomllib.loads(text)
     except OSError as error:
-        raise ValueError(f"cannot read the recipe {path}: {error.strerror}") from None
+        raise ValueError(f"cannot read the recipe {path}: {error.strerror}. Check the path.") from None
     except ValueError as error:  # not UTF-8, or not TOML
-        raise ValueError(f"{path}: expected a recipe in TOML, got {error}") from None
+        raise ValueError(f"{path}: expected a recipe in TOML, got an error: {error}.") from None
     keys = ("layers", "learning_rate")
     if unknown := [name for name in content if name not in keys]:
         raise ValueError(f"{path}: unknown key {unknown[0]!r}; {did_you_mean(unknown[0], keys)}")
@@ -240,7 +240,9 @@ def restrict_to_heads(normalizer: Normalizer | Mechanism, heads: tuple[int, ...]
     if heads is None:
         return normalizer
     if isinstance(normalizer, Mechanism):
-        raise ValueError(f"{normalizer.name!r} is a mechanism of all heads of a layer; leave the heads out")
+        raise ValueError(
+            f"{normalizer.name!r} is a mechanism, which works on all heads of a layer. Leave the heads out."
+        )
     return Normalizer(ByHead(normalizer, heads), name=normalizer.name)
 
 
@@ -255,8 +257,9 @@ def head_count(module: nn.Module) -> int:
     if isinstance(projection, nn.Linear) and isinstance(width, int):  # RF-DETR
         return projection.out_features // width
     raise ValueError(
-        f"{type(module).__name__} does not say how many heads it has (expected one of {', '.join(HEADS)}); patch a "
-        "part of the model without it, e.g. patch(model.get_decoder(), ...), or leave its layer out with layers="
+        f"{type(module).__name__}: expected its number of heads in an attribute ({', '.join(HEADS)}), got none. "
+        "Patch a part of the model without it, e.g. patch(model.get_decoder(), ...), or leave its layer out "
+        "with layers=."
     )
 
 
@@ -275,9 +278,9 @@ def validate_heads(heads: Any, module: nn.Module, path: str) -> tuple[int, ...]:
     except TypeError:
         head_indices = ()
     if not head_indices or not all(0 <= head < count for head in head_indices):
-        raise ValueError(f"{path} has the heads 0 to {count - 1}; got {heads!r}")
+        raise ValueError(f"{path}: expected heads from 0 to {count - 1}, got {heads!r}.")
     if len({*head_indices}) < len(head_indices):
-        raise ValueError(f"{path}: name each of the heads once; got {heads!r}")
+        raise ValueError(f"{path}: expected each head once, got {heads!r}.")
     return head_indices
 
 

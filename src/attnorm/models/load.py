@@ -59,7 +59,7 @@ class LoadedModel:
     tokenizer_given: str | None = None  # source of the tokenizer, if it is not that of the model
     source: str | Path | None = None  # hub name or folder; None for a model that was passed in memory
     trusted: bool = False  # whether code of its repository may run
-    asked: str | None = None  # the name by which the caller loaded it
+    requested_name: str | None = None  # the name by which the caller loaded it
 
 
 def load(
@@ -110,16 +110,16 @@ def _wrap_model(model: nn.Module, tokenizer: Any, options: dict[str, Any]) -> Lo
     requested = [name for name, value in options.items() if value is not None]
     if requested:
         raise ValueError(
-            f"{' and '.join(requested)} cannot be chosen for a model that is in memory already; "
-            "prepare it yourself, e.g. model.to('cuda', torch.float32), and leave it out"
+            f"{' and '.join(requested)} cannot be changed for a model that is already in memory. Change the "
+            "model itself, e.g. model.to('cuda', torch.float32), and leave the option out."
         )
     plain: Any = uncompiled(model)
     if hasattr(plain, "get_base_model"):
         plain = plain.get_base_model()  # adapters of PEFT sit inside it and stay active
     if not isinstance(plain, PreTrainedModel):
         raise ValueError(
-            f"expected a transformers model, a hub name or a folder, got {type(model).__name__}. "
-            "Measure other PyTorch models with attnorm.observe()"
+            f"expected a transformers model, a hub name or a folder, got {type(model).__name__}. Measure other "
+            "PyTorch models with attnorm.observe()."
         )
     read, problem = _load_tokenizer(tokenizer, None, {}) if tokenizer is not None else (None, "none was given")
     known_as = loaded_from(plain.config).rstrip("/")
@@ -160,10 +160,13 @@ def _check_weights(folder: Path, name: str) -> None:
         return
     others = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt", ".gguf"))
     if not others:
-        raise CannotLoad(f"{name}: the folder has a config.json but no weights (model.safetensors)")
+        raise CannotLoad(
+            f"{name}: expected weights (model.safetensors) beside config.json, got none. Copy them to the folder."
+        )
     raise CannotLoad(
-        f"{name}: the weights are in {', '.join(others[:3])}, and attnorm reads safetensors only, because a pickle "
-        "can run any code; if you trust it, load it with transformers and save it again, which writes safetensors"
+        f"{name}: the weights are in {', '.join(others[:3])}, but attnorm reads only safetensors, because a "
+        "pickle can run any code. If you trust the file, load it with transformers and save it again as "
+        "safetensors."
     )
 
 
@@ -186,8 +189,9 @@ def _load_weights(
     lost = sorted(key for key in about["missing_keys"] if key.startswith(prefix) and "pooler" not in key)
     if lost:
         raise CannotLoad(
-            f"{source}: the checkpoint has no value for {len(lost)} weights of {type(model).__name__} (the first is "
-            f"{lost[0]!r}); they would be random. The folder is incomplete, or its config.json belongs to another model"
+            f"{source}: the checkpoint has no value for {len(lost)} weights of {type(model).__name__} (the first "
+            f"is {lost[0]!r}), which would be random. The folder is incomplete, or its config.json belongs to "
+            "another model."
         )
     loaded: PreTrainedModel = model if target_device == "auto" else model.to(target_device)
     return with_known_loss(loaded)
@@ -242,7 +246,9 @@ def _explain_errors(name: str, source: str | Path, local_only: bool) -> Iterator
     except CannotLoad:
         raise
     except SafetensorError as error:
-        raise CannotLoad(f"{name}: the weights are damaged or cut short ({error}); fetch or save them again") from error
+        raise CannotLoad(
+            f"{name}: the weights are damaged or truncated ({error}). Download or save them again."
+        ) from error
     # TypeError, AttributeError: a config.json with a value of the wrong kind.
     except (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError, AttributeError, *CUT_SHORT) as error:
         raise CannotLoad(f"{name}: {_explain_error(error, source, local_only)}") from error

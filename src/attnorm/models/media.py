@@ -77,7 +77,7 @@ def _read_image(path: Path) -> Any:
     except UnidentifiedImageError:
         raise ValueError(f"expected an image that Pillow reads (PNG, JPEG, ...), got {path}. Convert it.") from None
     except OSError as error:
-        raise ValueError(f"cannot read the image {path}: {error.strerror or error}") from None
+        raise ValueError(f"cannot read the image {path}: {error.strerror or error}. Check the file.") from None
 
 
 def _read_sound(path: Path, rate: int) -> np.ndarray:
@@ -98,7 +98,7 @@ def _read_sound(path: Path, rate: int) -> np.ndarray:
 def _samples(path: Path) -> tuple[np.ndarray, int]:
     """Return samples between -1 and 1, (samples,) or (samples, channels), and the sampling rate."""
     if not path.is_file():
-        raise ValueError(f"cannot read the sound {path}: there is no such file")
+        raise ValueError(f"cannot read the sound {path}: there is no such file. Check the path.")
     if path.suffix.lower() != ".wav":
         return _other_samples(path)
     from scipy.io import wavfile

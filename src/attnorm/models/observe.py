@@ -77,8 +77,8 @@ def observe(
         decide()
     if observation.ran and not observation.calls:
         raise UnsupportedModel(
-            f"{type(model).__name__} ran without one call to transformers' attention interface, so nothing could be "
-            "measured; does its configuration choose a way around it (GPT-2: reorder_and_upcast_attn)? "
+            f"{type(model).__name__} made no call to transformers' attention interface, so that nothing could be "
+            "measured. Check whether its configuration bypasses it (GPT-2: reorder_and_upcast_attn). "
             f"{describe_support()}"
         )
 
@@ -213,7 +213,7 @@ def _forward_parameters(module_class: type[nn.Module]) -> tuple[str, ...]:
 
 
 def _states_of_keys(key: Tensor, source: Any) -> Tensor | None:
-    """Return the states that the keys are projected from; None if a cache holds keys of earlier calls."""
+    """Return the states that the keys are projected from; None if a cache contains keys of earlier calls."""
     if not isinstance(source, Tensor) or source.dim() != 3 or source.shape[:2] != (key.shape[0], key.shape[2]):
         return None
     return source.to(key.device)
@@ -235,10 +235,10 @@ def check_output(call: AttentionCall, output_BQHE: Tensor, path: str, kernel: st
         rounding = math.expm1(min(2 * largest * step, 50.0))
         if visible and error > (TOLERANCE + rounding) * size:
             raise UnsupportedModel(
-                f"the attention of {path or 'the model'} (kernel {kernel!r}) is not softmax over the logits it was "
-                f"called with: the last query's output differs by {error:.3g} where values are up to {size:.3g}. It "
-                "changes logits or weights in a way that its arguments do not show, so attnorm would report wrong "
-                "numbers"
+                f"the attention of {path or 'the model'} (kernel {kernel!r}) is not softmax of the logits that "
+                f"its arguments give: the last query's output differs by {error:.3g} where values are up to "
+                f"{size:.3g}. It changes logits or weights in a way that its arguments do not show, so that "
+                "attnorm would report wrong numbers."
             )
 
     if runs_asynchronously(output_BQHE):

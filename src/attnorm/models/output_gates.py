@@ -1,4 +1,4 @@
-"""Output gates: the share of each head's attention output that a model lets pass, o_h times sigmoid(W x).
+"""Output gates: a model multiplies the attention output of head h by sigmoid(W x); here that factor is measured.
 
 Qiu et al. 2025, https://arxiv.org/abs/2505.06708. Qwen3-Next, AFMoE and other model families have such gates, each in
 its own code, so we measure them. In modules whose code mentions a gate, we compare the result of the attention function

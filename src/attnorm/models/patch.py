@@ -89,9 +89,12 @@ class Patch:
         """
         modules = [self._modules[path] for path in self.normalizers]
         if not modules:
-            raise RuntimeError("this patch was removed, so there is nothing to pause: the model runs without it")
+            raise RuntimeError("expected an active patch, got one that was removed. The model already runs without it.")
         if any(map(is_paused, modules)):
-            raise RuntimeError("this patch is paused already; leave the first paused() before entering another")
+            raise RuntimeError(
+                "expected an active patch, got one that is paused already. Leave the first paused() before you "
+                "enter another."
+            )
         with temporarily_unpatched(modules):
             yield
 
@@ -122,8 +125,8 @@ def _with_option_normalizer(function: Callable[P, T]) -> Callable[P, T]:
         spec, option = args[1], options.pop("normalizer")
         if not isinstance(spec, str):
             raise TypeError(
-                f"expected the option normalizer= beside a name such as 'laser', got it beside {type(spec).__name__}. "
-                "Remove normalizer=."
+                "expected the option normalizer= together with a name such as 'laser', got it with "
+                f"{type(spec).__name__}. Remove normalizer=."
             )
         if not isinstance(option, str):
             raise TypeError(
@@ -148,11 +151,15 @@ def patch(
 ) -> Patch:
     """Replace softmax in the model's attention until `.remove()` is called on the returned Patch.
 
-    normalizer: a name with options, as for attnorm.get; an object, of which every layer gets a copy; or a recipe:
-        {layers: normalizer}, or the path of a recipe file (.toml). Layers without one, or with "softmax", keep softmax.
-    layers: index of one or several layers, or {layer: heads} to change some heads only (None: all heads). Default: all.
-    warm_start: choose initial values that change the trained model least; given options override them (default: True).
-    train_length: length in tokens of the texts that the model was trained on (default: from its config).
+    Args:
+        normalizer: A name with options, as for attnorm.get; an object, of which every layer gets a copy; or a recipe,
+            that is {layers: normalizer} or the path of a recipe file (.toml). Layers that a recipe leaves out, or for
+            which it names "softmax", keep softmax.
+        layers: Indices of the layers to change, or {layer: heads} to change some heads only; None stands for all heads
+            (default: all layers).
+        warm_start: Choose initial values that change the trained model least; options that you give override them
+            (default: True).
+        train_length: Length in tokens of the texts that the model was trained on (default: from its config).
 
     >>> handle = patch(model, "ssmax")
     >>> patch(model, "entmax", alpha=1.3)  # or "entmax:alpha=1.3"
@@ -256,7 +263,7 @@ def _validate_train_length(train_length: Any) -> int | None:
     except TypeError:
         length = 0
     if length is not None and length < 1:
-        raise ValueError(f"train_length must be a number of tokens, e.g. 1024, got {train_length!r}")
+        raise ValueError(f"train_length: expected a number of tokens, e.g. 1024, got {train_length!r}.")
     return length
 
 
@@ -274,9 +281,10 @@ def _select_modules(model: nn.Module, layers: Layers | None) -> SelectedModules:
     model_layers = sorted({layer for _, layer in sites.values()})
     unknown = [layer for layer in heads_of if layer not in model_layers]
     if unknown or not heads_of:
-        problem = f"layer {unknown[0]!r}, which it does not have" if unknown else "no layer at all"
+        problem = f"layer {unknown[0]!r}" if unknown else "none"
         raise ValueError(
-            f"layers= names {problem}; {type(model).__name__} has the layers {model_layers[0]} to {model_layers[-1]}"
+            f"layers=: expected layers from {model_layers[0]} to {model_layers[-1]} of {type(model).__name__}, "
+            f"got {problem}."
         )
     selected: SelectedModules = {}
     for module, (site, layer) in sites.items():
@@ -296,7 +304,7 @@ def _heads_by_layer(layers: Any) -> dict[int, Any]:
         return dict.fromkeys(map(as_integer, layers if isinstance(layers, Iterable) else [layers]))
     except TypeError:
         raise TypeError(
-            f"layers= takes numbers of layers, e.g. [10, 11], or {{layer: heads}}; got {layers!r}"
+            f"layers=: expected indices of layers, e.g. [10, 11], or {{layer: heads}}, got {layers!r}."
         ) from None
 
 
@@ -309,8 +317,8 @@ def _reject_patched(modules: Mapping[nn.Module, tuple[Site, object]]) -> None:
     for module, (site, _) in modules.items():
         if is_patched(module):
             raise ValueError(
-                f"{_module_name(site, module)} already has {normalizer_of(module).name!r} instead of softmax; "
-                "remove that patch first (handle.remove()), or leave the layer out with layers="
+                f"{_module_name(site, module)} already has {normalizer_of(module).name!r} instead of softmax. "
+                "Remove that patch first (handle.remove()), or leave the layer out with layers=."
             )
 
 
@@ -331,7 +339,10 @@ def _build_normalizer(
         recipe = Recipe(normalizer, state_options(normalizer, all_options), heads)
     else:
         if options:
-            raise TypeError(f"options ({', '.join(options)}) go with a name; a normalizer object has its own already")
+            raise TypeError(
+                f"options ({', '.join(options)}): expected no options with a normalizer object, which has its own. "
+                "Pass a name, or remove the options."
+            )
         built, recipe = copy.deepcopy(as_normalizer(normalizer)), Recipe(None, heads=heads)
     part = restrict_to_heads(_check_supported(built, module, path), heads)
     check_fit(part, module, path)
@@ -363,8 +374,9 @@ def _layer_facts(module: nn.Module, heads: tuple[int, ...] | None, train_length:
 def _check_architecture(part: Normalizer | Mechanism) -> None:
     if isinstance(part, Mechanism) and part.another_architecture and not getattr(part, "second", None):
         raise ValueError(
-            f"{part.name!r} {part.another_architecture}: another architecture, which no trained model has; build it "
-            "with attnorm.attention and train it (differential_v2: attnorm train lm --normalizer differential_v2)"
+            f"{part.name!r} {part.another_architecture}, another architecture than that of trained models. Build "
+            "it with attnorm.attention and train it (differential_v2: attnorm train lm --normalizer "
+            "differential_v2)"
         )
 
 
@@ -377,12 +389,15 @@ def _check_supported(part: Normalizer | Mechanism, module: nn.Module, path: str)
     if isinstance(part, Mechanism) and part.no_causal_form and is_causal:
         raise ValueError(f"{path} is causal, and {part.name!r} {part.no_causal_form}")
     if isinstance(part, Mechanism) and part.causal_only and not is_causal:
-        raise ValueError(f"{part.name!r} has a causal form only, and {path} sees keys ahead of its queries")
+        raise ValueError(
+            f"{part.name!r} has only a causal form, but {path} attends to keys after its queries. Choose another "
+            "normalizer."
+        )
     rules = part.modules() if isinstance(part, Normalizer) else ()
     if any(getattr(inner, "from_hidden", None) is not None for inner in rules):
         raise ValueError(
-            f"{part.name!r} with width= reads the layer's input, which transformers does not hand to attention; "
-            "leave width out, so that beta and gamma are learned per head"
+            f"{part.name!r} with width= needs the input of the layer, which transformers does not pass to "
+            "attention. Leave width out, so that beta and gamma are learned per head."
         )
     return part
 

@@ -1,7 +1,7 @@
 """The state of a patched model: the attributes of its attention modules, and how they are attached and removed.
 
     attnorm_normalizer     a submodule: its parameters train, move and are saved with the model
-    attnorm_recipe         a submodule that holds name and options of the normalizer and writes them into state dicts
+    attnorm_recipe         a submodule that contains name and options of the normalizer and writes them into state dicts
     attnorm_model_config   the model's config; `module.config` is replaced by a copy that names our attention function
     attnorm_hook           the handle of a forward hook, for normalizers that read the layer's input
 

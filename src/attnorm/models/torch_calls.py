@@ -1,11 +1,11 @@
-"""Watch the attention functions of torch that any PyTorch code calls, without changing what it computes.
+"""Observe calls of torch's attention functions in any PyTorch code, without changing its results.
 
 A TorchFunctionMode sees every call into torch's Python interface, however the caller imported the function, and only
 those of its own thread. Two things would change while such a mode is active, and both are undone here:
 
 - nn.MultiheadAttention, nn.TransformerEncoder and nn.TransformerEncoderLayer leave their fast path, because they ask
   torch.overrides.has_torch_function. They get the answer that they would get without the mode.
-- Compiled code calls no functions that could be seen. It runs uncompiled meanwhile.
+- Compiled code calls no functions that could be observed. It runs uncompiled meanwhile.
 
 Where a call comes from: modules that run are kept on a stack by global forward hooks, and the innermost one makes the
 call. A call site is a module, the count of its forward calls within one pass over the input, and the count of attention
@@ -77,14 +77,14 @@ class CallSites:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """While inside, modules that this thread runs are noted."""
+        """Inside the block, record the modules that this thread runs."""
         with ExitStack() as restore:
             restore.callback(register_module_forward_pre_hook(self._enter).remove)
             restore.callback(register_module_forward_hook(self._leave, always_call=True).remove)
             yield
 
     def site(self, kind: Kind, function: str, inside: str = "") -> CallSite:
-        """The site of a call that happens now. A site keeps its first kind: with a cache, later masks say less.
+        """Return the site of the current call. A site keeps its first kind: with a cache, later masks contain less.
 
         inside: the name below the running module, where that does the work of one of its children.
         """
@@ -137,7 +137,7 @@ class CallSites:
 
 @dataclass(frozen=True)
 class Watched:
-    """A function of torch: what to call it, and how its arguments are read."""
+    """A function of torch that is observed: its name, and how its arguments are read."""
 
     name: str
     read: Callable[..., AttentionCall]
@@ -159,15 +159,15 @@ _only_one = threading.Lock()
 
 @contextmanager
 def watch_torch(on_call: OnCall, model: nn.Module | None = None) -> Iterator[CallSites]:
-    """Inside, each attention call of this thread is handed to `on_call` after torch has computed its result.
+    """Inside the block, pass each attention call of this thread to `on_call`, after torch has computed its result.
 
     Results are bit for bit the unobserved ones, with or without gradients. model: gives names to modules that are
     called one by one. Raises RuntimeError where another watch is active in this process.
     """
     if not _only_one.acquire(blocking=False):
         raise RuntimeError(
-            "expected no active attnorm.observe(), got a second one. Leave the first `with` block before entering "
-            "another; two threads take turns."
+            "expected no active attnorm.observe(), got a second one. Leave the first `with` block before you "
+            "enter another. Two threads cannot observe at the same time."
         )
     with ExitStack() as restore:
         restore.callback(_only_one.release)

@@ -1,4 +1,4 @@
-"""Read the arguments of torch's own attention functions: what scaled_dot_product_attention and its relatives compute.
+"""Read the arguments of torch's attention functions, such as scaled_dot_product_attention, as an AttentionCall.
 
     scaled_dot_product_attention      boolean mask: True = visible; is_causal aligned top-left; key heads may be shared
     multi_head_attention_forward      boolean mask: True = hidden; queries, keys and values are projected inside
@@ -39,7 +39,7 @@ def read_scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> AttentionCall:
-    """The dimension before the length is the heads'; all earlier ones are the batch."""
+    """Read a call of scaled_dot_product_attention: dimension -3 is the heads, all earlier ones are the batch."""
     if any(tensor.is_nested for tensor in (query, key, value)):
         raise UnsupportedModel(
             "expected dense tensors in scaled_dot_product_attention, got a nested tensor. Pad the batch and give a "
@@ -87,7 +87,7 @@ def read_multi_head_attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> AttentionCall:
-    """Arguments as torch.nn.functional.multi_head_attention_forward has them: inputs (length, batch, width)."""
+    """Read a call of torch.nn.functional.multi_head_attention_forward: inputs (length, batch, width)."""
     itself = key is query or value is query
     if query.dim() == 2:
         query, key, value = (states.unsqueeze(1) for states in (query, key, value))
@@ -145,7 +145,7 @@ def read_native_multi_head_attention(
     average_attn_weights: bool = True,
     mask_type: int | None = None,
 ) -> AttentionCall:
-    """The fast path of nn.MultiheadAttention: self-attention, inputs (batch, length, width).
+    """Read a call of the fast path of nn.MultiheadAttention: self-attention, inputs (batch, length, width).
 
     mask_type 0: mask (queries, keys); 1: padding (batch, keys); 2: (batch, heads, queries, keys).
     """
@@ -184,7 +184,7 @@ def read_transformer_encoder_layer(
     norm_bias_1: Tensor,
     *rest: Tensor | int | None,
 ) -> AttentionCall:
-    """The fast path of nn.TransformerEncoderLayer; rest: the second norm, the feed-forward part, mask, mask_type."""
+    """Read a call of nn.TransformerEncoderLayer's fast path. rest: second norm, feed-forward part, mask, mask_type."""
     mask, mask_type = rest[-2:]
     states = F.layer_norm(src, (embed_dim,), norm_weight_1, norm_bias_1, eps) if norm_first else src
     return read_native_multi_head_attention(
@@ -239,7 +239,7 @@ def _four_dimensional(
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Autocast rounds the inputs of scaled_dot_product_attention below the call that is seen here."""
+    """Cast the inputs of scaled_dot_product_attention as autocast does after the call that is observed here."""
     dtype = autocast_dtype(tensors[0].device)
     if dtype is None or tensors[0].dtype == torch.float64:
         return tensors
@@ -289,7 +289,7 @@ def read_flex_attention(
     scale: float,
     *_: Any,
 ) -> AttentionCall:
-    """Arguments of the operator behind torch.nn.attention.flex_attention.flex_attention."""
+    """Read a call of the operator behind torch.nn.attention.flex_attention.flex_attention."""
     query, key, value = (tensor.detach() for tensor in (query, key, value))
     key, value = (tensor.expand(query.shape[0], *tensor.shape[1:]) for tensor in (key, value))
     queries, keys = query.shape[-2], key.shape[-2]

@@ -1,1 +1,1 @@
-"""Monitor attention while a model trains: a few rows of a few steps, and a warning when something goes wrong."""
+"""Monitor attention while a model trains: measure a few rows on some steps, and raise alerts; clip QK weights."""

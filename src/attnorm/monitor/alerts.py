@@ -1,4 +1,4 @@
-"""Alerts: the states of a layer that endanger training, and every threshold that decides about them."""
+"""Alerts of the monitor: the states of a layer that endanger training, and the thresholds that define them."""
 
 import math
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ MEANING: dict[str, str] = {
     "entropy_collapse": "attends to single keys, and hardly any gradient reaches the logits",
     "dispersion": "spreads over the whole context",
     "saturation": "distinguishes its top keys no better than if their weights were permuted at random",
-    "exploding_logits": "has logits so large that half precision and the loss are in danger",
+    "exploding_logits": "has logits so large that half precision loses accuracy and training may diverge",
     "not_finite": "has logits or weights that are not finite",
 }
 
 
 class AttentionAlert(UserWarning):
-    """A layer's attention went wrong in training."""
+    """Warning: the attention of a layer entered a state that endangers training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +94,12 @@ def states(heads: Heads, first_logit: float, thresholds: AlertThresholds) -> Ite
             yield State(kind=kind, value=many / count, words=f"{many} of {count} heads")
     apart, chance = (_mean([heads[name][head] for head in selecting]) for name in _COMPARED)
     if apart < thresholds.separability and apart <= chance:
-        yield State(kind="saturation", value=apart, words=f"{apart:.2f}, by chance {chance:.2f}")
+        yield State(kind="saturation", value=apart, words=f"separability {apart:.2f}, by chance {chance:.2f}")
     logit = largest_logit(heads)
     if logit >= thresholds.exploding_logit and not logit < thresholds.logit_growth * first_logit:
-        yield State(kind="exploding_logits", value=logit, words=f"{logit:.3g}, at first {first_logit:.3g}")
+        yield State(
+            kind="exploding_logits", value=logit, words=f"largest logit {logit:.3g}, at first {first_logit:.3g}"
+        )
 
 
 def largest_logit(heads: Heads) -> float:

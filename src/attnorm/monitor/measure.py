@@ -46,9 +46,9 @@ DRAWS = 3  # the row itself, with two nearly equal weights exchanged, and permut
 
 @dataclass(frozen=True)
 class Sample:
-    """Some rows of a call.
+    """The sampled rows of one attention call.
 
-    Samples of one group may be measured as the heads of a single call. None: this one is measured alone.
+    Samples of the same group may be measured as the heads of a single call; with group None, it is measured alone.
     """
 
     call: AttentionCall
@@ -58,7 +58,7 @@ class Sample:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         tensors = (self.call.query_BHQD, self.call.key_BGKD, self.call.value_BGKE)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -328,12 +328,12 @@ def _row_and_null(
         return weights.new_full((2, heads, rows), torch.nan)
     shuffled = scores.expand(visible.shape).masked_fill(~visible, torch.inf).argsort(-1)
     grouped = (len(x), -1, keys)
-    dealt = shuffled.reshape(1 if len(shuffled) == 1 else len(x), 1, -1, rows, keys)
+    key_by_rank = shuffled.reshape(1 if len(shuffled) == 1 else len(x), 1, -1, rows, keys)
     weights, visible = (t.expand(heads, rows, keys).reshape(grouped) for t in (weights, visible))
     if log_weights is not None:
         log_weights = log_weights.reshape(grouped).masked_fill(~visible, -torch.inf)
     x = torch.where(visible.any(-2).unsqueeze(-1), x, 0.0)  # keys that no row sees may hold anything
     ranked = top_n_indices(weights if log_weights is None else log_weights, keys, visible)
     sets = NestedSets(weights, x, visible, ranked[..., :top_n], (top_n,), log_weights)
-    shares = separability_and_null(sets, ranked, dealt, sphere=False)
+    shares = separability_and_null(sets, ranked, key_by_rank, sphere=False)
     return shares[..., 0, 0].transpose(0, 1).reshape(2, heads, rows)

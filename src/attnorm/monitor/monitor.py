@@ -1,4 +1,4 @@
-"""AttentionMonitor: what attention does while a model trains, in a Trainer, in Lightning or in your own training loop.
+"""AttentionMonitor: measure attention while a model trains, in a Trainer, in Lightning or in your own training loop.
 
 The numbers come from inside the ordinary training forward of a logging step. There is no second forward, other
 steps cost nothing, and neither outputs nor gradients change.
@@ -79,14 +79,15 @@ class ObservingCallback(TrainerCallback):
         """
         if not hasattr(trainer, "callback_handler"):
             raise TypeError(
-                f"attach() takes a transformers Trainer, got {type(trainer).__name__}; in a loop of your own write "
-                f"`with {self._variable}.step(model):`, in Lightning "
+                f"attach(): expected a transformers Trainer, got {type(trainer).__name__}. In your own loop "
+                f"write `with {self._variable}.step(model):`, in Lightning "
                 f"Trainer(callbacks=[{self._variable}.lightning()])"
             )
         if trainer.args.n_gpu > 1:
             raise ValueError(
-                f"this Trainer spreads batches over {trainer.args.n_gpu} GPUs by DataParallel, whose copies of the "
-                "model cannot be observed; start one process per GPU (torchrun), or leave one GPU visible"
+                "expected a Trainer without DataParallel, whose copies of the model cannot be observed, got one "
+                f"on {trainer.args.n_gpu} GPUs. Start one process per GPU (torchrun), or make only one GPU "
+                "visible."
             )
         callbacks = trainer.callback_handler.callbacks
         self._check_trainer(trainer.model, callbacks)
@@ -99,9 +100,9 @@ class ObservingCallback(TrainerCallback):
 
     @property
     def setup(self) -> NoReturn:
-        """Raise an error that names the Lightning callback: Lightning reads this attribute first."""
+        """Raise an error that names the Lightning callback. Lightning reads this attribute first."""
         raise AttributeError(
-            f"{type(self).__name__} is a callback of transformers' Trainer; in Lightning write "
+            f"{type(self).__name__} is a callback of transformers' Trainer. In Lightning write "
             f"Trainer(callbacks=[{self._variable}.lightning()])"
         )
 
@@ -119,14 +120,20 @@ class ObservingCallback(TrainerCallback):
 
 
 class AttentionMonitor(ObservingCallback):
-    """Entropy, effective keys, logits, separability, Jacobian norm and sink mass of every layer, on logging steps.
+    """Measure the attention of every layer while a model trains, and raise alerts.
 
-    rows: how many of the longest sequence's last rows are sampled (default: 32); on CUDA all rows are measured where
-    the normalizer has a kernel (see attention_statistics). top_n: the N of separability (default: 20). every: how many
-    steps of your own training loop make a logging step (default: 50); a Trainer and Lightning have their own settings
-    for that.
-    per_head: log the numbers of single heads too, of all (True) or of a list of (layer, head). The worst head of each
-    metric is always logged, and `history` and `to_pandas()` have every head of the last 1,000 measurements.
+    On logging steps it logs entropy, effective keys, logits, separability, Jacobian norm and sink mass of every layer.
+    The worst head of each metric is always logged too. `history` and `to_pandas()` have every head of the last 1,000
+    measurements.
+
+    Args:
+        every: In your own training loop, measure every `every`-th step (default: 50). A Trainer and Lightning have
+            their own settings for that.
+        rows: Number of sampled rows, the last ones of the longest sequence (default: 32). On CUDA all rows are measured
+            if the normalizer has a kernel (see attention_statistics).
+        top_n: Number N of heaviest keys for separability (default: 20).
+        thresholds: Thresholds of the alerts.
+        per_head: Also log the numbers of single heads: True for all, or a list of (layer, head).
 
     >>> monitor = AttentionMonitor()
     >>> monitor.attach(trainer)
@@ -150,8 +157,8 @@ class AttentionMonitor(ObservingCallback):
                 raise ValueError(f"expected {name} as a whole number of at least 1, got {value!r}.")
         if thresholds is not None and not isinstance(thresholds, AlertThresholds):
             raise TypeError(
-                f"thresholds must be an attnorm.monitor.alerts.AlertThresholds, got {thresholds!r}; "
-                "e.g. AlertThresholds(dispersed_entropy=0.95)"
+                f"thresholds: expected attnorm.monitor.alerts.AlertThresholds, got {thresholds!r}. Pass e.g. "
+                "AlertThresholds(dispersed_entropy=0.95)."
             )
         self.every = every
         self.rows = rows
@@ -178,15 +185,15 @@ class AttentionMonitor(ObservingCallback):
         return f"AttentionMonitor({settings}): {self._measurements} measurements, {len(self.alerts)} alerts"
 
     def step(self, model: nn.Module) -> AbstractContextManager[dict[str, float]]:
-        """One step of your own training loop: wrap the forward, or forward and backward. Other steps cost nothing.
+        """Wrap the forward pass of one step of your own training loop, with or without the backward pass.
 
-        Yields an empty dict, which is filled on exit if the step is a logging step (every `every`-th). Of several
-        processes of torch.distributed, the first one measures.
+        Yields an empty dict. On every `every`-th step it is filled on exit; other steps cost nothing. If
+        torch.distributed runs several processes, only the first one measures.
         """
         if self._called:
             raise RuntimeError(
-                "monitor.step(model) was called before and not entered, so nothing was measured; write "
-                "`with monitor.step(model) as attention:` around the forward"
+                "expected the context of the last monitor.step(model) to be entered, but it was not, so that "
+                "nothing was measured. Write `with monitor.step(model) as attention:` around the forward pass."
             )
         self._called = True
         return self._enter_step(model)
@@ -204,14 +211,14 @@ class AttentionMonitor(ObservingCallback):
 
     @contextmanager
     def measuring(self, model: nn.Module, step: int) -> Iterator[dict[str, float]]:
-        """Measure the training forward inside, whatever the step."""
+        """Measure the training forward pass inside the `with` block, regardless of `every`."""
         numbers: dict[str, float] = {}
         with self._observing(model):
             yield numbers
         numbers.update(self.finish(step))
 
     def begin(self, model: nn.Module) -> None:
-        """Measure the next training forward of the model."""
+        """Start to observe the model; its next training forward pass is measured. `finish` returns the numbers."""
         self.close()
         model = trained_model(check_model(model))
         with ExitStack() as opened:
@@ -221,7 +228,10 @@ class AttentionMonitor(ObservingCallback):
         self._checked = model
 
     def finish(self, step: int) -> dict[str, float]:
-        """The numbers of that forward by logging key, and of others since the last call; empty if there was none."""
+        """Return the numbers of the forward pass since `begin` by logging key; empty if there was none.
+
+        Includes the numbers of other callbacks, such as QKClip, since the last call.
+        """
         return self._with_others(self._finish(step))
 
     def _with_others(self, numbers: dict[str, float]) -> dict[str, float]:
@@ -236,7 +246,11 @@ class AttentionMonitor(ObservingCallback):
             return {}
         layers = watched.layers()
         if not layers:
-            why = "no layer that runs softmax or a normalizer was called" if watched.done else "no forward took place"
+            why = (
+                "no layer with softmax or another row normalizer was called"
+                if watched.done
+                else "no forward pass took place"
+            )
             why = "the batch is all padding" if watched.only_padding else f"{why} with gradients on"
             _warn(f"attention was not measured at step {step}: {why}", UserWarning)
             return {}
@@ -246,13 +260,13 @@ class AttentionMonitor(ObservingCallback):
         return self.numbers
 
     def to_pandas(self) -> Any:
-        """The series of every head as a pandas DataFrame: one row per step and head, a column per metric."""
+        """Return the history of every head as a pandas DataFrame: one row per step and head, one column per metric."""
         table = self.history.table()
         try:
             return table.to_pandas()
         except ImportError as error:
             raise ImportError(
-                "expected pandas, which is not installed. Install it (pip install pandas), or take "
+                "expected pandas, which is not installed. Install it (pip install pandas), or use "
                 "monitor.history.table(), a pyarrow Table."
             ) from error
 
@@ -288,10 +302,13 @@ class AttentionMonitor(ObservingCallback):
     def _check_trainer(self, model: nn.Module, callbacks: Sequence[TrainerCallback]) -> None:
         check_observable(trained_model(model))
         if any(isinstance(callback, AttentionMonitor) and callback is not self for callback in callbacks):
-            raise ValueError("this Trainer has an AttentionMonitor already; a second one would measure the same layers")
+            raise ValueError(
+                "expected a Trainer without an AttentionMonitor, got one that has it already. A second one would "
+                "measure the same layers."
+            )
 
     def lightning(self) -> Any:
-        """The same monitor as a Lightning callback."""
+        """Return a Lightning callback that logs the numbers of this monitor."""
         return lightning_callback(self)
 
     def on_step_begin(
@@ -327,8 +344,8 @@ class AttentionMonitor(ObservingCallback):
                 f"{', '.join(args.report_to)} ran" if args.report_to else "reporters, if there are any, may have run"
             )
             warnings.warn(
-                f"{missed} before this monitor, without its numbers; call monitor.attach(trainer) instead of passing "
-                "it to Trainer(callbacks=...)",
+                f"{missed} before this monitor, so that they do not get its numbers. Call "
+                "monitor.attach(trainer) instead of passing it to Trainer(callbacks=...).",
                 stacklevel=2,
             )
             self._attached = True
@@ -445,11 +462,11 @@ def _lightning_callback_class() -> Any:
             return importlib.import_module(f"{package}.callbacks").Callback
         except ImportError:
             continue
-    raise ImportError("lightning() needs Lightning, which is not installed. Run: pip install lightning")
+    raise ImportError("lightning() needs Lightning, which is not installed. Run: pip install lightning.")
 
 
 def keep_off_the_terminal(callbacks: Iterable[TrainerCallback], prefix: str) -> None:
-    """Make these callbacks print their logs without the keys of that prefix."""
+    """Hide keys with that prefix in the logs that these callbacks print."""
     for callback in callbacks:
         if isinstance(callback, PrinterCallback | ProgressCallback) and "on_log" not in vars(callback):
             callback.on_log = _hide_keys(callback.on_log, prefix)  # type: ignore[method-assign]

@@ -55,8 +55,10 @@ class Clip:
 class QKClip(ObservingCallback):
     """After each training step, scale the query and key weights of heads whose largest logit exceeds tau.
 
-    monitor: an AttentionMonitor that logs what was clipped with its own numbers. on_alert: do nothing, at no cost,
-    until that monitor raises its alert "exploding_logits".
+    Args:
+        tau: Limit of the largest attention logit (default: 100).
+        monitor: An AttentionMonitor that logs what was clipped together with its own numbers.
+        on_alert: Do nothing, at no cost, until that monitor raises its alert "exploding_logits".
 
     >>> clip = QKClip(tau=100).attach(trainer)
     >>> trainer.train()
@@ -91,14 +93,14 @@ class QKClip(ObservingCallback):
 
     @contextmanager
     def step(self, model: nn.Module) -> Iterator[None]:
-        """One step of your own training loop, optimizer.step() included; weights are scaled on exit."""
+        """Wrap one step of your own training loop, with optimizer.step(); weights are scaled on exit."""
         self.steps += 1
         with self._observing(model):
             yield
         self.finish(self.steps)
 
     def begin(self, model: nn.Module) -> None:
-        """Measure the training forwards of the model from now on."""
+        """Start to measure the training forward passes of the model."""
         self.close()
         if self.on_alert and not self._logits_exploded():
             return
@@ -125,7 +127,7 @@ class QKClip(ObservingCallback):
             kind, layer = self._names[module]
             name = f"{kind}/" * several + f"layer_{layer:02}"
             if not bool(largest.isfinite().all()):
-                warnings.warn(f"step {step}: {name} has logits that are not finite; it is not clipped", stacklevel=2)
+                warnings.warn(f"step {step}: {name} has logits that are not finite. It is not clipped.", stacklevel=2)
                 continue
             gamma = self._weights[module].scale_((self.tau / largest).clamp(max=1.0))
             clips += [
@@ -182,7 +184,7 @@ class QKClip(ObservingCallback):
         self._largest[module] = largest if earlier is None else torch.maximum(earlier, largest)
 
     def lightning(self) -> Any:
-        """The same as a Lightning callback."""
+        """Return a Lightning callback that clips like this object."""
         return lightning_clip_callback(self)
 
     def on_step_begin(
@@ -234,16 +236,16 @@ def _weights(module: nn.Module, call: AttentionCall) -> QueryKeyWeights:
     weights = query_key_weights(module, call)
     if weights is None:
         raise UnsupportedModel(
-            f"expected {type(module).__name__} to make queries and keys by plain projections, which QK-clip scales. "
-            "It normalizes them afterwards (QK-norm, which bounds logits by itself), or builds them in a way that is "
-            "not known. Use the normalizer 'softcap' instead."
+            f"expected {type(module).__name__} to make queries and keys by plain projections, which QK-clip "
+            "scales. It normalizes them afterwards (QK-norm, which bounds logits by itself), or computes them "
+            "in a way that attnorm does not know. Use the normalizer 'softcap' instead."
         )
     for part in (*weights.query, *weights.key):
         weight = part.projection.weight
         if type(weight) not in (nn.Parameter, Tensor) or not weight.is_floating_point():
             raise UnsupportedModel(
-                f"expected whole floating-point weights in {type(module).__name__}, got {type(weight).__name__} of "
-                f"{weight.dtype}. QK-clip does not know sharded or quantized weights."
+                f"expected whole floating-point weights in {type(module).__name__}, got {type(weight).__name__} "
+                f"of {weight.dtype}. QK-clip does not support sharded or quantized weights."
             )
     return weights
 

@@ -163,7 +163,8 @@ class History(Sequence[Measurement]):
         if self._measurements and not points:
             labels = ", ".join(self._measurements[-1].layers)
             raise KeyError(
-                f"expected a head that was measured, got {kind or ''} layer {layer} head {head}; layers: {labels}"
+                f"expected a head that was measured, got {kind or ''} layer {layer} head {head}. Measured "
+                f"layers: {labels}"
             )
         return points
 
@@ -201,8 +202,8 @@ def check_per_head(per_head: Any) -> bool | tuple[tuple[str | None, int, int], .
     full = [(None, *head) if len(head) == 2 else head for head in heads]
     if not full or not all(len(head) == 3 and _is_head(*head) for head in full):
         raise ValueError(
-            f"expected per_head as True, False or a list of (layer, head), got {per_head!r}. Give e.g. [(3, 5)], or "
-            "[('encoder', 3, 5)] in a model of two stacks."
+            f"expected per_head as True, False or a list of (layer, head), got {per_head!r}. Give e.g. [(3, 5)], "
+            "or [('encoder', 3, 5)] in a model with an encoder and a decoder."
         )
     return tuple(full)
 

@@ -29,7 +29,7 @@ class EntropyRule(LogitRule):
     def __init__(self, coefficients: Sequence[float] = PRINTED, *, monotone: bool = False) -> None:
         super().__init__()
         if not hasattr(coefficients, "__len__") or not all(hasattr(c, "__float__") for c in coefficients):
-            raise TypeError(f"coefficients must be several numbers, highest power first, got {coefficients!r}")
+            raise TypeError(f"coefficients: expected several numbers, highest power first, got {coefficients!r}.")
         if len(coefficients) == 0 or not all(map(math.isfinite, coefficients)):
             raise ValueError(f"coefficients must be finite numbers, highest power first, got {list(coefficients)}")
         self.coefficients = tuple(float(c) for c in coefficients)
@@ -134,8 +134,8 @@ def fit(
     beta = high[..., 0][reachable]
     if entropy.numel() <= degree:
         raise ValueError(
-            f"a fit of degree {degree} needs more than {degree} usable rows, got {entropy.numel()} "
-            "(rows whose target is not the single largest logit are left out)"
+            f"expected more than {degree} usable rows for a fit of degree {degree}, got {entropy.numel()}. Rows "
+            "whose target is not the single largest logit are not used. Pass more rows."
         )
     powers = entropy[:, None] ** torch.arange(degree, -1, -1, device=entropy.device)
     return tuple(torch.linalg.lstsq(powers, beta[:, None]).solution[:, 0].tolist())

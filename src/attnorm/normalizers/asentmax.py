@@ -43,7 +43,10 @@ class AdaptiveLengthScale(ScaleRule):
             self.raw_gamma = per_head_parameter(raw_gamma, heads)
             return
         if heads is None:
-            raise ValueError(f"width={width} needs heads: beta and gamma are read per head from the hidden state")
+            raise ValueError(
+                f"expected heads with width={width}, because beta and gamma are computed per head from the hidden "
+                "state, got None. Pass heads=."
+            )
         self.from_hidden = nn.Linear(width, 2 * heads)
         with torch.no_grad():
             self.from_hidden.bias[:heads] = raw_beta
@@ -61,7 +64,8 @@ class AdaptiveLengthScale(ScaleRule):
             return beta, gamma
         if hidden_states is None:
             raise ValueError(
-                "this normalizer reads beta and gamma from the hidden state: pass hidden_states=(batch, queries, width)"
+                "expected hidden_states, from which beta and gamma are computed, got none. Pass hidden_states "
+                "of shape (batch, queries, width)."
             )
         weight, bias = self.from_hidden.weight.to(dtype), self.from_hidden.bias.to(dtype)
         per_query = linear(hidden_states.to(dtype), weight, bias)  # (B, Q, 2H)

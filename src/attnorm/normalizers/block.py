@@ -36,8 +36,8 @@ class Positions:
             key = query[..., -1:] + torch.arange(1 - keys, 1, device=device) if queries != keys else query
         if query.shape[-1] != queries or key.shape[-1] != keys:
             raise ValueError(
-                f"positions are for {query.shape[-1]} queries and {key.shape[-1]} keys, "
-                f"but the logits have {queries} queries and {keys} keys"
+                f"got positions for {query.shape[-1]} queries and {key.shape[-1]} keys, but logits with "
+                f"{queries} queries and {keys} keys. Pass one position per query and key."
             )
         return cls(query, key)
 
@@ -153,14 +153,14 @@ def check_logits(logits: Tensor) -> None:
     if not isinstance(logits, Tensor):
         raise TypeError(f"logits must be a torch.Tensor, got {type(logits).__name__}")
     if not logits.is_floating_point():
-        raise TypeError(f"logits must be floating point, got {logits.dtype}; convert them, e.g. logits.float()")
+        raise TypeError(f"logits must be floating point, got {logits.dtype}. Convert them, e.g. logits.float().")
     if logits.dim() < 2:
         raise ValueError(
-            f"logits must have shape (..., queries, keys), got {tuple(logits.shape)}; "
-            "for a single row use logits[None, :]"
+            f"logits must have shape (..., queries, keys), got {tuple(logits.shape)}. For a single row use "
+            "logits[None, :]."
         )
     if logits.shape[-1] == 0:
-        raise ValueError(f"logits of shape {tuple(logits.shape)} have no keys; at least one is needed")
+        raise ValueError(f"logits of shape {tuple(logits.shape)} have no keys. Pass at least one key.")
 
 
 def check_positions_and_states(positions: object, hidden_states: object) -> None:

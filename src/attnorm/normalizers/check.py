@@ -75,9 +75,12 @@ def check_normalizer(
 
     A normalizer given by name is also compared with its declared reference.
 
-    heads: number of heads of the test logits; must match the parameters of the normalizer (default: 2). width: width of
-    the hidden states, if it reads them. exceptions: {check name: reason} (default: those that its file declares).
-    compile: also compare with torch.compile, which takes seconds (default: False).
+    Args:
+        heads: Number of heads of the test logits; must match the parameters of the normalizer (default: 2).
+        width: Width of the hidden states, if the normalizer reads them.
+        exceptions: {check name: reason} for checks that may fail (default: those that its file declares).
+        compile: Also compare with torch.compile, which takes seconds (default: False).
+        raise_on_failure: Raise ContractError if a check fails; False returns the report (default: True).
     """
     row_normalizer = _row_normalizer(normalizer)
     name = row_normalizer.name
@@ -116,8 +119,8 @@ def _row_normalizer(normalizer: str | Normalizer) -> Normalizer:
     resolved = resolve(normalizer)
     if isinstance(resolved, Mechanism):
         raise TypeError(
-            f"{resolved.name!r} is an attention mechanism without rows of weights, so that this contract does not "
-            "apply; compare its output with a dense reference instead"
+            f"{resolved.name!r} is a mechanism without rows of weights, to which these checks do not apply. "
+            "Compare its output with a dense reference instead."
         )
     return resolved
 
@@ -125,5 +128,5 @@ def _row_normalizer(normalizer: str | Normalizer) -> Normalizer:
 def _check_names(exceptions: Mapping[str, str]) -> Mapping[str, str]:
     for name in exceptions:
         if name not in CHECKS:
-            raise ValueError(f"exceptions name an unknown check {name!r}; {did_you_mean(name, CHECKS)}")
+            raise ValueError(f"exceptions: unknown check {name!r}; {did_you_mean(name, CHECKS)}")
     return exceptions

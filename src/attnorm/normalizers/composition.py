@@ -85,7 +85,17 @@ def compose(
     sink: NameOrNormalizer | Sink | None = None,
     name: str = "custom",
 ) -> Normalizer:
-    """Build a normalizer from parts: each is an object, a normalizer that has only this part, or such a one's name."""
+    """Build a normalizer from parts. Each is an object, or a normalizer (or its name) that has only this part.
+
+    Args:
+        map: Turns the logits into weights.
+        scale: Logit rules, applied in this order before the map.
+        select: Selections, which hide keys from the map.
+        sink: One more logit without a value, whose weight is dropped.
+        name: Name of the result in tables and reports.
+
+    >>> compose("entmax15", scale="ssmax", select="topk", sink="sink")
+    """
     return Normalizer(
         map if isinstance(map, Map) else _map_of(map),
         scale=_rules_of(scale),
@@ -128,7 +138,8 @@ def _as_row_normalizer(part: NameOrNormalizer | Mechanism) -> Normalizer:
     normalizer = resolve(part)
     if isinstance(normalizer, Mechanism):
         raise TypeError(
-            f"{normalizer.name!r} is an attention mechanism: it needs q, k, v and cannot be part of a composition"
+            f"{normalizer.name!r} is a mechanism, which needs q, k and v and cannot be part of a composition. "
+            "Use a row normalizer."
         )
     return normalizer
 
@@ -161,14 +172,16 @@ def _selections_of(part: NameOrNormalizer | Selection | Iterable[NameOrNormalize
         normalizer, "selection", normalizer.scale, normalizer.sink, not isinstance(normalizer.map, Softmax)
     )
     if not normalizer.selections:
-        raise ValueError(f"{normalizer.name!r} selects no keys; use 'topk', 'local' or a Selection object")
+        raise ValueError(f"{normalizer.name!r} selects no keys. Use 'topk', 'local' or a Selection object.")
     return normalizer.selections
 
 
 def _as_iterable(parts: Any, option: str) -> Iterable[Any]:
     if isinstance(parts, Iterable):
         return parts
-    raise TypeError(f"{option}= takes a name, e.g. {EXAMPLES[option]!r}, an object, or several of them; got {parts!r}")
+    raise TypeError(
+        f"{option}=: expected a name such as {EXAMPLES[option]!r}, an object, or several of them, got {parts!r}."
+    )
 
 
 def _sink_of(part: NameOrNormalizer) -> Sink:
@@ -177,16 +190,16 @@ def _sink_of(part: NameOrNormalizer) -> Sink:
         normalizer, "sink", normalizer.scale, normalizer.select, not isinstance(normalizer.map, Softmax)
     )
     if normalizer.sink is None:
-        raise ValueError(f"{normalizer.name!r} has no sink; use 'sink', 'softmax1' or a Sink object")
+        raise ValueError(f"{normalizer.name!r} has no sink. Use 'sink', 'softmax1' or a Sink object.")
     return normalizer.sink
 
 
 def check_plain_class(normalizer: Normalizer) -> None:
-    """Raise ValueError if methods of its own would be lost where its parts go to another normalizer."""
-    if not normalizer.known:
+    """Raise ValueError if the class overrides methods, which a composition of its parts would ignore."""
+    if not normalizer.known_to_engines:
         raise ValueError(
-            f"expected a Normalizer, got a {type(normalizer).__name__}, whose own prepare or weights its parts do not "
-            "have. Override forward of an attnorm.Map instead."
+            f"expected a Normalizer, got a {type(normalizer).__name__}, which overrides prepare or weights; a "
+            "composition uses the parts only and would ignore that. Override forward of an attnorm.Map instead."
         )
 
 
@@ -199,9 +212,9 @@ def _check_no_other_parts(normalizer: Normalizer, part_name: str, *others: objec
     options = _compose_options(normalizer)
     if len(options) == 1:
         raise ValueError(
-            f"{normalizer.name!r} is more than a {part_name}; write compose({options[0]}={normalizer.name!r})"
+            f"{normalizer.name!r} is more than a {part_name}. Write compose({options[0]}={normalizer.name!r})"
         )
-    raise ValueError(f"{normalizer.name!r} is more than a {part_name}; pass the {part_name} object itself")
+    raise ValueError(f"{normalizer.name!r} is more than a {part_name}. Pass the {part_name} object itself.")
 
 
 def _compose_options(normalizer: Normalizer) -> list[str]:

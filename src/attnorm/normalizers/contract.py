@@ -119,7 +119,7 @@ class Part(nn.Module):
     a method by which such a class computes: it runs in blocks, by its own methods.
     """
 
-    known: bool = True
+    known_to_engines: bool = True
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -127,7 +127,7 @@ class Part(nn.Module):
         changed = [name for name in COMPUTING if getattr(cls, name, None) is not getattr(base, name, None)]
         overridden = [getattr(base, name, None) for name in changed]
         if any(method not in (None, nn.Module.forward) and not is_abstract(method) for method in overridden):
-            cls.known = vars(cls).get("known", False)
+            cls.known_to_engines = vars(cls).get("known_to_engines", False)
 
 
 COMPUTING = ("forward", "all_weights", "factor", "scaled", "factor_of_rows", "prepare", "weights")
@@ -288,7 +288,7 @@ class Sink(Part):
 
 
 class Normalizer(Part):
-    """Weights from logits, row by row: `normalizer(logits, mask)`."""
+    """Turns logits into weights, row by row: `normalizer(logits, mask)`."""
 
     def __init__(
         self,
@@ -307,8 +307,8 @@ class Normalizer(Part):
             )
         if sink is not None and not map.properties.permutation_equivariant:
             raise ValueError(
-                f"{type(map).__name__} reads the order or the positions of the keys, so that it cannot have a sink; "
-                "leave the sink out, or take a map that is permutation equivariant"
+                f"{type(map).__name__} uses the order or the positions of the keys, so that it cannot have a "
+                "sink. Leave the sink out, or use a permutation-equivariant map."
             )
         self.name = name
         self.scale = nn.ModuleList(scale)
@@ -331,15 +331,17 @@ class Normalizer(Part):
     ) -> Tensor:
         """Return weights of the logits' shape and dtype.
 
-        logits: (..., Q, K); if parameters are per head, dimension -3 holds the heads. mask: boolean, True = may attend.
-        positions: positions of the queries, (Q,) or (B, Q) (default: the last query is at the last key).
-        hidden_states: layer input of the queries, (B, Q, width), for rules that read it.
+        Args:
+            logits: (..., Q, K); if parameters are per head, dimension -3 is the heads.
+            mask: Boolean, True = may attend.
+            positions: Positions of the queries, (Q,) or (B, Q) (default: the last query is at the last key).
+            hidden_states: Layer input of the queries, (B, Q, width), for rules that read it.
         """
         weights = self.weights(Block.of(logits, mask, positions, hidden_states))
         if weights.shape != logits.shape:
             raise ValueError(
-                f"{self.name!r} made weights of shape {tuple(weights.shape)} from logits of {tuple(logits.shape)}; "
-                "a map must return one weight for every logit"
+                f"{self.name!r} made weights of shape {tuple(weights.shape)} from logits of "
+                f"{tuple(logits.shape)}. Return one weight for every logit."
             )
         return weights.to(logits.dtype)
 
@@ -384,7 +386,7 @@ class Normalizer(Part):
                 "attention does not call. Write weights(self, block) instead; it returns the weights of block.logits."
             )
         parts = *self.rules, *self.selections, self._modules.get("sink")
-        return self.known and all(part is None or getattr(part, "known", False) for part in parts)
+        return self.known_to_engines and all(part is None or getattr(part, "known_to_engines", False) for part in parts)
 
     @property
     def properties(self) -> Properties:
@@ -486,9 +488,9 @@ def set_per_head(module: nn.Module, name: str, value: float, heads: int | None, 
 
 def _per_head_values(value: float, heads: int | None) -> Tensor:
     if heads is not None and heads < 1:
-        raise ValueError(f"heads must be at least 1, got {heads}; use None for one value shared by all heads")
+        raise ValueError(f"heads must be at least 1, got {heads}. Use None for one value shared by all heads.")
     if math.isnan(value):
-        raise ValueError(f"a parameter must start from a number, got {value}")
+        raise ValueError(f"expected a number as the start value of a parameter, got {value}.")
     return torch.tensor(float(value)) if heads is None else torch.full((heads,), float(value))
 
 

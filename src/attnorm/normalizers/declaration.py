@@ -1,4 +1,4 @@
-"""`@declare`: what the file of a normalizer states next to its map: a reference, example options, a warm start.
+"""`@declare`: the declaration in the file of each normalizer: a reference, example options and a warm start.
 
     @declare(reference=_reference, examples=[{}, {"temperature": 0.37}], warm_start=WarmStart("the same", "T = 1"))
     def softmax(temperature: float = 1.0) -> Normalizer: ...
@@ -68,7 +68,7 @@ class LayerFacts:
     def mean_log_n(self) -> float:
         """Return the mean of log n over the rows of one text of the training length, n = visible keys."""
         if self.length < 3:
-            raise ValueError(f"train_length must be at least 3, got {self.length}: log n is 0 for a row of one key")
+            raise ValueError(f"train_length must be at least 3, got {self.length}. log n of a row of one key is 0.")
         if not self.causal:
             return math.log(self.length)
         window = min(self.length, self.window or self.length)

@@ -163,14 +163,17 @@ class Entmax(Map):
         if not 1 <= alpha <= 2:
             raise ValueError(f"alpha must lie in [1, 2] (1 = softmax, 2 = sparsemax), got {alpha}")
         if learned and alpha in (1, 2):
-            raise ValueError(f"a learned alpha starts strictly between 1 and 2, got {alpha}; try 1.5")
+            raise ValueError(f"a learned alpha starts strictly between 1 and 2, got {alpha}. Use e.g. 1.5.")
         self.alpha = float(alpha)
         self.theta: nn.Parameter | None = None
         if learned:
             start = math.log((alpha - 1) / (2 - alpha))
             self.theta = per_head_parameter(start, heads)
         elif heads is not None:
-            raise ValueError(f"heads={heads} needs learned=True: a fixed alpha is shared by all heads")
+            raise ValueError(
+                f"expected learned=True with heads={heads}, got learned=False. A fixed alpha is shared by all heads: "
+                "remove heads, or learn alpha."
+            )
         if alpha == 1:
             self.properties = Properties(row_sum="one", swap_untrained=True)
 

@@ -42,7 +42,7 @@ def _log_softplus(z: Tensor) -> Tensor:
 def polynomial(power: int = 2, offset: float = 0.0) -> PositiveFunction:
     """(z + offset)^power with an even power, so that F >= 0; not monotone: very negative logits count as well."""
     if power < 2 or power % 2:
-        raise ValueError(f"power must be an even number from 2 up (F must not be negative), got {power}")
+        raise ValueError(f"power must be an even number of at least 2, because F must not be negative, got {power}")
     return PositiveFunction(
         partial(_power, power=power, offset=offset),
         partial(_power_slope, power=power, offset=offset),
@@ -157,7 +157,7 @@ def kernel(
     if isinstance(function, str):
         if function not in FUNCTIONS:
             raise ValueError(
-                f"expected a callable or a known function, got {function!r}; {did_you_mean(function, FUNCTIONS)}"
+                f"expected a callable or the name of a function, got {function!r}; {did_you_mean(function, FUNCTIONS)}"
             )
         positive_function = polynomial(power, offset) if function == "polynomial" else FUNCTIONS[function]
     elif isinstance(function, PositiveFunction):
@@ -165,7 +165,10 @@ def kernel(
     elif not callable(function):
         raise TypeError(f"function must be one of {', '.join(FUNCTIONS)}, or a callable, got {function!r}")
     elif derivative is None:
-        raise ValueError("a function of your own needs its derivative: kernel(F, derivative=dF), both elementwise")
+        raise ValueError(
+            "expected derivative= with a callable, got none. Pass an elementwise function and its derivative: "
+            "kernel(F, derivative=dF)."
+        )
     else:
         positive_function = PositiveFunction(function, derivative)
     return Normalizer(Kernel(positive_function), name="kernel")

@@ -102,7 +102,7 @@ class _Kneemax(torch.autograd.Function):
 
 
 class Kneemax(Map):
-    """The knee at the same weight in every row, or with `share` at share/n."""
+    """The map of kneemax. The knee is at the same weight in every row, or at share/n with `share`."""
 
     properties = Properties(row_sum="one", exact_zeros=True)
     jacobian = "threshold"
@@ -110,14 +110,17 @@ class Kneemax(Map):
     def __init__(self, share: float | None = None, *, knee: float | None = None) -> None:
         super().__init__()
         if share is not None and not share > 0:
-            raise ValueError(f"share must be positive (the knee in uniform weights 1/n), got {share}")
+            raise ValueError(f"share (the knee as a multiple of the uniform weight 1/n) must be positive, got {share}")
         if knee is not None and not 0 < knee <= LARGEST_KNEE:
             raise ValueError(
-                f"knee must lie in (0, {LARGEST_KNEE}], got {knee}; above it the knee bends single weights only, "
-                "and entmax15 is the map to take"
+                f"knee must lie in (0, {LARGEST_KNEE}], got {knee}. Above it, the knee changes single weights "
+                "only. Use entmax15 instead."
             )
         if share is not None and knee is not None:
-            raise ValueError(f"share={share} puts the knee at share/n and knee={knee} at a fixed weight; give only one")
+            raise ValueError(
+                f"expected share or knee, got both: share={share} puts the knee at the weight share/n, knee={knee} "
+                "at a fixed weight. Remove one."
+            )
         # Objects that earlier versions pickled with a knee have both attributes: the knee decides.
         self.share = 1.0 if share is None else float(share)
         self.knee: float | None = DEFAULT_KNEE if knee is None else float(knee)

@@ -1,4 +1,4 @@
-"""The length rescales that deployed models apply to q; none is learned.
+"""Rules by which deployed models scale q with the position or the length; none is learned.
 
 - qwen: max(1, log n / log L), the "logn" attention of Qwen beyond its training length L, https://arxiv.org/abs/2309.16609
 - llama4: 1 + a log(1 + floor((position + 1) / L0)), a = 0.1, L0 = 8192 (Llama 4, layers without rotary embedding)

@@ -22,8 +22,8 @@ class OddPolynomial(Map):
         super().__init__()
         if power < 1 or power % 2 == 0:
             raise ValueError(
-                f"expected an odd power of at least 1, got {power}. "
-                "An even one is get('kernel', function='polynomial', power=...), which divides by the row's sum."
+                f"expected an odd power of at least 1, got {power}. For an even power use get('kernel', "
+                "function='polynomial', power=...), which divides by the row's sum."
             )
         self.power = int(power)
 

@@ -60,7 +60,7 @@ class NormalizerEntry:
             factory: Factory = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as error:
             raise ImportError(
-                f"the normalizer at {self.target!r} cannot be loaded: {error}; repair or uninstall its package"
+                f"the normalizer at {self.target!r} cannot be loaded: {error}. Repair or uninstall its package."
             ) from error
         return factory
 
@@ -171,16 +171,16 @@ _registered: dict[str, NormalizerEntry] = {}
 def register(name: str, *, paper: str = "", url: str = "") -> Callable[[F], F]:
     """Decorate a factory, or a Map, LogitRule, Selection or Mechanism class, to make it available as `name`."""
     if not isinstance(name, str):  # @register without a name would silently replace its class by a decorator
-        raise TypeError(f"register takes the name: write @attnorm.register('my_normalizer'), got {name!r}")
+        raise TypeError(f"register: expected a name, got {name!r}. Write @attnorm.register('my_normalizer').")
 
     def add(factory: F) -> F:
         if not name.isidentifier():
             raise ValueError(f"a normalizer's name must be a Python identifier, got {name!r}")
         if name in BUILT_IN:
-            raise ValueError(f"{name!r} is a built-in normalizer; choose another name, e.g. 'my_{name}'")
+            raise ValueError(f"{name!r} is a built-in normalizer. Choose another name, e.g. 'my_{name}'.")
         entry, existing = NormalizerEntry(factory, paper, url), _registered.get(name)
         if existing is not None and existing.target is not factory and not _is_same_definition(existing, entry):
-            raise ValueError(f"{name!r} is already registered by {existing.target!r}; choose another name")
+            raise ValueError(f"{name!r} is already registered by {existing.target!r}. Choose another name.")
         _registered[name] = entry
         return factory
 
@@ -198,8 +198,8 @@ def entries() -> dict[str, NormalizerEntry]:
     for point in _entry_points(tuple(sys.path)):
         if point.name in all_entries and all_entries[point.name].address != point.value:
             raise ValueError(
-                f"the entry point {point.name!r} = {point.value!r} has the name of another normalizer; "
-                "uninstall that package or have it rename its entry point"
+                f"the entry point {point.name!r} = {point.value!r} has the name of another normalizer. Uninstall "
+                "that package, or ask its authors to rename the entry point."
             )
         all_entries.setdefault(point.name, NormalizerEntry(point.value))
     return all_entries
@@ -282,7 +282,8 @@ def as_normalizer(made: Any, name: str | None = None) -> Normalizer | Mechanism:
     elif not isinstance(made, Normalizer | Mechanism):
         raise TypeError(
             f"expected a Normalizer, Mechanism, Map, LogitRule or Selection, got {type(made).__name__} "
-            f"({reprlib.repr(made)}); attnorm.get('ssmax') makes one by name, and attnorm.available() lists the names"
+            f"({reprlib.repr(made)}). attnorm.get('ssmax') builds one by name, and attnorm.available() lists the "
+            "names."
         )
     if name is not None and made.name == "custom":
         made.name = name
@@ -382,7 +383,7 @@ def check_options(name: str, factory: Factory, options: Mapping[str, Any]) -> No
         signature.bind(**options)
     except TypeError as error:
         accepted = ", ".join(signature.parameters) or "no options"
-        raise TypeError(f"normalizer {name!r}: {error}; it accepts {accepted}") from None
+        raise TypeError(f"normalizer {name!r}: {error}. It accepts {accepted}") from None
     for option, value in options.items():
         parameter = signature.parameters.get(option)
         types = [] if parameter is None else _accepted_types(parameter.annotation)
@@ -410,8 +411,9 @@ def plain_options(factory: Factory, options: Mapping[str, Any]) -> dict[str, Any
             is_number = getattr(value, "shape", None) == ()  # of NumPy
         if is_number and getattr(value, "requires_grad", False) and torch.is_grad_enabled():
             raise ValueError(
-                f"expected a number for {option}, got a tensor that requires a gradient, which it would not get. Pass "
-                f"{option}={value.item():g} to start there: what a normalizer learns is a parameter of its own."
+                f"expected a number for {option}, got a tensor that requires a gradient, which it would not get. "
+                f"Pass {option}={value.item():g} as the start value: a normalizer learns its own parameters "
+                "only."
             )
         if is_number:
             plain[option] = value.item()

@@ -29,7 +29,7 @@ class Relu(Map):
     def __init__(self, power: float) -> None:
         super().__init__()
         if not power >= 1:
-            raise ValueError(f"power must be at least 1, got {power}; below it the gradient is unbounded at 0")
+            raise ValueError(f"power must be at least 1, got {power}. Below it the gradient is unbounded at 0.")
         self.power = power
 
     def forward(self, block: Block) -> Tensor:
@@ -78,7 +78,7 @@ class ThresholdRelu(Map):
         if not power >= 1:
             raise ValueError(f"expected a power of at least 1, got {power}. Below it the gradient is unbounded at 0.")
         if width is not None and width < 1:
-            raise ValueError(f"expected the width of q and k, got {width}. Use None for logits as they are.")
+            raise ValueError(f"expected the width of q and k, got {width}. Use None to leave the logits unscaled.")
         self.beta, self.power, self.width = float(beta), float(power), width
 
     @property

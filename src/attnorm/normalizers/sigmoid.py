@@ -32,7 +32,10 @@ class Sigmoid(Map):
     def __init__(self, bias: float | None = None, *, learned: bool = False, heads: int | None = None) -> None:
         super().__init__()
         if heads is not None and not learned:
-            raise ValueError(f"heads={heads} needs learned=True: a fixed bias is shared by all heads")
+            raise ValueError(
+                f"expected learned=True with heads={heads}, got learned=False. A fixed bias is shared by all heads: "
+                "remove heads, or learn the bias."
+            )
         self.bias = bias
         self.register_parameter("offset", per_head_parameter(0.0, heads) if learned else None)
         self.properties = Properties(

@@ -42,7 +42,10 @@ class Temperature(ScaleRule):
         if not temperature > 0 or math.isinf(temperature):
             raise ValueError(f"temperature must be a positive number, got {temperature}")
         if heads is not None and not learned:
-            raise ValueError(f"heads={heads} needs learned=True: a fixed temperature is shared by all heads")
+            raise ValueError(
+                f"expected learned=True with heads={heads}, got learned=False. A fixed temperature is shared by all "
+                "heads: remove heads, or learn the temperature."
+            )
         set_per_head(self, "log_temperature", math.log(temperature), heads, learned=learned)
 
     def factor(self, n: Tensor, positions: Tensor | None, hidden_states: Tensor | None) -> Tensor:
@@ -54,7 +57,7 @@ class Temperature(ScaleRule):
 
 
 def softmax_row(z: Tensor) -> Tensor:
-    """The plain formula for one row, in references."""
+    """Compute softmax of one row by the plain formula, for references."""
     shifted = torch.exp(z - z.max().detach())
     return shifted / shifted.sum()
 

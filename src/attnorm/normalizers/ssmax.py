@@ -38,7 +38,7 @@ class LogLengthScale(ScaleRule):
     def __init__(self, s: float, *, bias: bool = False, learned: bool = True, heads: int | None = None) -> None:
         super().__init__()
         if math.isinf(s):
-            raise ValueError(f"s must be a finite number, got {s}; 1 / log n keeps rows of n keys as softmax has them")
+            raise ValueError(f"s must be a finite number, got {s}. s = 1 / log n equals softmax for rows of n keys.")
         set_per_head(self, "s", s, heads, learned=learned)
         if bias:
             set_per_head(self, "bias", 0.0, heads, learned=learned)
@@ -75,7 +75,7 @@ def critical_s(rho: float, size: float = 1.0) -> float:
 
 def _initial_s(s: float | None, rho: float | None, size: float, train_length: int) -> float:
     if s is not None and rho is not None:
-        raise ValueError(f"expected s or rho, which sets it, got s={s} and rho={rho}.")
+        raise ValueError(f"expected s or rho, which determines s, got s={s} and rho={rho}. Remove one.")
     if rho is not None:
         return critical_s(rho, size)
     return neutral_s(train_length) if s is None else s
@@ -140,7 +140,7 @@ class SelectiveLengthScale(ScaleRule):
     def __init__(self, beta: float = SSA_START, *, learned: bool = True, heads: int | None = None) -> None:
         super().__init__()
         if math.isinf(beta):
-            raise ValueError(f"expected a finite beta, got {beta}. Take 'softmax' or 'ssmax' for the two limits.")
+            raise ValueError(f"expected a finite beta, got {beta}. Use 'softmax' or 'ssmax' for the two limits.")
         set_per_head(self, "beta", beta, heads, learned=learned)
         self.swap_untrained = beta >= SSA_START
 

@@ -34,7 +34,7 @@ class TopK(Selection):
     def __init__(self, k: int | str | CountRule = 64) -> None:
         super().__init__()
         if isinstance(k, str) and k not in RULES:
-            raise ValueError(f"unknown rule {k!r} for k; expected a number, a function of n, or one of {sorted(RULES)}")
+            raise ValueError(f"expected k as a number, a function of n, or one of {sorted(RULES)}, got {k!r}.")
         if isinstance(k, bool) or (not isinstance(k, str | int) and not callable(k)):
             raise TypeError(f"k must be a whole number, a function of n, or one of {sorted(RULES)}, got {k!r}")
         if isinstance(k, int) and k < 1:

@@ -1,4 +1,4 @@
-"""Search plans: what may vary between trials, what is measured, and how a trial becomes a training run.
+"""Search plans: which values vary between trials, the objectives, and how a trial becomes a training run.
 
 objectives = ["loss", "loss at 4x"]     also retrieval and tokens_per_second; several: a Pareto front
 trials = 60
@@ -149,7 +149,7 @@ def _parse_plan(path: Path, content: dict[str, Any]) -> SearchPlan:
     require_known("[options]", options, TASKS[COMMAND].parameters)
     for name in ("normalizer", "learning_rate"):
         if name in options:
-            raise ValueError(f"expected {name} in [space], which searches it, got it in [options]. Remove it there.")
+            raise ValueError(f"expected {name} in [space] only, got it in [options] too. Remove it from [options].")
     objectives = content.get("objectives", ["loss"])
     if not isinstance(objectives, list) or not objectives or len(set(map(str, objectives))) < len(objectives):
         raise ValueError(f"expected a list of different objectives, got {objectives!r}")
@@ -169,7 +169,7 @@ def _parse_plan(path: Path, content: dict[str, Any]) -> SearchPlan:
     _ranges(_table(space, "options"), names)  # checked as they were written
     space = _complete_space(space, state_spec)
     if len(set(space["normalizers"])) < len(set(names)):
-        raise ValueError(f"expected different normalizers in [space], got {names!r}. Remove equal ones.")
+        raise ValueError(f"expected different normalizers in [space], got {names!r}. Remove duplicates.")
     names = space["normalizers"]
     ranges = _ranges(_table(space, "options"), names)
     plan = SearchPlan(

@@ -1,4 +1,4 @@
-"""What a search found, written to its folder when all trials are finished; the best recipes again with more seeds.
+"""Results of a search, written to its folder when all trials are finished; trains the best recipes with more seeds.
 
 result.json            all trials, the best of them, and the confirmation
 recipe.toml            the best recipe by the first objective, for `train lm --recipe` and `attnorm.patch`

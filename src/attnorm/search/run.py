@@ -1,4 +1,4 @@
-"""Run a search: Optuna proposes recipes, the engines of a sweep train them, and the study remembers.
+"""Run a search: Optuna proposes recipes, the engines of a sweep train them, and the study stores the results.
 
 The driver (`search`): a trial that was running when the driver ended is continued by the next one, under the same
 number. So no trial is lost and none is run twice; a recipe that was trained before is not trained again.
@@ -64,7 +64,7 @@ def search(
     storage: URL of a database for the studies (default: a journal in the folder).
 
     Raises:
-        ValueError: The folder holds another search, or the engine or the database cannot be used.
+        ValueError: The folder contains another search, or the engine or the database cannot be used.
         ImportError: Optuna, accelerate or the library of the engine is not installed.
     """
     check_optuna()
@@ -98,18 +98,18 @@ def search(
 
 
 def _open_folder(out: Path, plan: SearchPlan) -> None:
-    record = read_record(out / SEARCH, ("content",), "choose another folder")
+    record = read_record(out / SEARCH, ("content",), "Choose another folder.")
     if record is None:
         require_only(out, (), "files, but no search")
         make_writable(out)
     else:  # more trials or seeds continue a search
         recorded = read_content(record["content"])
         current, previous = ({**content, "trials": 0, "confirm": {}} for content in (plan.content, recorded))
-        require_same_run(current, previous, f"{out} holds another search", "Choose another folder")
+        require_same_run(current, previous, f"{out} contains another search", "Choose another folder")
         if recorded != record["content"]:  # its study has the choices and items under other names
             raise ValueError(
-                f"{out} holds a search of an earlier version, whose normalizers mean "
-                f"{', '.join(recorded['space']['normalizers'])}. It cannot be continued. Choose another folder."
+                f"{out} contains a search of an earlier version of attnorm, in which the normalizers are "
+                f"{', '.join(recorded['space']['normalizers'])}. It cannot be resumed. Choose another folder."
             )
     write_json(out / SEARCH, {"format": FORMAT, "content": plan.content})
 
@@ -198,7 +198,7 @@ def _run_trials(
     retries: int,
     report: OutcomeCallback,
 ) -> None:
-    """Run all trials of the plan on the engine; a trial whose worker dies is tried again up to `retries` times."""
+    """Run all trials on the engine; a trial whose worker process dies is run again, up to `retries` times."""
     waiting = [number for number in _running_trials(study) if number in items]
     running: dict[Future[list[Outcome]], int] = {}
     attempts: dict[int, int] = {}

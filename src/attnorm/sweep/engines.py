@@ -1,4 +1,4 @@
-"""Engines of a sweep: where its items run, in processes of this machine, on Ray, or on Slurm.
+"""Engines of a sweep, which run its items: in processes of this machine, on Ray, or on Slurm.
 
 An engine starts chunks of items and returns futures. `WorkerDied` means that a worker ended without an answer: killed,
 out of memory, or its machine is gone. The caller decides whether to start the items again.
@@ -47,11 +47,11 @@ Work = Callable[[list[dict[str, Any]]], list[Outcome]]
 
 
 class WorkerDied(Exception):  # noqa: N818 - what happened, in words
-    """Raised by a future whose worker ended without an answer."""
+    """Raised by a future whose worker process ended without a result."""
 
 
 class ClusterLost(ValueError):  # noqa: N818
-    """Raised if the cluster cannot be reached, or no longer."""
+    """Raised if the cluster cannot be reached, or the connection is lost."""
 
 
 class Engine(Protocol):
@@ -138,7 +138,7 @@ class LocalEngine:
             self._own.pool = None
             if self._closed:
                 return []
-            raise WorkerDied("the worker process was killed; perhaps the machine ran out of memory") from None
+            raise WorkerDied("the worker process was killed, perhaps because the machine ran out of memory") from None
 
     def _pool(self) -> ProcessPoolExecutor:
         if getattr(self._own, "pool", None) is None:
@@ -199,8 +199,8 @@ def processes_that_fit(resources: Resources) -> int:
     name, fitting = min(limits.items(), key=lambda limit: limit[1])
     if fitting < 1:
         raise ValueError(
-            f"expected items that fit on this machine, got resources.{name} = {getattr(resources, name):g}, more than "
-            "there is. Lower it, or use a larger machine."
+            f"expected items that fit on this machine, got resources.{name} = {getattr(resources, name):g}, more "
+            "than the machine has. Lower it, or use a larger machine."
         )
     return int(fitting)
 
@@ -233,7 +233,7 @@ class RayEngine:
         threading.Thread(target=self._watch, args=(head,), daemon=True).start()
 
     def _watch(self, head: str) -> None:
-        """Fail what is running if the head is gone: Ray would wait, and then end this process without a word."""
+        """Fail what is running if the head is gone: Ray would wait, and then end this process without a message."""
         missed = 0
         while missed < MISSED_CHECKS:
             if self._closed.wait(WATCH_SECONDS):
@@ -254,8 +254,9 @@ class RayEngine:
         if not any(per_node):
             self.close()
             raise ValueError(
-                f"expected a machine of the Ray cluster that can hold one item ({_describe_resources(resources)}), "
-                f"got {len(nodes)} too small. Lower [resources] in the plan, or add a larger machine."
+                "expected a machine of the Ray cluster that can hold one item "
+                f"({_describe_resources(resources)}), got {len(nodes)} machines that are too small. Lower "
+                "[resources] in the plan, or add a larger machine."
             )
         return sum(per_node)
 
@@ -379,7 +380,7 @@ class SlurmEngine:
         try:
             self._executor: Any = submitit.AutoExecutor(folder, cluster=table.get("cluster"))
             if self._executor.cluster == "local" and table.get("cluster") != "local":
-                raise ValueError("no sbatch on this machine")
+                raise ValueError("the command sbatch was not found on this machine")
             self._executor.update_parameters(
                 name="attnorm-sweep", timeout_min=int(table.get("minutes", 60)), cpus_per_task=resources.threads,
                 gpus_per_node=int(resources.gpus),
@@ -394,7 +395,7 @@ class SlurmEngine:
         self._jobs: list[Any] = []
 
     def chunks(self, items: Sequence[Item]) -> list[list[Item]]:
-        """Neighbours stay together: they have the same model."""
+        """Return chunks of neighbouring items: items with the same model are neighbours."""
         size = ceil_div(len(items), self.slots) if items else 1
         return [list(items[start : start + size]) for start in range(0, len(items), size)]
 

@@ -1,4 +1,4 @@
-"""The folder of a sweep: what is planned, finished, failed and running, and the page that compares all items.
+"""The folder of a sweep: the state of every item (waiting, running, finished, failed), and the page that compares all.
 
 sweep.json         command, grid and options, and all items
 items/ID/          the run folder of an item
@@ -81,15 +81,15 @@ def forget_failures(out: Path, items: Iterable[Item]) -> None:
 
 
 def open_sweep(out: Path, plan: Plan, *, extend: bool = False) -> None:
-    """Claim the folder for this plan, or continue the sweep that it holds.
+    """Claim the folder for this plan, or continue the sweep that it contains.
 
     extend: accept another plan; items that both plans have are not run again.
 
     Raises:
-        ValueError: The folder holds another sweep or other files, or cannot be written.
+        ValueError: The folder contains another sweep or other files, or cannot be written.
     """
     items = {item.id: item.as_dict() for item in plan.items}
-    record = read_record(out / RECORD, ("command", "content", "items"), "choose another folder")
+    record = read_record(out / RECORD, ("command", "content", "items"), "Choose another folder.")
     if record is None:
         require_only(out, (), "files, but no sweep")
         make_writable(out)
@@ -101,7 +101,7 @@ def open_sweep(out: Path, plan: Plan, *, extend: bool = False) -> None:
                 (plan.command, plan.content, items), (record["command"], record["content"], record["items"]),
             )
         )  # fmt: skip
-        require_same_run(current, previous, f"{out} holds another sweep", remedy, _shorten)
+        require_same_run(current, previous, f"{out} contains another sweep", remedy, _shorten)
     write_json(
         out / RECORD, {"format": FORMAT, "command": plan.command, "content": plan.content, "items": items},
     )  # fmt: skip
@@ -122,9 +122,9 @@ def read_items(out: Path) -> list[Item]:
     """Return the items of the sweep in a folder, in the order of its plan.
 
     Raises:
-        ValueError: The folder holds no sweep, or a damaged one.
+        ValueError: The folder contains no sweep, or a damaged one.
     """
-    record = read_record(out / RECORD, ("items",), "run the sweep again with its plan")
+    record = read_record(out / RECORD, ("items",), "Run the sweep again with its plan.")
     if record is None:
         raise ValueError(f"expected the folder of a sweep, got {out}, which has no {RECORD}. Start it with a plan.")
     return [Item(**item) for item in record["items"].values()]

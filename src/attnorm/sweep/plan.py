@@ -108,9 +108,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"cannot read the plan {path}: {error.strerror}") from None
+        raise ValueError(f"cannot read the plan {path}: {error.strerror}. Check the path.") from None
     except ValueError as error:
-        raise ValueError(f"{path}: expected a plan in TOML, got {error}") from None
+        raise ValueError(f"{path}: expected a plan in TOML, got an error: {error}.") from None
 
 
 def require_known(where: str, table: Mapping[str, Any], known: Any) -> None:
@@ -139,7 +139,7 @@ def expand(task: Task, grid: Mapping[str, Any], options: Mapping[str, Any], fold
         varied = dict(zip(names, combination, strict=True))
         item = make_item(task, {**options, **varied}, {name: varied[name] for name in grid}, folder)
         if item.id in items:
-            raise ValueError(f"expected every combination once, got {item.label} twice. Remove equal values.")
+            raise ValueError(f"expected every combination once, got {item.label} twice. Remove duplicate values.")
         items[item.id] = item
     return tuple(items.values())
 
@@ -151,7 +151,7 @@ def make_item(task: Task, values: Mapping[str, Any], varied: Mapping[str, Any], 
         ValueError: A value is missing or wrong.
     """
     if missing := [name for name in task.required if name not in values]:
-        raise ValueError(f"expected a value for {missing[0]} in [grid] or [options], got none")
+        raise ValueError(f"expected a value for {missing[0]} in [grid] or [options], got none. Add it.")
     read, identity = {}, {}
     for name, value in values.items():
         read[name], identity[name] = _read_value(name, value, task.parameters[name], folder)

@@ -1,4 +1,4 @@
-"""Run a plan: start what is not finished, start again what lost its worker, and merge the results.
+"""Run a plan: start unfinished items, restart items whose worker died, and merge the results.
 
 A worker (`run_item`) runs an item once, whatever happens to the workers around it. The item's lock admits one process;
 whoever gets it next finds the result, or continues from the last checkpoint. An error of the item becomes its outcome,
@@ -82,7 +82,7 @@ def sweep(
         report: Called after every item with its outcome, the number of items done and their total.
 
     Raises:
-        ValueError: The folder holds another sweep, another process runs it, or the engine cannot be used.
+        ValueError: The folder contains another sweep, another process runs it, or the engine cannot be used.
         ImportError: The library of the engine is not installed.
     """
     check_engine(on)  # before the folder belongs to this plan

@@ -122,7 +122,7 @@ _checked: set[str] = set()
 
 
 def _check_normalizer_once(key: str, check: Callable[[], None]) -> None:
-    """Building a model takes long enough to notice in a plan of thousands of items."""
+    """Check the normalizer, once per process: building a model for thousands of items takes long."""
     if key not in _checked:
         check()
         _checked.add(key)

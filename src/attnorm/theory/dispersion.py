@@ -1,4 +1,4 @@
-"""Dispersion: how large a weight, and how small an entropy, bounded logits leave possible among n keys.
+"""Dispersion: bounds on the largest weight and the smallest entropy that bounded logits allow among n keys.
 
 Papers: Mudarisov et al. 2025, https://arxiv.org/abs/2508.17821 (Lemma 1, Corollary 1) and Velickovic et al. 2024,
 https://arxiv.org/abs/2410.01104 (Lemma 2.1, Theorem 2.2, Proposition 3.1). Proofs: docs/theory/dispersion.md.
@@ -53,18 +53,21 @@ class Bounds(NamedTuple):
 
 
 def lemma1_constants(F_min: Number, F_max: Number) -> tuple[Tensor, Tensor]:
-    """C1 = F_min/F_max, C2 = F_max/F_min: F(l_i)/sum F(l) lies in [C1/L, C2/L]. No better constants serve all L."""
+    """Return the constants C1 = F_min/F_max and C2 = F_max/F_min of Lemma 1.
+
+    Then F(l_i) / sum F(l) lies in [C1/L, C2/L] for L keys. No better constants hold for all L.
+    """
     F_min, F_max = _floats(F_min, F_max)
     if bool((F_min <= 0).any()) or bool((F_max < F_min).any()):
         raise ValueError(
-            f"Lemma 1 needs 0 < F_min <= F_max, got F_min {_extreme(F_min, 'min')}, F_max {_extreme(F_max, 'max')}; "
-            "maps that reach zero (sparsemax, entmax, ReLU, top-k) are not covered by it"
+            f"Lemma 1 needs 0 < F_min <= F_max, got F_min {_extreme(F_min, 'min')}, F_max "
+            f"{_extreme(F_max, 'max')}. It does not cover maps that reach zero (sparsemax, entmax, ReLU, top-k)."
         )
     return F_min / F_max, F_max / F_min
 
 
 def lemma1_bounds(F_min: Number, F_max: Number, n: Number) -> Bounds:
-    """C1/n <= a_i <= C2/n as printed."""
+    """Return Lemma 1's bounds of a weight, as printed: C1/n <= a_i <= C2/n."""
     C1, C2 = lemma1_constants(F_min, F_max)
     n = _applicable(n, C1)
     return Bounds(C1 / n, C2 / n)
@@ -73,7 +76,7 @@ def lemma1_bounds(F_min: Number, F_max: Number, n: Number) -> Bounds:
 def observed_range(
     F_values: Float[Tensor, "*rows L"], mask: Bool[Tensor, "..."] | None = None
 ) -> tuple[Float[Tensor, "*rows"], Float[Tensor, "*rows"]]:
-    """F_min and F_max over the visible keys of each row; with them Lemma 1 holds for that row exactly."""
+    """Return F_min and F_max over the visible keys of each row; with them Lemma 1 holds for that row exactly."""
     visible = visible_keys(F_values, mask)
     low = torch.where(visible, F_values, torch.inf).amin(-1)
     high = torch.where(visible, F_values, -torch.inf).amax(-1)
@@ -84,13 +87,13 @@ def observed_range(
 def range_on_interval(
     F: Callable[[Tensor], Tensor], low: float, high: float, *, points: int = 4097
 ) -> tuple[float, float]:
-    """F_min and F_max of a continuous F on [low, high], monotone or not.
+    """Return F_min and F_max of a continuous F on [low, high], monotone or not.
 
     A grid that contains both ends, then repeated zooms around its eight best points. Exact for monotone F; otherwise
     right to about 1e-12 unless F has extrema narrower than (high - low) / points.
     """
     if not low <= high:
-        raise ValueError(f"the interval [{low}, {high}] is empty; give low <= high")
+        raise ValueError(f"expected low <= high, got the empty interval [{low}, {high}].")
     return -_maximum(lambda x: -F(x), low, high, points), _maximum(F, low, high, points)
 
 
@@ -108,25 +111,33 @@ def _maximum(F: Callable[[Tensor], Tensor], low: float, high: float, points: int
         centers = x.gather(1, values.argmax(1, keepdim=True)).squeeze(1)
         step /= 32
     if not math.isfinite(best):
-        raise ValueError(f"F is not finite on [{low}, {high}] (found {best}); Lemma 1 needs a bounded F")
+        raise ValueError(
+            f"Lemma 1 needs a bounded F: expected finite values on [{low}, {high}], got {best}. Choose another F or "
+            "interval."
+        )
     return best
 
 
 def corollary1_bounds(query_norm: Number, max_key_norm: Number, n: Number, temperature: Number = 1.0) -> Bounds:
-    """exp(-2D/T)/n <= a_i <= exp(2D/T)/n with D = ||q|| max ||k||; true, and far wider than Lemma 2.1."""
+    """Return Corollary 1's bounds of a weight: exp(-2D/T)/n <= a_i <= exp(2D/T)/n, D = ||q|| max ||k||.
+
+    They are true, and far wider than those of Lemma 2.1.
+    """
     query_norm, max_key_norm = _floats(query_norm, max_key_norm)
     return lemma21_bounds(2 * query_norm * max_key_norm, n, temperature)
 
 
 def lemma21_bounds(spread: Number, n: Number, temperature: Number = 1.0) -> Bounds:
-    """exp(-d/T)/n <= a_i <= exp(d/T)/n for logits of spread d, as printed."""
+    """Return Lemma 2.1's bounds of a weight, as printed: exp(-d/T)/n <= a_i <= exp(d/T)/n for logits of spread d."""
     d = _scaled_spread(spread, temperature)
     n = _applicable(n, d)
     return Bounds(torch.exp(-d) / n, torch.exp(d) / n)
 
 
 def sharp_weight_bounds(spread: Number, n: Number, temperature: Number = 1.0) -> Bounds:
-    """1/(1 + (n-1)e^{d/T}) <= a_i <= 1/(1 + (n-1)e^{-d/T}): Lemma 2.1 with both ends attained.
+    """Return the sharp bounds of a softmax weight for logits of spread d; both ends are attained.
+
+    1/(1 + (n-1)e^{d/T}) <= a_i <= 1/(1 + (n-1)e^{-d/T})
 
     For a general F use spread = log(F_max/F_min).
     """
@@ -136,14 +147,17 @@ def sharp_weight_bounds(spread: Number, n: Number, temperature: Number = 1.0) ->
 
 
 def horizon(spread: Number, temperature: Number = 1.0, weight: float = 0.5) -> Tensor:
-    """The number of keys beyond which no weight can reach `weight`: 1 + e^{d/T} (1 - w)/w; 1 + e^{d/T} for one half."""
+    """Return the horizon: the number of keys beyond which no softmax weight can reach `weight`.
+
+    1 + e^{d/T} (1 - w)/w for the weight w and logits of spread d; 1 + e^{d/T} for one half.
+    """
     if not 0 < weight < 1:
         raise ValueError(f"weight must lie strictly between 0 and 1, got {weight}")
     return 1 + torch.exp(_scaled_spread(spread, temperature)) * ((1 - weight) / weight)
 
 
 def entropy_nats(weights: Float[Tensor, "*rows L"], mask: Bool[Tensor, "..."] | None = None) -> Float[Tensor, "*rows"]:
-    """Entropy of the row divided by its mass (so rows need not sum to 1); NaN for negative weights or no mass."""
+    """Return the entropy of the row divided by its sum (rows need not sum to 1); NaN for negative weights or sum 0."""
     weights = at_least_float32(weights)
     weights = torch.where(visible_keys(weights, mask), weights, 0.0)
     mass = weights.sum(-1, keepdim=True)
@@ -155,7 +169,7 @@ def entropy_nats(weights: Float[Tensor, "*rows L"], mask: Bool[Tensor, "..."] | 
 
 
 def entropy_floor(spread: Number, n: Number, temperature: Number = 1.0) -> Tensor:
-    """The smallest entropy (nats) that softmax over n logits of this spread can have.
+    """Return the smallest entropy (nats) that softmax over n logits of this spread can have.
 
     Reached by k logits at the top and n - k at the bottom; k is the better of the two integers around
     n (c - 1)/(e^d - 1), c = d/(1 - e^{-d}), within [1, n - 1].
@@ -170,7 +184,7 @@ def entropy_floor(spread: Number, n: Number, temperature: Number = 1.0) -> Tenso
 
 
 def two_level_entropy(spread: Number, n: Number, k: Number) -> Tensor:
-    """Entropy of k equal logits that lie `spread` above n - k equal ones, k taken into [1, n - 1]."""
+    """Return the entropy of k equal logits that are `spread` above n - k equal ones, k clamped to [1, n - 1]."""
     d, n, k = _floats(spread, n, k)
     k = torch.maximum(torch.minimum(k, n - 1), torch.ones_like(k))
     low = (n - k) * torch.exp(-d) / k
@@ -190,7 +204,9 @@ def _c_minus_one(d: Tensor) -> Tensor:
 
 
 def effective_gap(weights: Float[Tensor, "*rows L"], mask: Bool[Tensor, "..."] | None = None) -> Float[Tensor, "*rows"]:
-    """G = logit(max a) + log(n - 1): the log-odds of the winner against the mean of the others.
+    """Return the effective gap: the log-odds of the largest weight against the mean of the others.
+
+    G = logit(max a) + log(n - 1)
 
     From sums of the others, never 1 - max a, so it stays exact as max a -> 1 and needs no row sum of 1. Infinite where
     all others are exactly 0; NaN for one key or where the others sum to less than 0. Softmax with spread d has
@@ -210,7 +226,7 @@ def effective_gap(weights: Float[Tensor, "*rows L"], mask: Bool[Tensor, "..."] |
 def effective_gap_from_logits(
     logits: Float[Tensor, "*rows L"], mask: Bool[Tensor, "..."] | None = None, temperature: Number = 1.0
 ) -> Float[Tensor, "*rows"]:
-    """The effective gap of softmax(logits/T) from the logits: finite even where the weights have rounded to 0 and 1."""
+    """Return the effective gap of softmax(logits/T), finite even if the weights round to 0 and 1."""
     logits = at_least_float32(logits)
     visible = visible_keys(logits, mask)
     n = visible.sum(-1, dtype=logits.dtype)
@@ -238,7 +254,7 @@ class LineFit:
 def least_squares_line(
     x: Float[Tensor, "*rows m"], y: Float[Tensor, "*rows m"], where: Bool[Tensor, "..."] | None = None
 ) -> LineFit:
-    """One line per row; NaN with fewer than two different x, and NaN standard error with fewer than three points."""
+    """Fit one line per row; NaN for fewer than two different x, NaN standard error for fewer than three points."""
     used = visible_keys(y, where)
     m = used.sum(-1, dtype=y.dtype)
     count = m.clamp(min=1).unsqueeze(-1)
@@ -256,7 +272,9 @@ def least_squares_line(
 
 
 def effective_gap_slope(gap: Float[Tensor, "*rows m"], n: Float[Tensor, "*rows m"]) -> LineFit:
-    """Slope of G on log n: 0 disperses as Theorem 2.2 predicts, 1 keeps the largest weight for every length.
+    """Return the slope of the effective gap on log n.
+
+    0 disperses as Theorem 2.2 predicts, 1 keeps the largest weight at every length.
 
     Points where G is NaN (not applicable) are left out; an infinite G (all others exactly 0) makes the slope NaN.
     """
@@ -281,7 +299,7 @@ def _floats(*values: Number) -> list[Tensor]:
 def _scaled_spread(spread: Number, temperature: Number) -> Tensor:
     d, T = _floats(spread, temperature)
     if not runs_asynchronously(d) and bool((d < 0).any()):
-        raise ValueError(f"the spread, largest minus smallest logit, cannot be negative; got {_extreme(d, 'min')}")
+        raise ValueError(f"expected a spread (largest minus smallest logit) of at least 0, got {_extreme(d, 'min')}")
     return d / positive_temperature(T, d)
 
 
@@ -298,7 +316,7 @@ def _extreme(values: Tensor, reduction: str) -> float:
 
 
 def not_covered(normalizer: Normalizer) -> str | None:
-    """Why Lemma 1 does not apply to this normalizer; None if it does."""
+    """Return the reason why Lemma 1 does not apply to this normalizer; None if it does."""
     if type(normalizer.map) not in (Softmax, Kernel):
         return f"the map {type(normalizer.map).__name__} is not F(l) / sum F(l) with a positive F"
     if normalizer.selections:
@@ -314,7 +332,7 @@ def not_covered(normalizer: Normalizer) -> str | None:
 
 
 def lemma1_constants_of(normalizer: Normalizer, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """C1 and C2 with C1/n <= a_i <= C2/n at every n, for logits between low and high."""
+    """Return C1 and C2 of a normalizer: C1/n <= a_i <= C2/n at every n, for logits between low and high."""
     reason = not_covered(normalizer)
     if reason is not None:
         raise ValueError(f"Lemma 1 does not cover {normalizer.name!r}: {reason}")
@@ -328,7 +346,7 @@ def _function(normalizer: Normalizer) -> PositiveFunction:
 
 
 def logit_spread(logits: Float[Tensor, "*rows L"], mask: Bool[Tensor, "..."] | None = None) -> Float[Tensor, "*rows"]:
-    """Largest minus smallest visible logit; NaN where a row sees no key."""
+    """Return the largest minus the smallest visible logit; NaN in rows that see no key."""
     low, high = observed_range(at_least_float32(logits), mask)
     return high - low
 
@@ -344,7 +362,9 @@ def proposition31_bound(
     scaling: float = 1.0,
     mask: Bool[Tensor, "..."] | None = None,
 ) -> Float[Tensor, "... H Q"]:
-    """Spread <= 2 |scaling| smax(W_Q) smax(W_K) ||y|| max_i ||x_i||, per head and query, over the keys it may see.
+    """Return Proposition 3.1's bound of the logit spread, per head and query, over the keys it may see.
+
+    Spread <= 2 |scaling| smax(W_Q) smax(W_K) ||y|| max_i ||x_i||.
 
     A bias counts as one more column of its matrix and one more coordinate, 1, of its inputs. Rotations of q and k
     (RoPE) change no norm, so the bound stays. It says nothing about heads that normalise q and k (QK-norm) or add to
@@ -366,7 +386,9 @@ def proposition31_tight(
     scaling: float = 1.0,
     mask: Bool[Tensor, "..."] | None = None,
 ) -> Float[Tensor, "... H Q"]:
-    """Spread <= 2 |scaling| smax(W_Q^T W_K) ||y|| max_i ||x_i - c||, c = 0 or the mean input, whichever gives less.
+    """Return a tighter bound of the logit spread than Proposition 3.1.
+
+    Spread <= 2 |scaling| smax(W_Q^T W_K) ||y|| max_i ||x_i - c||, c = 0 or the mean input, whichever gives less.
 
     Never above the printed bound, but only for heads that do not rotate q and k. A key bias, and a shift of all key
     inputs, move the logits of a row alike: neither can widen its spread.
@@ -408,5 +430,5 @@ def _largest_singular(matrix: Tensor) -> Tensor:
 def _for_each_head(per_key_head: Tensor, heads: int, dim: int) -> Tensor:
     groups = per_key_head.shape[dim]
     if heads % groups:
-        raise ValueError(f"{heads} query heads cannot share {groups} key heads; expected a multiple of {groups}")
+        raise ValueError(f"expected a number of query heads that is a multiple of the {groups} key heads, got {heads}.")
     return per_key_head.repeat_interleave(heads // groups, dim)

@@ -1,4 +1,4 @@
-"""Distance: how far the keys left out lie from what the selected keys add up to.
+"""Distance between the weighted sum of the selected keys and the keys that are not selected.
 
 Theorem 1 and Corollary 2 of Mudarisov et al. 2025, https://arxiv.org/abs/2508.17821, section 2.1, as printed and
 corrected, the distance they bound, and the paper's informal statements about it. The selected set is fixed, or I is
@@ -23,12 +23,15 @@ PAIRS_AT_ONCE = 2**25  # of a selected key and another one, on a GPU
 
 
 def d_tilde(rows: SelectedRows) -> Tensor:
-    """The distance of eq. 7: the sum of ||y_i - s|| over the visible keys outside I."""
+    """Return the distance of eq. 7: the sum of ||y_i - s|| over the visible keys outside the selected set I."""
     return rows.per_row(sum_where(rows.distances, rows.outside))
 
 
 def relative_distance(rows: SelectedRows) -> Tensor:
-    """d_tilde / ((n - N) ||s||): 1 where the keys left out are negligible next to s. NaN where s = 0."""
+    """Return the distance relative to the context vector: d_tilde / ((n - N) ||s||); NaN if s = 0.
+
+    It is 1 if the keys that are not selected are negligible compared with s.
+    """
     size = _norm(rows.context)
     left_out = (rows.n - rows.top_n).clamp(min=1)
     distance = sum_where(rows.distances, rows.outside)
@@ -36,7 +39,9 @@ def relative_distance(rows: SelectedRows) -> Tensor:
 
 
 def relative_distance_bounds(rows: SelectedRows) -> Bounds:
-    """1 - e <= relative distance <= 1 + e with e the mean of ||y_i|| outside I over ||s||, by the triangle inequality.
+    """Return bounds of the relative distance by the triangle inequality: 1 - e and 1 + e.
+
+    e is the mean of ||y_i|| outside I over ||s||.
 
     So d_tilde is (n - N) ||s|| up to the factor 1 +- e, and grows with n for that reason alone.
     """
@@ -47,7 +52,9 @@ def relative_distance_bounds(rows: SelectedRows) -> Bounds:
 
 
 def theorem1_fixed_printed(rows: SelectedRows) -> Tensor:
-    """(1-A) d1 + max_I ||x_j|| (A(n-N) - (1-A)), d1 the largest ||x_i - x_j|| between outside and I: d_tilde <= this.
+    """Return Theorem 1's bound of d_tilde for a fixed set, as printed.
+
+    d_tilde <= (1-A) d1 + max_I ||x_j|| (A(n-N) - (1-A)), d1 the largest ||x_i - x_j|| between outside and I.
 
     Needs weights that are not negative and sum to 1 (NaN otherwise) and I the true top-N set. Cost O(L N d).
     """
@@ -56,8 +63,8 @@ def theorem1_fixed_printed(rows: SelectedRows) -> Tensor:
     proper = (rows.weights.amin(-1) >= 0) & ((total - 1).abs() < 1e-4)
     if not bool(proper.any()):
         raise ValueError(
-            f"the printed Theorem 1 needs weights >= 0 that sum to 1; here a row sums to {float(total.flatten()[0])}. "
-            "theorem1_fixed_tight needs neither"
+            "the printed Theorem 1 needs weights >= 0 that sum to 1, got a row that sums to "
+            f"{float(total.flatten()[0])}. Use theorem1_fixed_tight, which needs neither"
         )
     d1 = largest_gaps(rows, (rows.top_n,))[..., 0]
     squares = rows.squares.unsqueeze(-2).expand(rows.weights.shape).gather(-1, rows.indices)
@@ -122,7 +129,9 @@ def _farthest_on_device(x: Tensor, squares: Tensor, others: Tensor, indices: Ten
 
 
 def theorem1_fixed_tight(rows: SelectedRows) -> Tensor:
-    """sum over i outside I of |a_i| ||x_i - s/A|| + |A - a_i| ||s||/|A|: d_tilde <= this <= the printed bound.
+    """Return a tighter bound of d_tilde for a fixed set: d_tilde <= this <= the printed bound.
+
+    sum over i outside I of |a_i| ||x_i - s/A|| + |A - a_i| ||s||/|A|.
 
     Holds for any weights (unnormalised, signed) and any set I with A != 0 (NaN otherwise). Cost O(L d).
     """
@@ -147,7 +156,7 @@ class PowerLaw:
 
 
 def fit_power_law(lengths: Tensor, values: Tensor, confidence: float = 0.95) -> PowerLaw:
-    """c L^g for positive values at three or more lengths: the exponent g decides whether it "grows sub-linearly"."""
+    """Fit c L^g to positive values at three or more lengths; the exponent g shows whether it "grows sub-linearly"."""
     if lengths.dim() != 1 or lengths.shape != values.shape or len(lengths) < 3:
         raise ValueError(
             f"expected three or more lengths with one value each, got {tuple(lengths.shape)} and {tuple(values.shape)}"
@@ -165,7 +174,7 @@ def fit_power_law(lengths: Tensor, values: Tensor, confidence: float = 0.95) -> 
 
 
 def ks_resolution(heads: int, level: float = 0.01) -> float:
-    """The gap between two distributions of that many heads that a two-sample Kolmogorov-Smirnov test first sees.
+    """Return the smallest gap that a two-sample Kolmogorov-Smirnov test of that many heads can detect.
 
     sqrt(-log(level/2) / heads): 0.19 for 144 heads, so "indistinguishable" depends on how many heads a model has.
     """
@@ -175,7 +184,7 @@ def ks_resolution(heads: int, level: float = 0.01) -> float:
 
 
 def no_collapse_example(length: int) -> SelectedRows:
-    """Equal vectors, equal weights, N = L/2: d_tilde = L/4 - 1/2, growing where the paper says it must vanish."""
+    """Return a counterexample: equal vectors and weights, N = L/2, whose d_tilde = L/4 - 1/2 grows, not vanishes."""
     weights = torch.full((length,), 1 / length, dtype=torch.float64)
     return select(weights, torch.ones(length, 1, dtype=torch.float64), length // 2)
 
@@ -185,7 +194,10 @@ def _norm(vectors: Tensor) -> Tensor:
 
 
 def theorem1_random_printed(rows: SelectedRows) -> Tensor:
-    """(n-N)/n sum_i ||(a_i + N/(n-1)) x_i - x_bar||: the printed main term of E, a misprint (see the doc)."""
+    """Return the printed main term of the mean distance E for a random set, a misprint (see docs/theory).
+
+    (n-N)/n sum_i ||(a_i + N/(n-1)) x_i - x_bar||
+    """
     share = _others_share(rows)
     return _mean_over_sets(rows, rows.distances_to(rows.output, rows.weights + share, rows.along_output))
 
@@ -200,7 +212,9 @@ def theorem1_random_epsilon(rows: SelectedRows) -> Tensor:
 
 
 def theorem1_random_bounds(rows: SelectedRows, heaviest: int = 0) -> Bounds:
-    """(n-N)/n sum_i ||mu_i|| <= E <= (n-N)/n sum_i sqrt(||mu_i||^2 + V_i): Theorem 1 (random set), corrected.
+    """Return the corrected bounds of Theorem 1 for a random set.
+
+    (n-N)/n sum_i ||mu_i|| <= E <= (n-N)/n sum_i sqrt(||mu_i||^2 + V_i)
 
     mu_i = (1 + N/(n-1)) y_i - N/(n-1) x_bar is the mean of y_i - s when I avoids i, and V_i the exact variance of s
     then (sampling N of the n-1 others without replacement). Cost O(L d).
@@ -209,7 +223,7 @@ def theorem1_random_bounds(rows: SelectedRows, heaviest: int = 0) -> Bounds:
     much tighter for peaked rows, where s depends mostly on whether it contains the winner. Cost O(2^m L d).
     """
     if not 0 <= heaviest <= 12:
-        raise ValueError(f"heaviest must lie between 0 and 12 (it costs 2^heaviest passes), got {heaviest}")
+        raise ValueError(f"heaviest must lie between 0 and 12, because it costs 2^heaviest passes, got {heaviest}")
     if heaviest == 0:
         return _bounds_of_one_case(rows)
     heavy_keys = torch.where(rows.visible, rows.norms, -1.0).topk(min(heaviest, rows.weights.shape[-1]), -1).indices
@@ -271,12 +285,14 @@ def _log_choose(n: Tensor, k: int) -> Tensor:
 
 
 def corollary2_printed(rows: SelectedRows) -> Tensor:
-    """sum_i ||a_i x_i||, printed as what E tends to for N << L; it can be off by the factor N + 1."""
+    """Return sum_i ||a_i x_i||, the printed limit of E for N << L; it can be wrong by the factor N + 1."""
     return rows.per_row(sum_where(rows.norms, rows.visible))
 
 
 def corollary2_bounds(rows: SelectedRows) -> Bounds:
-    """c (1 - N/n) Y <= E <= (N+1)(1 - N/n) Y with Y = sum_i ||y_i|| and c = (N-1)(n-1+N) / ((N-1)(n-1) + Nn).
+    """Return the corrected bounds of Corollary 2.
+
+    c (1 - N/n) Y <= E <= (N+1)(1 - N/n) Y with Y = sum_i ||y_i|| and c = (N-1)(n-1+N) / ((N-1)(n-1) + Nn).
 
     A one-hot row attains the upper end for every N. At N = n - 1 that is still Y: E vanishes at N = n, not before.
     """
@@ -306,7 +322,7 @@ class MonteCarlo:
 
 
 def monte_carlo(draw: Callable[[], Tensor], draws: int) -> MonteCarlo:
-    """Runs `draw` that often; mean and variance by Welford's update, so that no draw is kept."""
+    """Average `draw` over that many calls; mean and variance by Welford's update, so that no draw is stored."""
     if draws < 2:
         raise ValueError(f"a standard error needs at least 2 draws, got {draws}")
     mean = draw()
@@ -322,7 +338,7 @@ def monte_carlo(draw: Callable[[], Tensor], draws: int) -> MonteCarlo:
 def random_set_monte_carlo(
     rows: SelectedRows, draws: int = 1000, generator: torch.Generator | None = None
 ) -> MonteCarlo:
-    """E of eq. 8 by drawing sets of N visible keys uniformly."""
+    """Estimate E of eq. 8 from sets of N visible keys drawn uniformly."""
 
     def draw() -> Tensor:
         scores = torch.rand(rows.weights.shape, generator=generator, dtype=torch.float64, device=rows.weights.device)
@@ -334,11 +350,13 @@ def random_set_monte_carlo(
 
 
 def random_set_exact(rows: SelectedRows, most_sets: int = 200_000) -> Tensor:
-    """E of eq. 8 by going through every set of N visible keys; for rows of few keys."""
+    """Return E of eq. 8 exactly, over all sets of N visible keys; for rows of few keys."""
     shape = rows.weights.shape[:-1]
     sets = max(math.comb(int(n), rows.top_n) for n in rows.n.flatten())
     if sets > most_sets:
-        raise ValueError(f"{sets} sets of {rows.top_n} keys are more than {most_sets}; use random_set_monte_carlo")
+        raise ValueError(
+            f"expected at most {most_sets} sets of {rows.top_n} keys, got {sets}. Use random_set_monte_carlo."
+        )
     vectors = rows.vectors.expand(*shape[:-1], *rows.vectors.shape[-2:])
     result = torch.full(shape, torch.nan, dtype=rows.weights.dtype, device=rows.weights.device)
     for row in itertools.product(*map(range, shape)):

@@ -1,4 +1,4 @@
-"""Selectivity against gradient: what weight a map can keep on one token, given how fast it may move.
+"""Selectivity against gradient: the largest weight on one token that a map with Lipschitz constant K can keep.
 
 Law. A shift-invariant, permutation-equivariant map with row sum 1 and Lipschitz constant K gives a token whose logit is
 g above n-1 otherwise equal ones the weight
@@ -61,7 +61,7 @@ class FrontierPoint:
 
 
 def frontier_weight(n: int, effort: float) -> float:
-    """The largest weight any such map can give at effort K g: min(1, 1/n + K g (n-1)/n)."""
+    """Return the largest weight that any such map can give at effort K g: min(1, 1/n + K g (n-1)/n)."""
     _check_keys(n)
     if not effort >= 0:
         raise ValueError(f"the effort K g must not be negative, got {effort}")
@@ -69,7 +69,7 @@ def frontier_weight(n: int, effort: float) -> float:
 
 
 def frontier_effort(n: int, weight: float) -> float:
-    """The least K g with which any such map can keep this weight at n keys: (n w - 1)/(n - 1)."""
+    """Return the smallest effort K g with which any such map can keep this weight at n keys: (n w - 1)/(n - 1)."""
     _check(n, weight)
     return (n * weight - 1) / (n - 1)
 
@@ -77,7 +77,7 @@ def frontier_effort(n: int, weight: float) -> float:
 def frontier(
     contenders: Iterable[FrontierContender], lengths: Iterable[int], weights: Iterable[float]
 ) -> list[FrontierPoint]:
-    """One point per contender, length and weight, in that order."""
+    """Return one point per contender, length and weight, in that order."""
     lengths, weights = list(lengths), list(weights)
     return [_point(contender, n, weight) for contender in contenders for n in lengths for weight in weights]
 
@@ -90,13 +90,13 @@ def _point(contender: FrontierContender, n: int, weight: float) -> FrontierPoint
 
 
 def softmax_gap(weight: float, n: int) -> float:
-    """logit(w) + log(n-1): the gap softmax needs grows with log n; infinite for w = 1."""
+    """Return the gap that softmax needs, logit(w) + log(n-1): it grows with log n; infinite for w = 1."""
     _check(n, weight)
     return math.inf if weight == 1 else math.log(weight / (1 - weight)) + math.log(n - 1)
 
 
 def threshold_gap(inverse: Callable[[float], float], weight: float, n: int) -> float:
-    """phi^-1(w) - phi^-1((1-w)/(n-1)): the gap of any map p_j = phi(z_j - tau)."""
+    """Return the gap that a map p_j = phi(z_j - tau) needs: phi^-1(w) - phi^-1((1-w)/(n-1))."""
     _check(n, weight)
     return inverse(weight) - inverse((1 - weight) / (n - 1))
 
@@ -124,7 +124,7 @@ def kneemax_weight(gap: float, n: int) -> float:
 
 
 def two_level_weight(row_map: RowMap, gap: float, n: int, dtype: torch.dtype = torch.float64) -> float:
-    """The weight of a token with logit `gap` among n-1 with logit 0, by running the map on that row."""
+    """Return the weight of a token with logit `gap` among n-1 with logit 0, by running the map on that row."""
     _check_keys(n)
     logits = torch.zeros(1, n, dtype=dtype)
     logits[0, 0] = gap
@@ -135,7 +135,7 @@ def two_level_weight(row_map: RowMap, gap: float, n: int, dtype: torch.dtype = t
 def gap_to_keep(
     row_map: RowMap, weight: float, n: int, dtype: torch.dtype = torch.float64, *, near: float = 1.0
 ) -> float:
-    """The smallest gap at which the map gives the leading one of n keys at least `weight`; infinite if none does.
+    """Return the smallest gap that gives the leading one of n keys at least `weight`; infinite if none does.
 
     By root finding on g, which is the shorter the closer `near` lies to the answer.
     """
@@ -156,7 +156,7 @@ def gap_to_keep(
 
 
 def measured_lipschitz(row_map: RowMap, n: int, *, widest: float = 32.0, points: int = 25, rounds: int = 3) -> float:
-    """A lower bound on the Lipschitz constant at n keys: the largest Jacobian norm over rows with one leader or two.
+    """Return a lower bound of the Lipschitz constant at n keys: the largest norm over rows with one or two leaders.
 
     A grid of gaps up to `widest`, then zooms around its best point. These rows hold the maximum for softmax, entmax and
     sparsemax; for other maps it may lie elsewhere, so give a proved constant where there is one.
@@ -182,13 +182,13 @@ def measured_lipschitz(row_map: RowMap, n: int, *, widest: float = 32.0, points:
 
 def _check_keys(n: int) -> None:
     if n < 2:
-        raise ValueError(f"a leading token needs at least one other: n must be at least 2, got {n}")
+        raise ValueError(f"n (keys, the leading one included) must be at least 2, got {n}")
 
 
 def _check(n: int, weight: float) -> None:
     _check_keys(n)
     if not 1 / n <= weight <= 1:
-        raise ValueError(f"the leading token's weight lies in [1/n, 1] = [{1 / n:.4g}, 1], got {weight}")
+        raise ValueError(f"expected a weight of the leading token in [1/n, 1] = [{1 / n:.4g}, 1], got {weight}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +228,7 @@ class Frontier:
 
 
 def outside_the_law(normalizer: Normalizer | Mechanism) -> str | None:
-    """Why the law of docs/theory/frontier.md does not apply; None if it does."""
+    """Return the reason why the law of docs/theory/frontier.md does not apply; None if it does."""
     if not isinstance(normalizer, Normalizer):
         return "not a map of a row of logits to weights"
     promised = normalizer.properties

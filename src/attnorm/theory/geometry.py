@@ -34,17 +34,20 @@ from attnorm.theory.selection import SelectedRows, as_near_as_outsiders, select,
 
 
 def nearest_outsider(rows: SelectedRows) -> Tensor:
-    """The paper's radius: min ||s - y_i|| over the visible keys outside I. That key lies on the closed ball's rim."""
+    """Return the paper's radius: min ||s - y_i|| over the visible keys outside I.
+
+    That key is on the boundary of the closed ball.
+    """
     return rows.per_row(torch.where(rows.outside, rows.distances, torch.inf).amin(-1))
 
 
 def distinguishable(rows: SelectedRows, radius: Tensor | float | None = None) -> Tensor:
-    """True at the selected keys with ||y_i - s|| <= r (definition 10); r is by default that of `nearest_outsider`."""
+    """Return True at the selected keys with ||y_i - s|| <= r (definition 10; default r: `nearest_outsider`)."""
     return rows.per_key(_inside(rows, radius)[0])
 
 
 def separability(rows: SelectedRows, radius: Tensor | float | None = None) -> Tensor:
-    """N_s / N, the share of the selected keys that are distinguishable; NaN where a weight or vector is not finite."""
+    """Return N_s / N, the distinguishable share of the selected keys; NaN if a weight or vector is not finite."""
     inside, finite = _inside(rows, radius)
     return rows.per_row(inside.sum(-1, dtype=rows.weights.dtype) / rows.top_n, finite)
 
@@ -62,7 +65,7 @@ def _inside(rows: SelectedRows, radius: Tensor | float | None) -> tuple[Tensor, 
 
 
 def on_sphere(vectors: Float[Tensor, "*sets L d"], sphere_radius: float = 1.0) -> Float[Tensor, "*sets L d"]:
-    """The vectors scaled to one length, as the paper does before its Fig. 3; zero vectors stay zero."""
+    """Scale the vectors to one length, as the paper does before its Fig. 3; zero vectors stay zero."""
     norms = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True)
     return vectors * (sphere_radius / torch.where(norms > 0, norms, 1.0))
 
@@ -70,7 +73,7 @@ def on_sphere(vectors: Float[Tensor, "*sets L d"], sphere_radius: float = 1.0) -
 def minimum_separation(
     vectors: Float[Tensor, "*sets L d"], mask: Bool[Tensor, "..."] | None = None
 ) -> Float[Tensor, "*sets"]:
-    """delta of Assumption 2, the smallest distance between two vectors (infinite for fewer than two): O(L^2 d)."""
+    """Return delta of Assumption 2, the smallest distance of two vectors (infinite for fewer than two): O(L^2 d)."""
     visible = visible_keys(vectors[..., 0], mask)
     smallest = torch.full(visible.shape[:-1], torch.inf, dtype=vectors.dtype, device=vectors.device)
     length = vectors.shape[-2]
@@ -84,7 +87,7 @@ def minimum_separation(
 
 
 def xi(rows: SelectedRows, sphere_radius: Tensor | float, separation: Tensor | float) -> Tensor:
-    """xi_i of eq. 12 for the N selected keys, heaviest first: (..., N).
+    """Return xi_i of eq. 12 for the N selected keys, heaviest first: (..., N).
 
     ||Y_i|| <= xi_i for every choice of vectors of length M that lie at least delta apart, since then no inner product
     exceeds M^2 - delta^2/2; so xi_i is a worst case, not a typical size.
@@ -99,8 +102,10 @@ def xi(rows: SelectedRows, sphere_radius: Tensor | float, separation: Tensor | f
 def theorem2_printed(
     rows: SelectedRows, radius: Tensor | float, sphere_radius: Tensor | float, separation: Tensor | float
 ) -> Bounds:
-    """1 - mean(xi)/r <= E[N_s]/N <= mean exp(-(r - xi)^2/(16 M^2)): the lower bound holds but says little, the upper
-    one is false."""
+    """Return Theorem 2's bounds of E[N_s]/N as printed; the upper one is false.
+
+    1 - mean(xi)/r <= E[N_s]/N <= mean exp(-(r - xi)^2/(16 M^2)). The lower bound holds, but it is weak.
+    """
     r, M = _radius(rows, radius).unsqueeze(-1), rows.row_value(sphere_radius).unsqueeze(-1)
     xi_per_key = xi(rows, sphere_radius, separation)
     xi_per_key = xi_per_key.unsqueeze(-2) if rows.one_row_per_set else xi_per_key
@@ -119,14 +124,14 @@ def isotropic_moments(rows: SelectedRows, sphere_radius: Tensor | float) -> tupl
 
 
 def theorem2_bounds(rows: SelectedRows, radius: Tensor | float, sphere_radius: Tensor | float) -> Bounds:
-    """Bounds on E[N_s]/N for independent uniform directions (Assumption 1) and a radius fixed in advance."""
+    """Return bounds of E[N_s]/N for independent uniform directions (Assumption 1) and a radius fixed in advance."""
     mean, variance = isotropic_moments(rows, sphere_radius)
     lower, upper = cantelli_bounds(mean, variance, _radius(rows, radius).unsqueeze(-1))
     return Bounds(rows.per_row(lower.mean(-1)), rows.per_row(upper.mean(-1)))
 
 
 def cantelli_bounds(mean: Tensor, variance: Tensor, radius: Tensor) -> Bounds:
-    """Bounds on P(||Y|| <= r) from mean m and variance v of ||Y||^2; nothing better follows from m and v alone.
+    """Return the best bounds of P(||Y|| <= r) that follow from mean m and variance v of ||Y||^2 alone.
 
     r^2 < m: P <= v/(v + (m - r^2)^2); r^2 > m: P >= 1 - min(v/(v + (r^2 - m)^2), m/r^2). Cantelli and Markov.
     """
@@ -141,7 +146,7 @@ def cantelli_bounds(mean: Tensor, variance: Tensor, radius: Tensor) -> Bounds:
 def theorem2_exact(
     rows: SelectedRows, radius: Tensor | float, sphere_radius: Tensor | float, tolerance: float = 1e-6
 ) -> IsotropicLaw:
-    """E[N_s]/N itself under Assumption 1 for a radius fixed in advance: the mean of N exact laws for every row."""
+    """Return E[N_s]/N under Assumption 1 for a radius fixed in advance: the mean of N exact laws for every row."""
     weights = rows.chosen_weights.detach().double().cpu().numpy()
     shape = weights.shape[:-1]
     radii, spheres = (
@@ -203,12 +208,15 @@ def _isotropic(rows: SelectedRows, generator: torch.Generator | None) -> Selecte
 
 
 def separability_example(top_n: int, *, separable: bool) -> SelectedRows:
-    """Unit vectors and equal weights with N_s/N = 1, or 0: the "80 %" of the paper is not a limit in either direction.
+    """Return unit vectors and equal weights with N_s/N = 1, or 0: the paper's "80 %" is no limit in either direction.
 
     The selected vectors are orthonormal. The one left out is orthogonal to them, or their mean direction.
     """
     if top_n < 2:
-        raise ValueError(f"with top_n = {top_n} the context vector is the key itself and N_s/N = 1; choose 2 or more")
+        raise ValueError(
+            f"expected top_n of at least 2, got {top_n}: with one key, the context vector is the key itself and "
+            "N_s/N = 1."
+        )
     vectors = torch.eye(top_n + 1, dtype=torch.float64)
     if not separable:
         vectors[-1] = torch.ones(top_n + 1, dtype=torch.float64) / top_n**0.5
@@ -219,7 +227,7 @@ def separability_example(top_n: int, *, separable: bool) -> SelectedRows:
 def _radius(rows: SelectedRows, radius: Tensor | float) -> Tensor:
     value = rows.row_value(radius)
     if bool((value < 0).any()):
-        raise ValueError(f"a radius cannot be negative, got {float(value.min())}")
+        raise ValueError(f"expected a radius of at least 0, got {float(value.min())}.")
     return value
 
 
@@ -336,7 +344,7 @@ def permuted_norm_moments(power_sums: tuple[Tensor, ...], moments: PopulationMom
 def anisotropic_bounds(
     rows: SelectedRows, radius: Tensor | float, draws: Literal["permuted", "independent"] = "permuted"
 ) -> Bounds:
-    """Bounds on E[N_s]/N for a radius fixed in advance, the row's own vectors assigned at random to its weights."""
+    """Return bounds of E[N_s]/N for a fixed radius, the row's own vectors assigned at random to its weights."""
     if draws not in ("permuted", "independent"):
         raise ValueError(f"draws must be 'permuted' or 'independent', got {draws!r}")
     moments = population_moments(rows)
@@ -349,7 +357,7 @@ def anisotropic_bounds(
 
 
 def independent_coverage(share: Tensor | float, heads: int) -> Tensor:
-    """1 - (1-p)^H, the printed formula: what H independent heads cover that each cover a share p."""
+    """Return the coverage of H independent heads that each cover a share p, as printed: 1 - (1-p)^H."""
     if heads < 1:
         raise ValueError(f"heads must be at least 1, got {heads}")
     share = _shares(torch.as_tensor(share, dtype=None if isinstance(share, Tensor) else torch.float64))
@@ -358,12 +366,15 @@ def independent_coverage(share: Tensor | float, heads: int) -> Tensor:
 
 
 def independent_union(shares: Float[Tensor, "*rows H"]) -> Float[Tensor, "*rows"]:
-    """1 - prod_h (1 - p_h): the same for heads that cover different shares."""
+    """Return the same for heads that cover different shares: 1 - prod_h (1 - p_h)."""
     return -torch.expm1(torch.log1p(-_shares(shares)).sum(-1))
 
 
 def union_bounds(shares: Float[Tensor, "*rows H"]) -> Bounds:
-    """max_h p_h <= union <= min(1, sum_h p_h): what holds for all heads, dependent or not. Both ends are attained."""
+    """Return bounds of the coverage of any heads, dependent or not; both ends are attained.
+
+    max_h p_h <= union <= min(1, sum_h p_h)
+    """
     shares = _shares(shares)
     return Bounds(shares.amax(-1), shares.sum(-1).clamp(max=1))
 
@@ -385,7 +396,9 @@ def union_coverage(covered: Bool[Tensor, "*rows H L"], reference: Bool[Tensor, "
     reference = reference.expand(*covered.shape[:-2], covered.shape[-1])
     size = reference.sum(-1)
     if not bool((size > 0).any()):
-        raise ValueError(f"no row of the reference {tuple(reference.shape)} has a key to cover")
+        raise ValueError(
+            f"expected a reference with a key to cover in at least one row, got none in shape {tuple(reference.shape)}."
+        )
     inside = covered & reference.unsqueeze(-2)
     per_head = inside.sum(-1, dtype=torch.float64) / size.unsqueeze(-1)
     union = inside.any(-2).sum(-1, dtype=torch.float64) / size
@@ -405,6 +418,6 @@ def top_n_coverage(
 def _shares(shares: Tensor) -> Tensor:
     if not runs_asynchronously(shares) and bool(((shares < 0) | (shares > 1)).any()):
         raise ValueError(
-            f"a share lies between 0 and 1, got values from {float(shares.min())} to {float(shares.max())}"
+            f"expected shares between 0 and 1, got values from {float(shares.min())} to {float(shares.max())}"
         )
     return shares

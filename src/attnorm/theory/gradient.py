@@ -1,4 +1,4 @@
-"""Gradient sensitivity: how far weights move when logits do. Printed bounds, corrected bounds, exact norms in O(L).
+"""Gradient sensitivity: how far weights change with the logits. Printed and corrected bounds, exact norms in O(L).
 
 Papers: Mudarisov et al. 2025, https://arxiv.org/abs/2508.17821 (Lemma 2, Corollary 3, section 2.3, Fig. 4) and Nair
 2025, https://arxiv.org/abs/2510.23012 (softmax is 1/2-Lipschitz). Proofs: docs/theory/gradient.md.
@@ -47,14 +47,16 @@ def threshold_jacobian_norm(
     """
     u = _hide(slopes, mask)
     if u.numel() and bool(u.amin() < 0):
-        raise ValueError(f"slopes must not be negative, found {u.min().item():.3g}; a threshold map is increasing")
+        raise ValueError(
+            f"expected slopes of at least 0, because a threshold map is increasing, got {u.min().item():.3g}."
+        )
     return rank_one_eigenvalue(u) / positive_temperature(temperature)
 
 
 def entmax_slopes(
     weights: Float[Tensor, "*rows L"], alpha: Number = 1.0, mask: Bool[Tensor, "..."] | None = None
 ) -> Float[Tensor, "*rows L"]:
-    """u_j = a_j^(2-alpha) on the support, 0 elsewhere: softmax alpha = 1, entmax15, sparsemax alpha = 2.
+    """Return u_j = a_j^(2-alpha) on the support, 0 elsewhere: softmax alpha = 1, entmax15, sparsemax alpha = 2.
 
     alpha may differ between rows: a tensor that broadcasts against (..., L).
     """
@@ -74,7 +76,7 @@ def entmax_jacobian_norm(
     temperature: Number = 1.0,
     mask: Bool[Tensor, "..."] | None = None,
 ) -> Float[Tensor, "*rows"]:
-    """||J|| of softmax, alpha-entmax or sparsemax of z/T at these weights. Exact; differentiable where it is smooth.
+    """Return ||J|| of alpha-entmax(z/T) at these weights, alpha in [1, 2]. Exact; differentiable where it is smooth.
 
     temperature broadcasts against the result, alpha against the weights. Relative error about 1e-15 in float64 and
     2e-7 in float32; lower precision is computed in float32.
@@ -88,7 +90,10 @@ def entmax_norm_bracket(
     temperature: Number = 1.0,
     mask: Bool[Tensor, "..."] | None = None,
 ) -> tuple[Float[Tensor, "*rows"], Float[Tensor, "*rows"]]:
-    """u_(2) <= T ||J|| <= min(u_(1), max_j 2 u_j (1 - u_j / sum u)): cheap, from the sum and two largest slopes."""
+    """Return cheap bounds of ||J||, from the sum and the two largest slopes.
+
+    u_(2) <= T ||J|| <= min(u_(1), max_j 2 u_j (1 - u_j / sum u))
+    """
     u = entmax_slopes(weights, alpha, mask)
     temperature = positive_temperature(temperature)
     largest, largest_index = u.max(-1, keepdim=True)
@@ -107,7 +112,9 @@ def kernel_jacobian_norm(
 def lemma2_printed(
     F_values: Float[Tensor, "*rows L"], F_slopes: Float[Tensor, "*rows L"], mask: Bool[Tensor, "..."] | None = None
 ) -> Float[Tensor, "*rows"]:
-    """min{ max|F'| (1/(L F_min) + F_max/(L^2 F_min^2)), sqrt 2 } as printed; **false**: see lemma2_corrected.
+    """Return Lemma 2's bound of ||J|| as printed; it is **false**, see lemma2_corrected.
+
+    min{ max|F'| (1/(L F_min) + F_max/(L^2 F_min^2)), sqrt 2 }
 
     NaN where F reaches 0: there the printed form does not apply.
     """
@@ -122,7 +129,10 @@ def lemma2_printed(
 def lemma2_corrected(
     F_values: Float[Tensor, "*rows L"], F_slopes: Float[Tensor, "*rows L"], mask: Bool[Tensor, "..."] | None = None
 ) -> Float[Tensor, "*rows"]:
-    """||J|| <= max|F'| sqrt(L) ||a|| / sum F, for F >= 0; an equality when |F'| is the same at every key and L > 1."""
+    """Return the corrected bound of Lemma 2 for F >= 0.
+
+    ||J|| <= max|F'| sqrt(L) ||a|| / sum F; an equality if |F'| is the same at every key and L > 1.
+    """
     F, slopes, total = _kernel_rows(F_values, F_slopes, mask)
     n = visible_keys(F, mask).sum(-1).to(F.dtype)
     bound = slopes.abs().amax(-1) * (n.sqrt() * torch.linalg.vector_norm(F / total, dim=-1)) / total.squeeze(-1)
@@ -130,19 +140,22 @@ def lemma2_corrected(
 
 
 def corollary3_printed(temperature: Number) -> Tensor:
-    """min{1/(4T), sqrt 2} as printed; **false** on both branches: two equal logits give 1/(2T)."""
+    """Return Corollary 3's bound as printed, min{1/(4T), sqrt 2}; **false**: two equal logits give 1/(2T)."""
     return (1 / (4 * positive_temperature(temperature))).clamp(max=math.sqrt(2))
 
 
 def corollary3_corrected(temperature: Number) -> Tensor:
-    """||J|| <= 1/(2T) for softmax, attained by two equal logits."""
+    """Return the corrected bound of Corollary 3: ||J|| <= 1/(2T) for softmax, attained by two equal logits."""
     return 1 / (2 * positive_temperature(temperature))
 
 
 def corollary3_local(
     weights: Float[Tensor, "*rows L"], temperature: Number = 1.0, mask: Bool[Tensor, "..."] | None = None
 ) -> Float[Tensor, "*rows"]:
-    """||J|| <= max_j 2 a_j (1 - a_j) / T for softmax: at most 1/(2T), and far less on flat or decided rows."""
+    """Return a bound of ||J|| of softmax from its weights: max_j 2 a_j (1 - a_j) / T.
+
+    It is at most 1/(2T), and far less for flat or decided rows.
+    """
     return _gershgorin(_distributions(weights, mask)) / positive_temperature(temperature)
 
 
@@ -169,7 +182,7 @@ def finite_difference_gain(
         directions = random_directions(logits, samples, mask, generator)
     norms = torch.linalg.vector_norm(directions, dim=-1, keepdim=True)
     if bool((norms == 0).any()):
-        raise ValueError("a direction is zero; give directions of positive length, they are scaled to length 1")
+        raise ValueError("expected directions of positive length, got a zero vector.")
     base = row_map(logits * scale)
     moved = torch.stack([row_map((logits + epsilon * d) * scale) for d in directions / norms])
     change: Tensor = torch.linalg.vector_norm(moved - base, dim=-1)
@@ -177,7 +190,10 @@ def finite_difference_gain(
 
 
 def finite_difference_corrected(epsilon: float, temperature: Number = 1.0) -> Tensor:
-    """g(T, eps) <= min{1/(2T), sqrt(2)/eps} for softmax: the Lipschitz constant, and the diameter of the simplex."""
+    """Return the corrected bound of the finite-difference gain of softmax.
+
+    g(T, eps) <= min{1/(2T), sqrt(2)/eps}: the Lipschitz constant, and the diameter of the simplex.
+    """
     return corollary3_corrected(temperature).clamp(max=math.sqrt(2) / epsilon)
 
 
@@ -193,7 +209,7 @@ class SwapExample:
 
 
 def swap_example(a: float, epsilon: float, temperature: float = 1.0, keys: int = 16) -> SwapExample:
-    """The toy of section 2.3 with `keys` - 2 further logits at 0."""
+    """Compute the example of section 2.3 with `keys` - 2 further logits at 0."""
     if keys < 2:
         raise ValueError(f"the example needs at least two keys, got {keys}")
     T = float(positive_temperature(temperature))
@@ -238,8 +254,8 @@ def _distributions(weights: Tensor, mask: Tensor | None) -> Tensor:
         wrong = total[~((total - 1).abs() <= slack) & (total != 0)]  # NaN is wrong too
         if wrong.numel():
             raise ValueError(
-                f"weights must sum to 1 in every row (or be all 0), found {wrong[0].item():.6g}; "
-                "this Jacobian is that of a normalized map"
+                "expected weights that sum to 1 in every row (or are all 0), because this Jacobian is that of a "
+                f"normalized map, got the sum {wrong[0].item():.6g}."
             )
         if weights.numel() and bool(weights.amin() < 0):
             raise ValueError(f"weights must not be negative, found {weights.min().item():.3g}")
@@ -261,7 +277,7 @@ def _kernel_rows(F: Tensor, slopes: Tensor, mask: Tensor | None) -> tuple[Tensor
 
 
 def entmax_worst_norm(n: int, alpha: float, temperature: float = 1.0) -> float:
-    """max over all rows of n keys of ||J||: the Lipschitz constant of alpha-entmax(z/T), exact and attained."""
+    """Return the Lipschitz constant of alpha-entmax(z/T): the largest ||J|| over all rows of n keys, attained."""
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
     _check(n, alpha)
@@ -271,7 +287,9 @@ def entmax_worst_norm(n: int, alpha: float, temperature: float = 1.0) -> float:
 
 
 def entmax_worst_weights(n: int, alpha: float) -> Float[Tensor, " n"]:
-    """Weights (float64) with that norm: two equal ones, or a large one and n-1 small ones, ratio (n-1)^(2/(3-alpha)).
+    """Return weights (float64) with that norm: two equal ones, or a large one and n-1 small ones.
+
+    The ratio of the large one to the small ones is (n-1)^(2/(3-alpha)).
 
     Softmax reaches its two equal weights among n > 2 keys only in the limit of logits.
     """
@@ -287,7 +305,7 @@ def entmax_worst_weights(n: int, alpha: float) -> Float[Tensor, " n"]:
 
 
 def longest_constant_length(alpha: float) -> int | None:
-    """The largest n at which 2^(alpha-2)/T still bounds the norm; None where it does at every n (alpha = 1 and 2)."""
+    """Return the largest n at which 2^(alpha-2)/T still bounds the norm; None if it does at every n (alpha 1 or 2)."""
     _check(2, alpha)
     if alpha in (1, 2):
         return None
@@ -300,7 +318,10 @@ def longest_constant_length(alpha: float) -> int | None:
     while not exceeded(high):
         high *= 2
         if math.log2(high) > 1000:
-            raise ValueError(f"no such length below 2^1000 for alpha = {alpha}: it is too close to 1")
+            raise ValueError(
+                f"expected alpha for which such a length exists below 2^1000, got alpha = {alpha}, which is too "
+                "close to 1."
+            )
     low = high // 2
     while high - low > 1:
         middle = (low + high) // 2
@@ -313,7 +334,7 @@ def _check(n: int, alpha: float) -> None:
         raise ValueError(f"a row needs at least one key, got n = {n}")
     if not 1 <= alpha <= 2:
         raise ValueError(
-            f"alpha must lie in [1, 2] (1 = softmax, 2 = sparsemax), got {alpha}; beyond 2 no bound exists"
+            f"alpha must lie in [1, 2] (1 = softmax, 2 = sparsemax), got {alpha}. Beyond 2 no bound exists."
         )
 
 
@@ -327,13 +348,13 @@ class Linearization:
 
 
 def linearize(row_map: RowMap, logits: Float[Tensor, "*rows L"]) -> Linearization:
-    """The map at these logits; the forward pass runs once, each product costs one or two backward passes."""
+    """Linearize the map at these logits: one forward pass, and one or two backward passes per product."""
     point = logits.detach().requires_grad_()
     with torch.enable_grad():
         weights = row_map(point)
         if weights.shape != point.shape:
             raise ValueError(
-                f"a row map keeps the shape of its logits: got {tuple(weights.shape)} from {tuple(point.shape)}"
+                f"expected weights of the shape {tuple(point.shape)} of the logits, got {tuple(weights.shape)}."
             )
         probe = torch.zeros_like(weights, requires_grad=True)
         pulled = _product(weights, point, probe, create_graph=True)
@@ -356,7 +377,7 @@ def power_iteration_norm(
     mask: Bool[Tensor, "..."] | None = None,
     generator: torch.Generator | None = None,
 ) -> Float[Tensor, "*rows"]:
-    """||J|| of any row map, from below: ||J v|| for v after repeated J^T J, never above the norm itself.
+    """Return a lower bound of ||J|| of any row map: ||J v|| for v after repeated J^T J.
 
     Stops when no row gains more than `tolerance` (relative) in a step. Hidden keys (mask False) are not perturbed. The
     map may be given by its products with J at these logits.
@@ -381,7 +402,7 @@ def random_directions(
     mask: Bool[Tensor, "..."] | None = None,
     generator: torch.Generator | None = None,
 ) -> Float[Tensor, "k *rows L"]:
-    """Unit vectors, uniform on the sphere of the visible keys; zero in a row without any."""
+    """Return random unit vectors, uniform on the sphere of the visible keys; zero in a row without any."""
     if samples < 1:
         raise ValueError(f"samples must be at least 1, got {samples}")
     noise = torch.randn((samples, *logits.shape), dtype=logits.dtype, device=logits.device, generator=generator)
@@ -402,8 +423,9 @@ def _product(outputs: Tensor, inputs: Tensor, vector: Tensor, create_graph: bool
         )
     if result is None:
         raise ValueError(
-            "the row map cannot be differentiated (twice, for J v): its graph does not reach the logits; "
-            "write its backward pass with differentiable operations, or measure it by finite differences"
+            "the row map cannot be differentiated (twice, for J v): its autograd graph does not reach the "
+            "logits. Write its backward pass with differentiable operations, or measure it by finite "
+            "differences."
         )
     return result
 
@@ -414,7 +436,7 @@ PROBES = 6  # steps of power iteration beyond
 
 @torch.enable_grad()
 def jacobian_norm(row_map: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
-    """||J|| of each row (rows, L), or a lower bound on it for more than 16 keys: so a violation is always real.
+    """Return ||J|| of each row (rows, L), or a lower bound for more than 16 keys, so that a violation is always real.
 
     A vector w gives ||J^T w|| / ||w|| <= ||J||; with full Jacobians all of them are at hand.
     """

@@ -54,11 +54,11 @@ class IsotropicLaw:
 def isotropic_norm_cdf(
     radius: ArrayLike, coefficients: ArrayLike, dimension: int, tolerance: float = 1e-6
 ) -> IsotropicLaw:
-    """P(||sum_j b_j u_j|| <= r) for every radius r. Warns where the tolerance is missed (`reached` is False)."""
+    """Return P(||sum_j b_j u_j|| <= r) for every radius r. Warns if the tolerance is missed (`reached` is False)."""
     r = np.asarray(radius, dtype=np.float64)
     b = np.sort(np.abs(np.asarray(coefficients, dtype=np.float64).ravel()))[::-1]
     if dimension < 2:
-        raise ValueError(f"directions on a sphere need dimension 2 or more, got {dimension}")
+        raise ValueError(f"expected a dimension of at least 2 for directions on a sphere, got {dimension}")
     if not np.isfinite(b).all() or np.isnan(r).any() or tolerance <= 0:
         raise ValueError(
             f"expected finite coefficients, radii that are numbers and a tolerance above 0, got {tolerance}"
@@ -77,8 +77,8 @@ def isotropic_norm_cdf(
     law = IsotropicLaw(probability.reshape(r.shape), error.reshape(r.shape), tolerance, method)
     if not law.reached:
         warnings.warn(
-            f"the isotropic law for {len(b)} vectors in dimension {dimension} is known to {law.error.max():.1e}, "
-            f"not to the requested tolerance {tolerance:.1e}",
+            f"the isotropic law for {len(b)} vectors in dimension {dimension} is accurate to "
+            f"{law.error.max():.1e}, which misses the requested tolerance {tolerance:.1e}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -103,7 +103,7 @@ def _inside_support(r: Array, b: Array, d: int, tolerance: float) -> tuple[str, 
 
 
 def cosine_cdf(cosine: ArrayLike, dimension: int) -> Array:
-    """P(<u, e> <= c) for u uniform on the sphere and e any unit vector."""
+    """Return P(<u, e> <= c) for u uniform on the sphere and e any unit vector."""
     half = (dimension - 1) / 2
     return np.asarray(special.betainc(half, half, (1 + np.clip(cosine, -1, 1)) / 2), dtype=np.float64)
 

@@ -152,9 +152,9 @@ def _search_all(
 def replay(claim: Claim, seed: int, round_number: int) -> tuple[ClaimCase, Tensor]:
     """Return the case of one round and its ratios, as in the search."""
     if not claim.searched:
-        raise ValueError(f"{claim.id} is an argument, not a number: there is no round to make again; see {claim.proof}")
+        raise ValueError(f"{claim.id} is proved by an argument and has no rounds to replay. See {claim.proof}")
     if round_number < 0:
-        raise ValueError(f"rounds count from 0, got {round_number}")
+        raise ValueError(f"expected a round of at least 0, got {round_number}")
     with one_thread():
         case, ratios = _Search(claim, seed).case_of(round_number)
     return case, ratios.amax(-1)

@@ -168,8 +168,8 @@ def select(
     visible = visible_keys(weights, mask)
     if not bool((visible.sum(-1) > top_n).any()):
         raise ValueError(
-            f"top_n = {top_n} leaves nothing outside the top-N set: the largest row has "
-            f"{int(visible.sum(-1).max()) if visible.numel() else 0} visible keys; choose top_n below that"
+            f"top_n = {top_n} leaves no key outside the top-N set: the longest row has "
+            f"{int(visible.sum(-1).max()) if visible.numel() else 0} visible keys. Use a smaller top_n."
         )
     weights, vectors = at_least_float32(weights), at_least_float32(vectors)
     dtype = torch.promote_types(weights.dtype, vectors.dtype)

@@ -1,4 +1,4 @@
-"""What a stopped training leaves: checkpoints as safetensors and JSON to resume from, and its log of metrics.
+"""Save and load training: checkpoints (safetensors and JSON) from which a run resumes, and the log of metrics.
 
 A checkpoint is a folder with weights, optimizer state and the number of steps done. It is written atomically; the
 previous one is removed afterwards. No random state is needed: the data of a step follow from the seed and the step.
@@ -92,7 +92,10 @@ def load_weights(path: Path, model: torch.nn.Module, device: torch.device) -> No
     parameters = dict(model.named_parameters())
     shapes, saved = ({name: tensor.shape for name, tensor in values.items()} for values in (parameters, weights))
     if shapes != saved:
-        raise ValueError(f"the checkpoint {path} belongs to another model; choose another output folder")
+        raise ValueError(
+            f"expected a checkpoint of this model, got {path}, which belongs to another one. Choose another output "
+            "folder."
+        )
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(weights[name])
@@ -109,7 +112,7 @@ def _tensors(path: Path, device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def _unreadable_error(path: Path, error: Exception) -> ValueError:
-    return ValueError(f"the checkpoint {path} cannot be read ({error}); remove it, or start over")
+    return ValueError(f"the checkpoint {path} cannot be read ({error}). Remove it, or train again in a new folder.")
 
 
 def _optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -133,10 +136,10 @@ class OutOfTimeError(Exception):
 
 
 class StopRequest:
-    """Context manager: the first signal sets `asked`, a second one has its usual effect."""
+    """Context manager: the first signal sets `requested`; a second one has its usual effect."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopRequest":
@@ -149,7 +152,7 @@ class StopRequest:
         self._restore()
 
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+        self.requested = True
         self._restore()
 
     def _restore(self) -> None:
@@ -173,8 +176,8 @@ def log_entry(
     value, norm = float(loss), float(gradient_norm)
     if not math.isfinite(value + norm):
         raise NotFiniteError(
-            f"at step {step} the loss is {value} and the norm of the gradient {norm}; start over in a new "
-            f"folder with a lower learning rate (now {highest_rate}) or a longer warmup"
+            f"at step {step} the loss is {value} and the norm of the gradient {norm}. Train again in a new "
+            f"folder with a lower learning rate (now {highest_rate}) or a longer warmup."
         )
     return {
         "step": step, "tokens": tokens, "loss": round(value, 5), "learning_rate": rate, "gradient_norm": round(norm, 5),

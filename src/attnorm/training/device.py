@@ -1,4 +1,4 @@
-"""Where a training runs: its device, precision, versions and memory, and several processes that train one model.
+"""The hardware of a training run: device, precision, versions, memory, and several processes that train one model.
 
 accelerate keeps device and precision once per process and reads what is not given from the environment. Here several
 models are trained in one process, and settings of `accelerate config` or a launcher must not change their weights. So
@@ -100,12 +100,14 @@ def chosen_device(name: str | None, local_rank: int = 0) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:  # torch's message lists every device type
-        raise ValueError(f"cannot use device {name!r}: expected cpu, cuda or, say, cuda:1; try cpu") from None
+        raise ValueError(
+            f"cannot use device {name!r}: expected cpu, cuda or an index such as cuda:1. Use cpu."
+        ) from None
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         why = str(error).splitlines()[0].partition(". ")[0]
-        raise ValueError(f"cannot use device {name!r}: {why}; try cpu") from None
+        raise ValueError(f"cannot use device {name!r}: {why}. Use cpu.") from None
     return device
 
 
@@ -120,7 +122,7 @@ def training_versions() -> dict[str, str]:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Return what the record of a training says about device and versions."""
+    """Return the entries about device and versions for the record of a training run."""
     return {"device": device_name(device), "versions": training_versions()}
 
 

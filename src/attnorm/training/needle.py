@@ -1,4 +1,4 @@
-"""Pass keys for a model that `train lm` wrote: fine-tune a copy in memory, count the keys found by length and depth.
+"""Fine-tune a copy of a model of `train lm` on pass keys, and count the keys that it finds by length and depth.
 
 Every model gets the same few hundred steps. The comparison shows how well a trained model learns to find a sentence
 again, and how far beyond the training length this works. Small models have few heads that copy from far back, so every
@@ -62,13 +62,13 @@ class NeedleTask:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not self.longer or min(self.longer) < 1 or not self.depths:
-            raise ValueError(f"test at one or more lengths and depths, got {self.longer} and {self.depths}")
+            raise ValueError(f"expected at least one test length and depth, got {self.longer} and {self.depths}.")
         if not all(0 <= depth <= 1 for depth in self.depths):
             raise ValueError(f"depths must lie between 0 (the start) and 1 (the end), got {self.depths}")
         if not (0 < self.nearest <= 1 and 0 <= self.near_share <= 1):
             raise ValueError(
-                f"nearest and near_share are shares between 0 and 1, the first above 0; got {self.nearest} and "
-                f"{self.near_share}"
+                f"expected nearest above 0 and near_share of at least 0, both at most 1, got {self.nearest} and "
+                f"{self.near_share}."
             )
 
     def reach(self, step: int) -> float:
@@ -127,7 +127,9 @@ def train_needle(
     settings = replace(settings, dtype=dtype or usual)
     check_lengths([times * settings.context for times in task.longer], settings)
     if not (folder / "tokenizer.json").is_file():  # written with the model, at the end
-        raise ValueError(f"{folder} holds a training run that is not finished; let `attnorm train lm` finish it first")
+        raise ValueError(
+            f"{folder} contains a training run that is not finished. Run `attnorm train lm` again to finish it."
+        )
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     wording = Wording.of(tokenizer)
     practised, tested = split_filler(tokens_of(tokenizer, text), task, wording, settings.context)
@@ -156,7 +158,7 @@ def usual_longer(model: str | Path) -> tuple[int, ...]:
     """Return the default test lengths as multiples of the training length: only 1 if positions are learned.
 
     Raises:
-        ValueError: The folder holds no model of `train lm`.
+        ValueError: The folder contains no model of `train lm`.
     """
     return LONGER if ANY_LENGTH[settings_of(folder_of(model)).architecture] else LONGER[:1]
 
@@ -165,13 +167,14 @@ def settings_of(folder: Path) -> LMSettings:
     """Return the settings of a model's training.
 
     Raises:
-        ValueError: The folder holds no model of `train lm`.
+        ValueError: The folder contains no model of `train lm`.
     """
     try:
         run = json.loads((folder / RECORD).read_text(encoding="utf-8"))["run"]
     except (OSError, json.JSONDecodeError, KeyError):
         raise ValueError(
-            f"{folder} has no readable {RECORD}: name a folder that `attnorm train lm` wrote, or {BUNDLED!r}"
+            f"expected a folder that `attnorm train lm` wrote, or {BUNDLED!r}, got {folder}, which has no "
+            f"readable {RECORD}."
         ) from None
     known = {field.name for field in fields(LMSettings)}
     return LMSettings(**{name: value for name, value in read_settings(run).items() if name in known})
@@ -194,16 +197,17 @@ def split_filler(filler: Tokens, task: NeedleTask, wording: Wording, length: int
     least = shortest_window(wording, task.characters)
     if length < least:
         raise ValueError(
-            f"a key of {task.characters} characters and its question take {least} tokens, got windows of {length}; "
-            "ask for fewer characters, or train a model with a longer context"
+            f"a key of {task.characters} characters and its question take {least} tokens, got windows of "
+            f"{length}. Use fewer characters, or a model with a longer context."
         )
     cut = len(filler) - int(TESTED_SHARE * len(filler))
     practised, tested = filler[:cut], filler[cut:]
     needed = MIN_FILLER * max(task.longer) * length
     if len(tested) < needed:
         raise ValueError(
-            f"the text has {len(filler)} tokens, a quarter for the test; windows of {max(task.longer) * length} "
-            f"need {math.ceil(needed / TESTED_SHARE)}: give more text, or test at fewer lengths"
+            f"the text has {len(filler)} tokens, of which the test uses a quarter. Windows of "
+            f"{max(task.longer) * length} need {math.ceil(needed / TESTED_SHARE)}. Use more text, or test at "
+            "fewer lengths."
         )
     return practised, tested
 
@@ -256,7 +260,7 @@ def fine_tune(
                 mean, losses = float(torch.stack(losses).mean()), []
                 if not math.isfinite(mean):
                     raise ValueError(
-                        f"after step {step + 1} the loss is {mean}; lower the learning rate (now {task.learning_rate})"
+                        f"after step {step + 1} the loss is {mean}. Lower the learning rate (now {task.learning_rate})."
                     )
                 course.append({"step": step + 1, "loss": round(mean, 5)})
                 report(step + 1, mean)

@@ -1,4 +1,4 @@
-"""Texts with hidden pass keys and questions for them: does a model find a key again, and how far back?
+"""Make texts with hidden pass keys and questions for them, which test up to what distance a model finds a key.
 
     ... filler ... The pass key is K4qZ7b. ... filler ... The pass key is K4qZ7b
 
@@ -69,7 +69,8 @@ class Wording:
         lacking = [character for character, token in token_ids.items() if token is None]
         if lacking:
             raise ValueError(
-                f"the tokenizer has no token for {lacking[0]!r} alone; a pass key is made of single letters and digits"
+                "expected a tokenizer with a token for each letter and digit, which pass keys consist of, got "
+                f"none for {lacking[0]!r}. Use another tokenizer."
             )
         before, after = (tokenizer.encode(text, add_special_tokens=False).ids for text in (BEFORE_KEY, AFTER_KEY))
         return cls(tuple(before), tuple(after), tuple(token_ids.values()))

@@ -1,10 +1,10 @@
-"""A training run in a folder: its record, optimizer and schedule, an update, and the loop that logs and saves.
+"""The base of all trainers: the record of a run in its folder, optimizer, schedule, updates, and the training loop.
 
     training.json   the settings of the run and, at the end, its result
     metrics.jsonl   the log
     checkpoints/    weights and optimizer state, from which the run resumes
 
-A trainer derives from `TrainingRun` and says what an update is.
+A trainer derives from `TrainingRun` and defines an update.
 
 On a GPU, a `WeightUpdate` computes loss and gradients from the fourth step on as a CUDA graph. At a thousand tokens a
 GPU computes faster than Python starts its kernels. A graph records them once and starts them all with one call. It
@@ -52,10 +52,10 @@ def open_run(out: Path, identity: dict[str, Any], *, resume: bool) -> dict[str, 
     """Return the record of the run with these settings in the folder; create it if the folder is new or empty.
 
     Raises:
-        ValueError: The folder holds another run, or files of something else.
+        ValueError: The folder contains another run, or files of something else.
     """
     path = out / RECORD
-    record = read_record(path, ("run",), "choose another folder with --out, or remove this one")
+    record = read_record(path, ("run",), "Choose another folder with --out, or remove this one.")
     if record is None:
         require_own(out)
         return _new_record(path, identity)
@@ -64,7 +64,7 @@ def open_run(out: Path, identity: dict[str, Any], *, resume: bool) -> dict[str, 
     remedy = f"Choose another folder with --out, or give the same settings to continue that run{unsaved}"
     usual = {"normalizer": "softmax", "normalizer_options": {}, "recipe": {}, "output": "softmax"}
     current, recorded = ({**usual, **values} for values in (identity, read_settings(record["run"])))
-    require_same_run(current, recorded, f"{out} holds another run", remedy, _format_files)
+    require_same_run(current, recorded, f"{out} contains another run", remedy, _format_files)
     if resume:
         return record
     shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)
@@ -73,7 +73,7 @@ def open_run(out: Path, identity: dict[str, Any], *, resume: bool) -> dict[str, 
 
 
 def require_own(out: Path) -> None:
-    """Raise ValueError if the folder holds files and no training run."""
+    """Raise ValueError if the folder contains files and no training run."""
     if not (out / RECORD).is_file():
         require_only(out, (), "files, but no training run")
 
@@ -203,7 +203,7 @@ def capture(step: Callable[..., Tensor], *inputs: Tensor) -> CapturedStep | None
         return CapturedStep(step, *inputs)
     except RuntimeError as error:  # e.g. a normalizer of the user's waits for the GPU, which a graph cannot contain
         reason = str(error).partition("\n")[0]
-        warnings.warn(f"training continues without a CUDA graph and is slower: {reason}", stacklevel=3)
+        warnings.warn(f"training continues without a CUDA graph, which is slower: {reason}", stacklevel=3)
         return None
 
 
@@ -238,7 +238,7 @@ class TrainingRun:
         raise NotImplementedError
 
     def _state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds besides weights, optimizer state and step."""
+        """Return what a checkpoint contains besides weights, optimizer state and step."""
         return {"seconds": self.seconds}
 
     def _logged_steps(
@@ -252,7 +252,7 @@ class TrainingRun:
     ) -> Generator[dict[str, float], None, None]:
         """Train until the last step, the deadline or a request to stop; yield the log entries.
 
-        An entry is checked to be finite before a checkpoint is written, so no checkpoint holds a broken model.
+        An entry is checked to be finite before a checkpoint is written, so no checkpoint contains a broken model.
 
         Args:
             checkpoint_every: Steps between checkpoints; the last step has one too. None for no checkpoints.
@@ -272,10 +272,10 @@ class TrainingRun:
                 losses.append(loss)
                 self.step += 1
                 complete = self.step == self.schedule.steps
-                ending = complete or self.processes.any(stop.asked or time.monotonic() >= deadline)
+                ending = complete or self.processes.any(stop.requested or time.monotonic() >= deadline)
                 evaluate = evaluate_every is not None and (complete or self.step % evaluate_every == 0)
                 save = checkpoint_every is not None and (ending or self.step % checkpoint_every == 0)
-                save |= checkpoint_if_stopped and ending and (stop.asked or not complete)
+                save |= checkpoint_if_stopped and ending and (stop.requested or not complete)
                 if evaluate or ending or save or self.step % LOG_EVERY == 0:
                     mean_loss = self.processes.mean(torch.stack(losses).mean())
                     entry = log_entry(

@@ -1,6 +1,6 @@
 """`attnorm reproduce clrs-text`: on how many of the 30 algorithms does adaptive temperature help?
 
-Drawn are right answers against problem size, a panel per algorithm, and the entropy of answer rows.
+The figures show the right answers against problem size, a panel per algorithm, and the entropy of answer rows.
 """
 
 import textwrap

@@ -103,7 +103,7 @@ def results_of(lines: Sequence[Line], labels: Sequence[str] = ()) -> ClrsResults
     """
     runs = [line["run"] for line in lines if line["stage"] == "main" and line["problem"] is None]
     if not runs:
-        raise ValueError("no model is finished yet; train with --stage train, or use --quick")
+        raise ValueError("expected at least one finished model, got none. Train with --stage train, or use --quick.")
     run = max(dict.fromkeys(runs), key=runs.count)
     main_lines = [line for line in lines if line["run"] == run and line["stage"] == "main" and line["problem"] is None]
     grouped: dict[tuple[str, str], list[Line]] = {}

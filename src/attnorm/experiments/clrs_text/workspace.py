@@ -92,7 +92,9 @@ class ClrsPlan:
         """
         unknown = [name for name in names if name not in self.normalizers]
         if unknown:
-            raise ValueError(f"{unknown[0]!r} is not trained here; there are {', '.join(self.normalizers)}")
+            raise ValueError(
+                f"--only: expected normalizers of the plan ({', '.join(self.normalizers)}), got {unknown[0]!r}."
+            )
         normalizers = tuple(name for name in self.normalizers if name == SOFTMAX or name in names)
         return replace(self, normalizers=normalizers) if names else self
 

@@ -1,4 +1,4 @@
-"""Draw dispersion in six panels, and the curves of every head layer by layer."""
+"""Draw the figures of dispersion: a summary in six panels, and the curves of every head by layer."""
 
 import math
 from collections.abc import Mapping

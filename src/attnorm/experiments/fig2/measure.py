@@ -97,7 +97,8 @@ def layers_with_all_keys(layers: Sequence[LastRows], length: int) -> list[LastRo
     kept = [layer for layer in layers if layer.keys == length and bool(layer.weights.isfinite().all())]
     if not kept:
         raise ValueError(
-            f"no layer of this model attends to all {length} tokens with finite weights, which Figure 2 needs"
+            f"expected a model in which a layer attends to all {length} tokens with finite weights, as Figure 2 "
+            "needs, got none. Use another model."
         )
     return kept
 

@@ -58,7 +58,9 @@ def outcome(lines: Sequence[Line], plan: LanguageModelPlan) -> Outcome:
     models = contenders(lines)
     if not models:
         problems = [f"{line['normalizer']}: {line['problem']}" for line in lines if line["stage"] == "problem"]
-        raise ValueError(f"no model is finished: {'; '.join(problems) or 'nothing was trained yet'}")
+        raise ValueError(
+            f"expected at least one finished model, got none: {'; '.join(problems) or 'nothing was trained yet'}"
+        )
     return Outcome(
         summary=summary(models) + ("" if plan.main_tokens >= MIN_TOKENS else f" {TOO_SMALL}"),
         findings=_findings(models, judge_claims=plan.main_tokens >= MIN_TOKENS),

@@ -287,10 +287,10 @@ def write_tables(folder: Path) -> list[Path]:
     from attnorm.figures import save, style
 
     if not (folder / RESULTS).exists():
-        raise ValueError(f"{folder} has no {RESULTS}; name the folder that the stages wrote to")
+        raise ValueError(f"expected the output folder of --stage, got {folder}, which has no {RESULTS}. Check --out.")
     lines = read_results(folder / RESULTS)
     if not contenders(lines):
-        raise ValueError(f"{folder / RESULTS} has no model whose losses were measured; run 'everything' first")
+        raise ValueError(f"{folder / RESULTS} has no model whose losses were measured. Run --stage everything first.")
     tables = folder / "tables.md"
     write_text(tables, all_tables(lines))
     with style():
@@ -321,7 +321,10 @@ def run_stage(
     if stage not in STAGES:
         raise ValueError(f"unknown stage {stage!r}; {did_you_mean(stage, STAGES)}")
     if stage == "prepare" and not (texts and held_out):
-        raise ValueError("the stage prepare needs texts: --text FILE to train on and --valid FILE held out")
+        raise ValueError(
+            "--stage prepare: expected --text FILE to train on and --valid FILE, a held-out text, got only one or "
+            "none. Give both."
+        )
     log: Log = limits.get("log", lambda message: None)
     if stage == "tables":
         for path in write_tables(folder):
@@ -362,7 +365,7 @@ def run_stage(
 
 
 def check_memory(plan: LanguageModelPlan, log: Log = lambda message: None) -> None:
-    """Say how much memory a training step of the plan takes on a CPU.
+    """Check that the memory suffices to train on a CPU; log how much a training step takes.
 
     Raises:
         ValueError: This machine has less.

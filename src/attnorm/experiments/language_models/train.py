@@ -76,7 +76,9 @@ class LanguageModelPlan(ModelPlan):
         names = [state_spec(name) for name in names]
         unknown = [name for name in names if name not in self.normalizers]
         if unknown:
-            raise ValueError(f"{unknown[0]!r} is not trained here; there are {', '.join(self.normalizers)}")
+            raise ValueError(
+                f"--only: expected normalizers of the plan ({', '.join(self.normalizers)}), got {unknown[0]!r}."
+            )
         return tuple(names)
 
 
@@ -105,7 +107,7 @@ SIZES = {"30M": FULL, "124M": LARGE}
 def check_plan(plan: LanguageModelPlan) -> None:
     """Raise ValueError if a model of the plan cannot be trained: an unknown normalizer, or no layer, for example."""
     if not plan.rates:
-        raise ValueError("rates: expected at least one learning rate, got none")
+        raise ValueError("rates: expected at least one learning rate, got none. Set e.g. rates=[0.001].")
     for normalizer in plan.normalizers:
         settings = [plan.settings(normalizer, rate=rate, tokens=plan.main_tokens, seed=0) for rate in plan.rates]
         check_normalizer(settings[0])
@@ -174,12 +176,17 @@ def best_rate(workspace: LMWorkspace, normalizer: str) -> float:
     tried = {line["learning_rate"]: line for line in workspace.results(stage="rate", normalizer=normalizer)}
     missing = [rate for rate in workspace.plan.rates if rate not in tried]
     if missing:
-        raise NotReadyError(f"{normalizer} has no short run at the learning rate {missing[0]:g} yet; run 'rates' first")
+        raise NotReadyError(
+            f"{normalizer} has no short run at the learning rate {missing[0]:g} yet. Run --stage rates first."
+        )
     ended: dict[float, float] = {
         rate: line["valid_loss"] for rate, line in tried.items() if line["valid_loss"] is not None
     }
     if not ended:
-        raise ValueError(f"{normalizer} diverged at every learning rate: {', '.join(f'{rate:g}' for rate in tried)}")
+        raise ValueError(
+            f"{normalizer} diverged at every learning rate: {', '.join(f'{rate:g}' for rate in tried)}. Add lower "
+            "rates with --set rates=[...]."
+        )
     return min(ended, key=lambda rate: ended[rate])
 
 
@@ -214,7 +221,9 @@ def check_whole(worker: Worker, normalizer: str, seed: int = 0) -> None:
     if worker.whole and _must_be_trained(worker.workspace, normalizer, seed):
         needed, left = _seconds_needed(worker.workspace, normalizer, seed), worker.deadline - time.monotonic()
         if needed >= left:
-            worker.log(f"{normalizer} seed {seed}: not started, needs {needed:.0f} s, and {left:.0f} s are left")
+            worker.log(
+                f"{normalizer} seed {seed}: not started, because it needs {needed:.0f} s and {left:.0f} s are left"
+            )
             raise OutOfTimeError
 
 
@@ -305,7 +314,8 @@ def trained_model(worker: Worker, normalizer: str, seed: int) -> tuple[Any, LMSe
     if last is None:
         folder = worker.workspace.run_folder(normalizer, main_name(seed))
         raise NotReadyError(
-            f"{folder} holds no checkpoint of step {settings.steps}; run 'main' for {normalizer}, seed {seed} first"
+            f"{folder} has no checkpoint of step {settings.steps}. Run --stage main for {normalizer}, seed "
+            f"{seed} first."
         )
     corpus = worker.texts.corpus
     model = build_model(settings, corpus.vocabulary, corpus.end_of_text).to(worker.device)
@@ -352,7 +362,7 @@ def _train(
                         _check_remaining_time(worker, settings, run.step, entry["tokens_per_second"])
         except NotFiniteError as error:
             problem = str(error)
-    if stop.asked:
+    if stop.requested:
         raise TrainingInterrupted(run.step)
     if problem is None and run.step < settings.steps:
         raise OutOfTimeError
@@ -384,7 +394,7 @@ def _check_remaining_time(worker: Worker, settings: LMSettings, step: int, token
     needed = (settings.steps - step) * per_step + (settings.steps * per_step / 4 if tests is None else tests)
     left = worker.deadline - time.monotonic()
     if needed > left:
-        worker.log(f"stopped: training and tests need {needed:.0f} s, and {left:.0f} s are left")
+        worker.log(f"stopped, because training and tests need {needed:.0f} s and {left:.0f} s are left")
         raise OutOfTimeError
 
 

@@ -129,7 +129,9 @@ def records_of(plan: GridPlan, subject: ExperimentSubject, progress: ProgressCal
         for done, (key, model, seed) in enumerate(missing):
             known = _known_records(workspace, parts)
             if time.monotonic() + _slowest(known.values()) >= deadline:
-                raise UnfinishedError(f"{sum(key in known for key in keys)} of {len(keys)} models are finished")
+                raise UnfinishedError(
+                    f"{sum(key in known for key in keys)} of {len(keys)} models are finished within the time limit"
+                )
             progress(f"training {model.label}, seed {seed}", done, len(missing))
             with workspace.claimed(f"{model.label}-seed-{seed}") as acquired:
                 if acquired and key not in _known_records(workspace, parts):  # another process may have finished it
@@ -202,7 +204,7 @@ def train_and_measure(
                     run.model.train()
         except ValueError as error:  # a loss that is not finite
             problem = str(error)
-        if stop.asked:
+        if stop.requested:
             raise TrainingInterrupted(run.step)
         if problem is None and run.step < settings.steps:
             raise UnfinishedError(f"{model.label}, seed {seed}: {run.step} of {settings.steps} steps")

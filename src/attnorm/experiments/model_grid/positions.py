@@ -139,7 +139,7 @@ def _freedom(records: Sequence[Record]) -> int:
 
 
 def _no_shares(known: Sequence[Record]) -> str:
-    """Say why the variance is not divided."""
+    """Return the reason why the variance is not divided among the factors."""
     for factor, levels in (("map", "normalizers"), ("positions", "kinds of positions")):
         found = distinct(known, factor)
         if len(found) == 1:

@@ -174,7 +174,7 @@ def _select_normalizers(only: Sequence[str]) -> list[str]:
     fitting = [name for name in available() if name != FOR_TESTS and _works_on_sets(name)]
     unknown = [name for name in only if _name(name) not in fitting]
     if unknown:
-        raise ValueError(f"{unknown[0]!r} does not take part; choose among {', '.join(fitting)}")
+        raise ValueError(f"--only: expected normalizers of this experiment ({', '.join(fitting)}), got {unknown[0]!r}.")
     if not only:
         return [name for name in fitting if name not in ADDED_SINCE]
     return sorted({BASELINE, *only}, key=lambda name: (fitting.index(_name(name)), name))
@@ -243,7 +243,7 @@ def _records_of(training: Training, seeds: Sequence[int], records: Iterable[Reco
     by_test = {
         (training.trials.names.index(record["tested_with"]), record["size"], record["seed"]): record
         for record in records
-        if record.get("run") == run and record["seed"] in seeds and training.trials.asked(record)
+        if record.get("run") == run and record["seed"] in seeds and training.trials.includes(record)
     }
     return [by_test[key] for key in sorted(by_test)]
 

@@ -1,4 +1,4 @@
-"""The table of claims: every statement of the papers, printed and corrected, and what our normalizers declare."""
+"""The table of claims: every statement of the papers, printed and corrected, and the declarations of normalizers."""
 
 from attnorm.theory.catalogue import dispersion, distance, geometry, gradient, normalizers
 from attnorm.theory.catalogue.claim import Claim, ClaimCase

@@ -94,7 +94,7 @@ class ClaimCase:
 
 @dataclass(frozen=True, kw_only=True)
 class CaseSizes:
-    """The cases a claim is about, or can be searched on in reasonable time."""
+    """The sizes of cases that a claim is about, or that can be searched in reasonable time."""
 
     least_keys: int = 2
     most_keys: int = 64
@@ -129,27 +129,27 @@ class Claim:
 
 
 def at_most(quantity: Tensor, bound: Tensor, rounding: float = 0.0) -> Tensor:
-    """quantity / bound, 0 where both are 0. `rounding`: what float64 may add to a quantity that is exactly 0."""
+    """Return quantity / bound, 0 if both are 0. `rounding`: what float64 may add to a quantity that is exactly 0."""
     return torch.where(quantity <= 0, quantity.clamp(max=0), quantity / (bound.clamp(min=0) + rounding))
 
 
 def at_least(quantity: Tensor, bound: Tensor, rounding: float = 0.0) -> Tensor:
-    """bound / quantity for a quantity that is never negative."""
+    """Return bound / quantity for a quantity that is never negative."""
     return at_most(bound, quantity, rounding)
 
 
 def between(quantity: Tensor, lower: Tensor, upper: Tensor, rounding: float = 0.0) -> Tensor:
-    """Both ratios, (..., 2): to the lower bound, to the upper."""
+    """Return both ratios, (..., 2): to the lower bound and to the upper bound."""
     return torch.stack([at_least(quantity, lower, rounding), at_most(quantity, upper, rounding)], -1)
 
 
 def equals(quantity: Tensor, expected: Tensor, tolerance: Tensor | float) -> Tensor:
-    """Above 1 where the difference exceeds the tolerance."""
+    """Return a ratio that is above 1 if the difference exceeds the tolerance."""
     return (quantity - expected).abs() / tolerance
 
 
 def draw_case(seed: int, sizes: CaseSizes, *, structured: bool) -> ClaimCase:
-    """A batch of rows of one size. `structured`: ties, two levels, one winner, equal or orthogonal vectors, ..."""
+    """Draw a batch of rows of one size. `structured`: ties, two levels, one leader, equal or orthogonal vectors, ..."""
     generator = torch.Generator().manual_seed(seed)
     least_keys = max(sizes.least_keys, sizes.least_top_n + 1)
     keys = _choice([size for size in KEYS if least_keys <= size <= sizes.most_keys], generator)

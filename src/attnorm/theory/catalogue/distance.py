@@ -1,4 +1,4 @@
-"""Claims on the distance between what a head selects and the rest: Theorem 1, Corollary 2 and what is said of them."""
+"""Claims on the distance between what a head selects and the rest: Theorem 1, Corollary 2 and remarks on them."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Claims on normalizers: what ours promise, the law of the frontier, and what every normalizer says about itself.
+"""Claims on normalizers: properties of attnorm's own, the law of the frontier, and the declarations of every one.
 
 Ours are kneemax (the weight that it keeps, how fast it moves, its zeros) and nearmax (how far it looks). The frontier
 says which map attains the law, and what gap each map needs for a weight. The claims about a registered normalizer are

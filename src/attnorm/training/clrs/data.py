@@ -55,7 +55,7 @@ def read_examples(path: Path, algorithms: Sequence[str] = ()) -> list[ClrsExampl
             raise ValueError(f"{path}, record {number}: expected the fields {', '.join(FIELDS)}, got no {missing[0]!r}")
         examples.append(ClrsExample(*(record[field] for field in FIELDS)))
     if not examples:
-        raise ValueError(f"{path} has no examples; expected one JSON record per line")
+        raise ValueError(f"expected one JSON record per line in {path}, got no records.")
     return select_algorithms(examples, algorithms)
 
 
@@ -68,7 +68,9 @@ def select_algorithms(examples: list[ClrsExample], algorithms: Sequence[str]) ->
     available = {example.algorithm for example in examples}
     for name in algorithms:
         if name not in available:
-            raise ValueError(f"no example is of the algorithm {name!r}; {did_you_mean(name, sorted(available))}")
+            raise ValueError(
+                f"expected an algorithm of the examples, got {name!r}; {did_you_mean(name, sorted(available))}"
+            )
     return [example for example in examples if example.algorithm in algorithms] if algorithms else examples
 
 
@@ -214,7 +216,9 @@ def prepare_data(
         )
     common = {example.question for example in train} & {example.question for example in test}
     if common:
-        raise ValueError(f"{len(common)} test questions are training questions too. Remove them from one of the files.")
+        raise ValueError(
+            f"{len(common)} test questions are training questions too. Remove them from one of the two files."
+        )
     order = np.random.default_rng(HELD_OUT_SEED).permutation(len(train))
     encoded = encode_examples(train, tokenizer)
     apart, kept = order[:held_out], np.sort(order[held_out:])

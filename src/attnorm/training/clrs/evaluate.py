@@ -1,4 +1,4 @@
-"""The tests of a trained model: exact match of the greedy answer, the loss, and the rows that answers are read from.
+"""The tests of a trained model: exact match of the greedy answer, the loss, and the entropy of the answers' rows.
 
 Greedy decoding gives the right answer exactly if every answer token is the most likely one after the *true* tokens
 before it: as long as it is right, its own tokens are the true ones. So one forward pass over question and answer
@@ -138,7 +138,7 @@ def read_result(result: Mapping[str, Any]) -> dict[str, Any]:
 def answer_entropy(
     model: Any, examples: Sequence[EncodedExample], per_cell: int, device: torch.device
 ) -> list[dict[str, Any]]:
-    """Measure the rows from which answers are read: one record per algorithm and size.
+    """Measure the attention rows that predict answers: one record per algorithm and size.
 
     `entropy_nats` and `entropy_ratio` (1: uniform over the visible keys) are means over examples, up to ROWS answer
     tokens of each, layers and heads.

@@ -165,7 +165,10 @@ class ClrsBase:
             return Characters()
         loaded = _loaded(self.path)
         if loaded.tokenizer is None:
-            raise ValueError(f"{self.path} has no tokenizer: {loaded.tokenizer_problem}")
+            raise ValueError(
+                f"expected a model with a tokenizer, got {self.path} without one ({loaded.tokenizer_problem}). Save "
+                "the tokenizer in its folder."
+            )
         return Pretrained(loaded.tokenizer)
 
     def build(self, recipe: ClrsRecipe, device: torch.device) -> Any:
@@ -222,7 +225,7 @@ def train_clrs(
     save_model: bool = False,
     report: ClrsCallback = lambda stage, done, total, entry: None,
 ) -> dict[str, Any]:
-    """Train the model in `out`, or continue; return the record that training.json holds.
+    """Train the model in `out`, or continue; return the record that training.json contains.
 
     Args:
         device: Default: a GPU if there is one.
@@ -260,7 +263,7 @@ def train_clrs(
             report("training", run.step, recipe.steps, None)
             for entry in run.steps(deadline, stop, checkpoint_every):
                 report("training", run.step, recipe.steps, entry)
-        if stop.asked:
+        if stop.requested:
             raise TrainingInterrupted(run.step)
         if run.step < recipe.steps:
             raise OutOfTimeError
@@ -328,8 +331,8 @@ class ClrsRun(TrainingRun):
         if compiled:
             if not hasattr(getattr(model, "model", None), "layers"):
                 raise ValueError(
-                    f"expected a model with blocks in model.layers to compile, got {type(model).__name__}; "
-                    "remove --compile (compiled=True)"
+                    f"expected a model with blocks in model.layers to compile, got {type(model).__name__}. "
+                    "Remove --compile (compiled=True)."
                 )
             compile_blocks(model, recipe.as_lm(), any_length=True)
         out.mkdir(parents=True, exist_ok=True)

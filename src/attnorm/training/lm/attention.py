@@ -47,8 +47,8 @@ def check_attention(attention: Attention, settings: LMSettings) -> None:
     for name, options in settings.normalizers if attention == "dense" else ():
         if isinstance(get(name, **with_sizes(name, options, settings)), Mechanism):
             raise ValueError(
-                f"dense attention multiplies values by a matrix of weights, and {name!r} is a mechanism without one; "
-                "remove --dense (attention='dense')"
+                f"--dense: expected a row normalizer, got the mechanism {name!r}, which has no matrix of "
+                "weights. Remove --dense (attention='dense')."
             )
 
 
@@ -189,7 +189,10 @@ def dense_attention(
     normalizer = getattr(module, NORMALIZER)
     assert isinstance(normalizer, Normalizer)
     if attention_mask is not None or dropout:
-        raise ValueError("dense training attention needs whole windows: no padding, mask or dropout")
+        raise ValueError(
+            "expected whole windows without padding, mask and dropout for dense attention in training, got others. "
+            "Use the default engine."
+        )
     dtype = _working_dtype(query)
     if query.shape[1] != key.shape[1]:  # several query heads share a key head
         shared_by = query.shape[1] // key.shape[1]

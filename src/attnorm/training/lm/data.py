@@ -1,4 +1,4 @@
-"""From text files to windows of tokens: read in pieces, tokenized once, kept on disk, drawn at random positions.
+"""Turn text files into windows of tokens: read in pieces, tokenized once, stored on disk, drawn at random positions.
 
 Tokenizer: byte-level BPE, trained on a seeded sample of the text. Every byte is a token, so any text can be encoded and
 decoded without loss. Words keep the space before them, numbers are split in threes, a run of newlines is one token, and
@@ -61,9 +61,11 @@ def pieces(path: Path, size: int = PIECE) -> Iterator[str]:
         if rest:
             yield rest
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error.reason}); convert it first, e.g. with iconv") from None
+        raise ValueError(f"{path} is not UTF-8 text ({error.reason}). Convert it first, e.g. with iconv.") from None
     except (lzma.LZMAError, EOFError):
-        raise ValueError(f"{path} is no xz file, or it is cut off; pack it again, or name a plain .txt") from None
+        raise ValueError(
+            f"{path} is not an xz file, or it is truncated. Compress it again, or name a plain .txt file."
+        ) from None
 
 
 def fingerprint(path: Path) -> str:
@@ -79,7 +81,7 @@ def fingerprint(path: Path) -> str:
 def check_file(path: Path) -> None:
     """Raise ValueError if there is no such file."""
     if path.is_dir():
-        raise ValueError(f"{path} is a folder; name the text files in it")
+        raise ValueError(f"expected a text file, got the folder {path}. Name the text files in it.")
     if not path.is_file():
         raise ValueError(f"no such text file: {path}. Check the path.")
 
@@ -224,7 +226,10 @@ def describe_texts(texts: Sequence[Path], valid: Path) -> dict[str, Any]:
     train = [{"name": path.name, "sha256": fingerprint(path)} for path in texts]
     held_out = {"name": valid.name, "sha256": fingerprint(valid)}
     if held_out["sha256"] in {text["sha256"] for text in train}:
-        raise ValueError(f"{valid} is also among the training texts; a loss on it would be meaningless")
+        raise ValueError(
+            f"{valid} is also one of the training texts, so that a loss on it would mean nothing. Use another text "
+            "for validation."
+        )
     return {"train": train, "valid": held_out}
 
 
@@ -318,8 +323,8 @@ def check_sizes(texts: Sequence[Path], valid: Path, context: int) -> None:
         most = sum(path.stat().st_size for path in paths)
         if most < context and not any(path.suffix == ".xz" for path in paths):
             raise ValueError(
-                f"the {what} text has at most {most} tokens, too short for one window of {context} and the token after "
-                "it; give more text or a shorter context"
+                f"the {what} text has at most {most} tokens, fewer than one window of {context} tokens and the "
+                "token after it. Use more text or a smaller context."
             )
 
 
@@ -331,8 +336,8 @@ def check_length(tokens: Tokens, context: int, what: str) -> None:
     """
     if len(tokens) < context + 2:
         raise ValueError(
-            f"the {what} text has {len(tokens)} tokens, too short for one window of {context} and the token after it; "
-            f"give more text or a shorter context"
+            f"the {what} text has {len(tokens)} tokens, fewer than one window of {context} tokens and the token "
+            "after it. Use more text or a smaller context."
         )
 
 

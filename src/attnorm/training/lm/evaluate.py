@@ -1,5 +1,5 @@
-"""Losses of the model, in training and validation, at several lengths; its attention statistics; and the losses of the
-counts that it must beat.
+"""Evaluate a language model: its losses at several lengths, its attention statistics, and the losses of unigram and
+bigram counts as baselines.
 
 At any length every token of the text except the first is predicted exactly once. So losses at different lengths are
 means over the same tokens; only the visible context differs.
@@ -132,7 +132,10 @@ def spread_chunks(tokens: Tokens, length: int, count: int) -> list[torch.Tensor]
     """
     fitting = (len(tokens) - 1) // length
     if not fitting:
-        raise ValueError(f"a held-out text has {len(tokens)} tokens; a loss at {length} needs {length + 1}")
+        raise ValueError(
+            f"expected a held-out text of at least {length + 1} tokens for a loss at length {length}, got "
+            f"{len(tokens)}. Use more text or a smaller length."
+        )
     starts = np.linspace(0, fitting - 1, min(count, fitting)).round().astype(int) * length
     return [torch.from_numpy(tokens[start : start + length + 1].astype(np.int64)) for start in starts]
 
@@ -149,30 +152,30 @@ def check_lengths(lengths: Sequence[int], settings: LMSettings) -> None:
     """
     for length in lengths:
         if length < 1:
-            raise ValueError(f"a length to evaluate at must be at least 1, got {length}")
+            raise ValueError(f"expected lengths of at least 1 for the evaluation, got {length}.")
         if length > settings.context and not ANY_LENGTH[settings.architecture]:
             others = " or ".join(name for name, unlimited in ANY_LENGTH.items() if unlimited)
             raise ValueError(
-                f"{settings.architecture} has {settings.context} positions and none beyond, so it cannot be evaluated "
-                f"at {length}; remove that length, or train another architecture ({others})"
+                f"{settings.architecture} has {settings.context} positions, so that it cannot be evaluated at "
+                f"length {length}. Remove that length, or train another architecture ({others})."
             )
 
 
-def evaluation_lengths(wanted: Sequence[int] | None, settings: LMSettings, valid: Tokens) -> list[int]:
+def evaluation_lengths(lengths: Sequence[int] | None, settings: LMSettings, valid: Tokens) -> list[int]:
     """Return the lengths to evaluate at, always including the training length.
 
-    wanted: None for 1, 2 and 4 times the training length, if model and text are long enough.
+    lengths: None for 1, 2 and 4 times the training length, if model and text are long enough.
 
     Raises:
         ValueError: The text is shorter than one of the lengths.
     """
-    if wanted is None:
+    if lengths is None:
         times = LONGER if ANY_LENGTH[settings.architecture] else LONGER[:1]
         longer = [factor * settings.context for factor in times]
         return [length for length in longer if length == settings.context or length < len(valid) - 1]
-    for length in wanted:
+    for length in lengths:
         check_length(valid, length, "validation")
-    return sorted({settings.context, *wanted})
+    return sorted({settings.context, *lengths})
 
 
 @torch.no_grad()  # not inference mode: the Jacobians of some maps take a derivative

@@ -250,9 +250,10 @@ def _output_sentences(run: dict[str, Any], result: dict[str, Any]) -> str:
     what = "softmaxes" if kind == "mos" else "contexts in front of one softmax"
     equal = result["softmax_of_equal_size"]
     return (
-        f"The output layer is a mixture of {components} {what} "
-        f"([Yang et al. 2018](https://arxiv.org/abs/1711.03953)); all weights together are {result['parameters']:,} "
-        f"numbers. A plain output layer has at least as many from width {equal['width']} on ({equal['parameters']:,}). "
+        f"The output layer is a mixture of {components} {what} ([Yang et al. "
+        f"2018](https://arxiv.org/abs/1711.03953)); the model has {result['parameters']:,} parameters. With a "
+        f"plain output layer it would have at least as many from width {equal['width']} on "
+        f"({equal['parameters']:,}). "
     )
 
 

@@ -1,4 +1,4 @@
-"""Settings of a training run, of which every value changes the weights, and the model families that can be trained.
+"""The settings of a training run that determine its weights, and the model families that can be trained.
 
 Only the repeating blocks of a model are compiled: one small graph serves all layers, so compilation takes seconds. The
 code around the blocks, which prepares masks and positions, is not compiled.
@@ -61,8 +61,8 @@ class LMSettings:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.width % self.heads:
             raise ValueError(
-                f"width must be a multiple of heads, so that every head gets the same share; got width {self.width} "
-                f"and {self.heads} heads, try width {self.heads * max(1, round(self.width / self.heads))}"
+                f"expected a width that is a multiple of the number of heads, got width {self.width} and "
+                f"{self.heads} heads. Use e.g. width {self.heads * max(1, round(self.width / self.heads))}."
             )
         if ANY_LENGTH[self.architecture] and self.width // self.heads % 2:
             raise ValueError(
@@ -91,7 +91,9 @@ class LMSettings:
 
     def _simplify_recipe(self) -> None:
         if self.normalizer != SOFTMAX or self.normalizer_options:
-            raise ValueError(f"expected a recipe or a normalizer, got both, {self.normalizer!r} too. Remove one.")
+            raise ValueError(
+                f"expected a recipe or a normalizer, got both, a recipe and {self.normalizer!r}. Remove one."
+            )
         recipe = compact(specs_by_layer(self.recipe, self.layers))
         if len(recipe) == 1:
             name, options = parse_spec(next(iter(recipe.values())))
@@ -294,7 +296,7 @@ def _replace_softmax(model: Any, settings: LMSettings) -> None:
     try:
         for name, options in settings.normalizers:
             if "train_length" in options:
-                raise ValueError(f"the training length is the context, {settings.context}; remove train_length")
+                raise ValueError(f"the training length is always the context, {settings.context}. Remove train_length.")
             get(name, **with_sizes(name, options, settings))  # rejects options that only patch() has
         if settings.recipe:
             patch(model, settings.recipe, warm_start=False, train_length=settings.context)

@@ -84,7 +84,7 @@ def train_lm(
     command: str = "",
     report: LMCallback = lambda progress: None,
 ) -> dict[str, Any]:
-    """Train the model in `out`, or continue; return the record that training.json holds.
+    """Train the model in `out`, or continue; return the record that training.json contains.
 
     Args:
         compiled: Compile the repeating blocks of the model.
@@ -148,7 +148,7 @@ def train_lm(
             report(LMProgress("training", run.step, settings.steps))  # the first steps may have to be compiled
             for entry in run.steps(deadline, stop, evaluate_every, checkpoint_every):
                 report(LMProgress("training", run.step, settings.steps, entry))
-        if processes.any(stop.asked):
+        if processes.any(stop.requested):
             raise TrainingInterrupted(run.step)
         report(LMProgress("evaluating", run.step, settings.steps))
         return processes.by_first(

@@ -1,4 +1,4 @@
-"""What retrieval models learn from: training settings, tasks on sets of items, and the data of each step and test.
+"""Training data of retrieval models: settings, tasks on sets of items, and the data of each step and test.
 
 Every value of the settings changes the weights.
 
@@ -70,8 +70,8 @@ class RetrievalRecipe:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 2 <= self.smallest <= self.largest:
             raise ValueError(
-                f"sets in training must have at least 2 items, and the smallest no more than the largest; "
-                f"got {self.smallest} to {self.largest}"
+                f"expected training sets of at least 2 items, with smallest <= largest, got {self.smallest} to "
+                f"{self.largest}."
             )
         if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"the learning rate must be above 0, got {self.learning_rate}")
@@ -79,15 +79,15 @@ class RetrievalRecipe:
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name.replace('_', ' ')} must be 0 or more, got {getattr(self, name)}")
         if not 0 <= self.leak_from < 1:
-            raise ValueError(f"leak_from is a share of the steps, at least 0 and below 1; got {self.leak_from}")
+            raise ValueError(f"leak_from: expected a share of the steps, at least 0 and below 1, got {self.leak_from}.")
         if not 0 <= self.squeezed <= 1:
-            raise ValueError(f"squeezed is a share of the sets, between 0 and 1; got {self.squeezed}")
+            raise ValueError(f"squeezed: expected a share of the sets between 0 and 1, got {self.squeezed}.")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be {' or '.join(DTYPES)}, got {self.dtype!r}")
         if self.dtype == "bfloat16" and (self.squeezed or self.leak_penalty or self.standardized):
             raise ValueError(
-                "bfloat16 rounds priorities near 1 to steps of 1/256, and squeezed, leak_penalty and standardized need "
-                "far smaller differences; train in float32, or set them to 0"
+                "expected float32 with squeezed, leak_penalty or standardized, got bfloat16, which rounds "
+                "priorities near 1 to steps of 1/256. Train in float32, or set these options to 0."
             )
 
     def as_dict(self) -> dict[str, Any]:

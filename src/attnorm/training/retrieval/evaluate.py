@@ -132,11 +132,11 @@ class Trials:
 
     def __post_init__(self) -> None:
         if not self.sizes:
-            raise ValueError("no sizes to test; at least one is needed")
+            raise ValueError("expected at least one set size to test, got none.")
         if min(self.sizes) < 2:
-            raise ValueError(f"a set must have at least 2 items, got size {min(self.sizes)}")
+            raise ValueError(f"expected set sizes of at least 2 items, got {min(self.sizes)}.")
         if self.sets < 1:
-            raise ValueError(f"at least 1 set must be tested, got {self.sets}")
+            raise ValueError(f"expected at least 1 test set per size, got {self.sets}.")
         object.__setattr__(self, "others", tuple(map(state_spec, self.others)))
         for name in self.others:
             normalizer_for(name, 1)
@@ -145,7 +145,7 @@ class Trials:
     def names(self) -> tuple[str, ...]:
         return (OWN, *self.others)
 
-    def asked(self, record: Record) -> bool:
+    def includes(self, record: Record) -> bool:
         """Return whether a record belongs to these tests."""
         return (
             record["size"] in self.sizes
@@ -163,7 +163,7 @@ def records_of(
     """
     path = out / RECORDS
     lines = map(read_settings, read_jsonl(path))
-    known = [r for r in lines if r.get("run") == stack.run and r["seed"] in stack.seeds and trials.asked(r)]
+    known = [r for r in lines if r.get("run") == stack.run and r["seed"] in stack.seeds and trials.includes(r)]
     models: Retrievers | None = None
     for done, size in enumerate(trials.sizes):
         recorded = {(r["tested_with"], r["seed"]) for r in known if r["size"] == size}

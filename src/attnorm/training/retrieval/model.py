@@ -112,8 +112,8 @@ def normalizer_for(spelling: str, copies: int) -> Normalizer:
         raise ValueError(str(error)) from None
     if not isinstance(normalizer, Normalizer):
         raise ValueError(
-            f"{name!r} is a mechanism: it needs q, k and v of a sequence, and sets of items are rows of logits; "
-            "choose a normalizer, `attnorm normalizers` lists them"
+            f"{name!r} is a mechanism, which needs q, k and v of a sequence, but sets of items have rows of "
+            "logits only. Choose a row normalizer; `attnorm normalizers` lists them."
         )
     if not any(True for _ in normalizer.parameters()):
         return normalizer
@@ -121,8 +121,8 @@ def normalizer_for(spelling: str, copies: int) -> Normalizer:
         per_copy = get(name, heads=copies, **options)
     except TypeError:
         raise ValueError(
-            f"expected a normalizer with the option `heads`, got {name!r}: seeds that are trained together would share "
-            "its parameters. Choose another normalizer."
+            f"expected a normalizer with the option `heads`, got {name!r}, because seeds that are trained "
+            "together would share its parameters. Choose another normalizer."
         ) from None
     assert isinstance(per_copy, Normalizer)
     return per_copy
@@ -174,7 +174,7 @@ def find_trained_seeds(out: Path, key: str = "") -> list[TrainedSeeds]:
             with safe_open(path, framework="pt") as file:
                 about = json.loads(file.metadata()[HEADER])
         except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} is damaged ({error}); remove it, and its models are trained again") from None
+            raise ValueError(f"{path} is damaged ({error}). Remove it to train its models again.") from None
         stacks.append(TrainedSeeds(path, read_settings(about)))
     return stacks
 
@@ -206,8 +206,8 @@ def load_trained_seeds(stack: TrainedSeeds, task: Task, device: torch.device) ->
         models.load_state_dict(load_file(stack.path))
     except RuntimeError as error:
         raise ValueError(
-            f"{stack.path} does not fit this version of attnorm ({str(error).splitlines()[0]}); "
-            "choose another folder, or remove the file to train its models again"
+            f"{stack.path} does not fit this version of attnorm ({str(error).splitlines()[0]}). Choose another "
+            "folder, or remove the file to train its models again."
         ) from None
     return models.to(device).eval()
 

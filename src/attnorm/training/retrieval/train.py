@@ -217,7 +217,7 @@ def _report_sizes(report: RetrievalCallback, testing: RetrievalProgress, done: i
 def _check_names(normalizers: Sequence[str], seeds: Sequence[int]) -> None:
     for what, values in (("normalizers", normalizers), ("seeds", seeds)):
         if not values:
-            raise ValueError(f"no {what}; give at least one")
+            raise ValueError(f"{what}: expected at least one, got none.")
         twice = [value for value in values if list(values).count(value) > 1]
         if twice:
             raise ValueError(f"expected distinct {what}, got {twice[0]!r} twice. Remove one.")
@@ -338,9 +338,9 @@ def train(
                 if journal:
                     journal.log(done, seed_losses, seconds())
                 report(done, sum(seed_losses) / len(seed_losses))
-            if journal and not last and (done % journal.every == 0 or (stop and stop.asked)):
+            if journal and not last and (done % journal.every == 0 or (stop and stop.requested)):
                 journal.save(models, optimizer, done, seconds())
-            if stop and stop.asked and not last:
+            if stop and stop.requested and not last:
                 raise TrainingInterrupted(done)
     return Trained(models.eval(), losses.tolist(), seconds())
 
@@ -352,7 +352,10 @@ def check_recipe(recipe: RetrievalRecipe, task: Task) -> None:
         ValueError: The recipe squeezes priorities, but the task has none.
     """
     if recipe.squeezed and not task.has_priority:
-        raise ValueError(f"squeezed is for tasks with priorities, and {task.name!r} has none; leave it at 0")
+        raise ValueError(
+            f"squeezed: expected 0 for the task {task.name!r}, which has no priorities, got {recipe.squeezed:g}. "
+            "Set it to 0."
+        )
 
 
 def _optimizer(models: Retrievers, recipe: RetrievalRecipe, device: torch.device) -> torch.optim.AdamW:
