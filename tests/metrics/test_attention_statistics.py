@@ -478,17 +478,58 @@ def test_vmap_over_the_parameters_of_a_normalizer_equals_a_loop(monkeypatch: pyt
     torch.testing.assert_close(torch.func.vmap(measure)(values), expected)
 
 
-@pytest.mark.parametrize("queries", [K, 5])
-def test_hidden_states_are_those_of_the_last_keys(queries: int) -> None:
-    generator = torch.Generator().manual_seed(3)
-    q, k = torch.randn(B, H, queries, D, generator=generator), torch.randn(B, G, K, D, generator=generator)
-    states = torch.randn(B, queries, 6, generator=generator)
+def reads_states(generator: torch.Generator) -> attnorm.Normalizer:
     learned = attnorm.get("asentmax", heads=H, width=6)
     for parameter in learned.parameters():
         torch.nn.init.normal_(parameter, std=0.5, generator=generator)
-    weights = attnorm.attention(q, k, k, learned, causal=True, hidden_states=states, return_weights=True)[1].detach()
-    found = attnorm.attention_statistics(q, k, learned, causal=True, hidden_states=states)
+    return learned
+
+
+@pytest.mark.parametrize("by_operator", [False, True], ids=["eager", "operator"])
+@pytest.mark.parametrize("shape", [(B, Q, 6), (1, Q, 6), (Q, 6)], ids=str)
+@pytest.mark.parametrize("keys", [K, Q, 5])
+def test_hidden_states_are_those_of_the_queries(
+    keys: int, shape: tuple[int, ...], by_operator: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_statistics, "runs_kernels", lambda q: False)
+    generator = torch.Generator().manual_seed(3)
+    q, k = torch.randn(B, H, Q, D, generator=generator), torch.randn(B, G, keys, D, generator=generator)
+    states = torch.randn(shape, generator=generator)
+    learned = reads_states(generator)
+    weights = attnorm.attention(q, k, k, learned, hidden_states=states, return_weights=True)[1].detach()
+
+    def measure(q: torch.Tensor) -> torch.Tensor:
+        return attnorm.attention_statistics(q, k, learned, hidden_states=states).max_weight
+
+    found = torch.func.vmap(measure)(q[None])[0] if by_operator else measure(q)
+    torch.testing.assert_close(found, weights.amax(-1))
+    beside = attnorm.attention(q, k, k, learned, hidden_states=states, return_statistics=True)[1]
+    torch.testing.assert_close(beside.max_weight, weights.amax(-1))
+    reads_none = attnorm.attention_statistics(q, k, "entmax15", hidden_states=states)
+    torch.testing.assert_close(reads_none, attnorm.attention_statistics(q, k, "entmax15"), equal_nan=True)
+
+
+def test_hidden_states_of_queries_without_a_batch() -> None:
+    generator = torch.Generator().manual_seed(3)
+    q, k = (t[0] for t in draw())
+    states, learned = torch.randn(Q, 6, generator=generator), reads_states(generator)
+    weights = attnorm.attention(q, k, k, learned, hidden_states=states, return_weights=True)[1].detach()
+    found = attnorm.attention_statistics(q, k, learned, hidden_states=states)
     torch.testing.assert_close(found.max_weight, weights.amax(-1))
+
+
+@pytest.mark.parametrize("name", ["asentmax", "entmax15"])
+@pytest.mark.parametrize("shape", [(B, K, 6), (3, Q, 6), (B, 1, 6), (B, 1, Q, 6), (6,)], ids=str)
+def test_hidden_states_of_other_tokens_are_rejected(name: str, shape: tuple[int, ...]) -> None:
+    q, k = draw()
+    normalizer = reads_states(torch.Generator()) if name == "asentmax" else attnorm.get(name)
+    states = torch.randn(shape)
+    expected = re.escape(f"expected hidden_states of the queries, ({B}, {Q}, width), got shape {shape}. Pass ")
+    with pytest.raises(ValueError, match=expected):
+        attnorm.attention_statistics(q, k, normalizer, hidden_states=states)
+    for more in ({"return_statistics": True}, {"return_weights": True}, {}):
+        with pytest.raises(ValueError, match=expected):
+            attnorm.attention(q, k, k, normalizer, hidden_states=states, **more)
 
 
 def test_the_operator_is_sound() -> None:

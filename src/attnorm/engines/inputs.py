@@ -291,6 +291,8 @@ def validate_inputs(
         _check_scale(scale)
     if q.dim() != 4:
         q, k, v = (to_four_dimensions(t) for t in (q, k, v))
+    if hidden_states is not None:
+        _check_states_of_queries(hidden_states, q)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     inputs = Inputs(q, k, v, None, causal, scale, positions, hidden_states)
     if mask is None:
@@ -313,6 +315,16 @@ def _check_scale(scale: Any) -> None:
         )
     if not (is_number(scale) and math.isfinite(scale)):
         raise ValueError(f"scale must be a finite number, got {scale!r}; leave it out for 1/sqrt(width)")
+
+
+def _check_states_of_queries(states: Tensor, q_BHQD: Tensor) -> None:
+    batch, queries = q_BHQD.shape[0], q_BHQD.shape[-2]
+    batch_fits = states.dim() == 2 or (states.dim() == 3 and states.shape[0] in (1, batch))
+    if not batch_fits or states.shape[-2] != queries:
+        raise ValueError(
+            f"expected hidden_states of the queries, ({batch}, {queries}, width), got shape {tuple(states.shape)}. "
+            f"Pass the layer input that q is projected from. With a cache it is hidden_states[:, -{queries}:]."
+        )
 
 
 def is_number(value: Any) -> bool:
