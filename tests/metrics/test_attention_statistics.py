@@ -12,6 +12,7 @@ import attnorm
 from attnorm.engines import blocked
 from attnorm.metrics import attention_statistics
 from attnorm.metrics.call import AttentionCall
+from attnorm.normalizers import registry
 from tests.metrics.reference import dense_logits, dense_visible, dense_weights
 
 B, H, G, Q, K, D = 2, 4, 2, 21, 37, 8
@@ -476,6 +477,29 @@ def test_vmap_over_the_parameters_of_a_normalizer_equals_a_loop(monkeypatch: pyt
     expected = torch.stack([measure(value) for value in values])
     assert not torch.allclose(expected[0], expected[2])
     torch.testing.assert_close(torch.func.vmap(measure)(values), expected)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch has no such rule for SDPA on a CPU
+@pytest.mark.parametrize("name", ["alibi", "nearmax", "ssmax", "sa_softmax"])
+def test_a_normalizer_can_be_built_in_a_gradient_of_torch_func(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_statistics, "runs_kernels", lambda q: False)
+    monkeypatch.setattr(registry, "_stateless_normalizers", {})
+    q, k = draw()
+    before = attnorm.get(name).requires_grad_(False)
+
+    def loss(q: torch.Tensor, normalizer: str | attnorm.Normalizer) -> tuple[torch.Tensor, torch.Tensor]:
+        output, statistics = attnorm.attention(q, k, k, normalizer, return_statistics=True)
+        return output.square().sum(), statistics.entropy
+
+    grad = torch.func.grad(loss, has_aux=True)
+    expected = grad(q, before)
+    torch.testing.assert_close(grad(q, name), expected)
+    torch.testing.assert_close(torch.func.grad(lambda q: loss(q, attnorm.get(name)), has_aux=True)(q), expected)
+    in_vmap = torch.func.vmap(grad, in_dims=(0, None))(q[None], name)
+    torch.testing.assert_close([t[0] for t in in_vmap], list(expected))
+    compiled = torch.compile(lambda q: grad(q, name), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q), expected)
+    copy.deepcopy(registry.resolve_for_call(name, q))  # those that calls share are copied with a layer
 
 
 def reads_states(generator: torch.Generator) -> attnorm.Normalizer:

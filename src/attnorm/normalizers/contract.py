@@ -16,12 +16,14 @@ tensor is an input of the graph, so that all layers share one.
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from attnorm.normalizers.block import Block, Positions
 
@@ -507,8 +509,15 @@ def remember(normalizer: nn.Module) -> Tensor:
     if torch.compiler.is_dynamo_compiling():  # it exists only inside the graph: that of a layer with its own sinks
         return torch.full((), 0, dtype=torch.int64, device="cpu")
     _normalizers[id(normalizer)] = normalizer
-    # Not torch.tensor: tests reject it in code that runs beside a GPU, where it would copy from pageable memory.
-    return torch.full((), id(normalizer), dtype=torch.int64, device="cpu")
+    with outside_transforms():
+        # Not torch.tensor: tests reject it in code that runs beside a GPU, where it would copy from pageable memory.
+        return torch.full((), id(normalizer), dtype=torch.int64, device="cpu")
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Suspend torch.func: a tensor made under torch.func.grad has no memory that can be copied, not even afterwards."""
+    suspended: AbstractContextManager[Any] = temporarily_clear_interpreter_stack()
+    return suspended
 
 
 def normalizer_of(handle: Tensor) -> nn.Module:
