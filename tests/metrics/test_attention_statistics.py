@@ -4,6 +4,7 @@ import copy
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
@@ -70,6 +71,22 @@ def test_a_causal_call_with_padding_and_a_soft_cap(dtype: torch.dtype) -> None:
         torch.testing.assert_close(found[column].double(), value, rtol=2e-5, atol=2e-5)
 
 
+def test_a_soft_cap_may_be_any_number() -> None:
+    q, k = draw()
+    expected = attnorm.attention_statistics(q, k, softcap=3.0)
+    for softcap in (3, np.float32(3), np.float64(3), torch.tensor(3.0), torch.tensor([3])):
+        torch.testing.assert_close(attnorm.attention_statistics(q, k, softcap=softcap), expected, rtol=0, atol=0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_soft_cap_far_above_all_logits_changes_nothing(dtype: torch.dtype) -> None:
+    q, k = (t.to(dtype) for t in draw())
+    expected = attnorm.attention_statistics(q, k)
+    for softcap in (1e29, 1e38, 3e38, 1e39, 1e300, 10**400):
+        found = attnorm.attention_statistics(q, k, softcap=softcap)
+        torch.testing.assert_close(found, expected, msg=lambda t, cap=softcap: f"{cap}: {t}")
+
+
 def test_causal_and_a_mask_with_a_row_for_each_query() -> None:
     q, k = draw()
     mask = torch.rand(Q, K, generator=torch.Generator().manual_seed(5)) < 0.7
@@ -119,8 +136,9 @@ def test_bad_input_is_named() -> None:
     with pytest.raises(ValueError, match="softcap"):
         attnorm.attention_statistics(q, k, softcap=0)
     assert attnorm.attention_statistics(q, k, softcap=0.5).max_logit.max() <= 0.5
-    with pytest.raises(ValueError, match="softcap"):
-        attnorm.attention_statistics(q, k, softcap=math.inf)
+    for softcap in (math.inf, math.nan, "3", True, torch.ones(2)):
+        with pytest.raises(ValueError, match=r"expected a finite softcap above 0, got .*Leave it out"):
+            attnorm.attention_statistics(q, k, softcap=softcap)  # type: ignore[arg-type]
     for top_n in ((0, 3), 5, (2.5,), ("a",), "15", (True,), (None,)):
         with pytest.raises(ValueError, match="top_n"):
             attnorm.attention_statistics(q, k, top_n=top_n)  # type: ignore[arg-type]

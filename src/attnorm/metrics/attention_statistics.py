@@ -24,6 +24,7 @@ from attnorm.engines.inputs import (
     Inputs,
     check_tensors,
     checked_flag,
+    is_number,
     row_factors,
     under_transform,
     validate_inputs,
@@ -40,6 +41,8 @@ from attnorm.normalizers.contract import KernelForm, Mechanism, Normalizer, Thre
 from attnorm.normalizers.registry import resolve_for_call
 from attnorm.theory.selection import at_least_float32
 
+# A softcap of this size changes no logit by more than rounding. Larger ones overflow in float32 and are ignored.
+NO_CAP = 1e30
 _NAMES = {"entropy": "entropy_nats"}  # as the catalogue of metrics calls them
 
 
@@ -123,9 +126,7 @@ def attention_statistics(
     resolved = resolve_for_call(normalizer, q)
     if isinstance(resolved, Mechanism):
         raise TypeError(f"expected a row normalizer, got the mechanism {resolved.name!r}, which has no rows of logits.")
-    if softcap is not None and (
-        isinstance(softcap, bool) or not (isinstance(softcap, int | float) and 0 < softcap < math.inf)
-    ):
+    if softcap is not None and (isinstance(softcap, bool) or not (is_number(softcap) and 0 < softcap < math.inf)):
         raise ValueError(f"expected a finite softcap above 0, got {softcap!r}. Leave it out for no cap.")
     if not isinstance(top_n, Sequence) or any(
         isinstance(N, bool) or not hasattr(N, "__index__") or N < 1 for N in top_n
@@ -135,8 +136,8 @@ def attention_statistics(
     inputs = validate_inputs(
         q, k, k, mask=mask, causal=causal, scale=scale, positions=positions, hidden_states=hidden_states
     )
-    if softcap is not None:
-        inputs = replace(inputs, softcap=softcap)
+    if softcap is not None and softcap < NO_CAP:
+        inputs = replace(inputs, softcap=float(softcap))
     return statistics_of(inputs, resolved, top_n).reshaped(q.shape[:-1])
 
 
