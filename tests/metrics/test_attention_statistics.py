@@ -129,8 +129,6 @@ def test_bad_input_is_named() -> None:
     q, k = draw()
     with pytest.raises(TypeError, match="causal"):
         attnorm.attention_statistics(q, k, causal="no")
-    with pytest.raises(TypeError, match="linear"):
-        attnorm.attention_statistics(q, k, "linear")
     with pytest.raises(ValueError, match="softcap"):
         attnorm.attention_statistics(q, k, softcap=-1)
     with pytest.raises(ValueError, match="softcap"):
@@ -139,9 +137,21 @@ def test_bad_input_is_named() -> None:
     for softcap in (math.inf, math.nan, "3", True, torch.ones(2)):
         with pytest.raises(ValueError, match=r"expected a finite softcap above 0, got .*Leave it out"):
             attnorm.attention_statistics(q, k, softcap=softcap)  # type: ignore[arg-type]
-    for top_n in ((0, 3), 5, (2.5,), ("a",), "15", (True,), (None,)):
-        with pytest.raises(ValueError, match="top_n"):
+    vector, fraction = torch.tensor([2, 3]), torch.tensor(2.5)
+    for top_n in ((0, 3), 5, (2.5,), ("a",), "15", (True,), (None,), None, {1, 2}, b"\1", (vector,), (fraction,)):
+        with pytest.raises(ValueError, match=r"expected top_n as a sequence .*, got .*\. Pass for example top_n="):
             attnorm.attention_statistics(q, k, top_n=top_n)  # type: ignore[arg-type]
+    found = attnorm.attention_statistics(q, k, top_n=(np.int64(2), torch.tensor(3)))  # type: ignore[arg-type]
+    torch.testing.assert_close(found, attnorm.attention_statistics(q, k, top_n=(2, 3)))
+    with pytest.raises(TypeError, match=r"the mechanism 'linear', .*\. Pass one such as 'softmax'"):
+        attnorm.attention_statistics(q, k, "linear")
+    with pytest.raises(TypeError, match=r"attention_statistics\(\) does not take is_causal=; .* write causal=True"):
+        attnorm.attention_statistics(q, k, is_causal=True)
+    with pytest.raises(TypeError, match=r"attention_statistics\(\) does not take masc=; help\(attnorm\."):
+        attnorm.attention_statistics(q, k, masc=None)
+    for wrong in (attnorm.get("alibi", heads=3), attnorm.get("nearmax", heads=3)):
+        with pytest.raises(ValueError, match=r"expected logits \(\.\.\., 3, .*, got 4 heads\. Build it with heads=4"):
+            attnorm.attention_statistics(q, k, wrong)
     for heads in (1, 2, 3, 5):
         with pytest.raises(ValueError, match=f"for {heads} heads, but q has {H} heads"):
             attnorm.attention_statistics(q, k, attnorm.get("sink", heads=heads))
@@ -155,7 +165,7 @@ def test_errors_name_only_what_the_caller_gave() -> None:
     q, k = draw()
     wrong: list[tuple[object, type[Exception], str]] = [
         (k.numpy(), TypeError, "q, k must be torch tensors, got Tensor, ndarray"),
-        (k.double(), TypeError, "q, k must share one floating dtype, got torch.float32, torch.float64"),
+        (k.double(), TypeError, "got torch.float32, torch.float64. Convert them, e.g. q.float()."),
         (k.to("meta"), ValueError, "q, k must be on one device, got cpu, meta; move them, e.g. k.to(q.device)"),
         (k[0], ValueError, f"q, k must all be .*; got q {(B, H, Q, D)}, k {(G, K, D)}"),
         (k[..., 1:], ValueError, f"q {(B, H, Q, D)}, k {(B, G, K, D - 1)}"),

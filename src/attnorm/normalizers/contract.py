@@ -493,10 +493,11 @@ def per_head(parameter: Tensor, logits: Tensor) -> Tensor:
     """Reshape the parameter so that it broadcasts to logits (..., heads, Q, K)."""
     if parameter.dim() == 0:
         return parameter
-    if logits.dim() < 3 or logits.shape[-3] != parameter.shape[0]:
+    heads = logits.shape[-3] if logits.dim() > 2 else None
+    if heads != parameter.shape[0]:
         raise ValueError(
-            f"the normalizer has parameters for {parameter.shape[0]} heads, but the logits have shape "
-            f"{tuple(logits.shape)}; expected (..., {parameter.shape[0]}, queries, keys)"
+            f"expected logits (..., {parameter.shape[0]}, queries, keys) for a normalizer with parameters for "
+            f"{parameter.shape[0]} heads, got {heads or 'no'} heads. Build it with heads={heads}."
         )
     return parameter[:, None, None]
 
