@@ -107,6 +107,26 @@ def test_logsumexp_and_sink_mass_of_softmax_with_a_learned_sink() -> None:
     torch.testing.assert_close(found.row_sum, (torch.logsumexp(z, -1) - total).exp())
 
 
+def test_rows_whose_weights_a_learned_sink_rounds_to_zero() -> None:
+    """Softmax takes the shares of the keys from the logits, which a sink does not change; other maps have none."""
+    q, k = draw()
+    plain = attnorm.attention_statistics(q, k, top_n=(1,))
+    sink = attnorm.get("sink", logit=1e4)
+    softmax, sparse = (
+        attnorm.attention_statistics(q, k, attnorm.compose(name, sink=sink), top_n=(1,))
+        for name in ("softmax", "entmax15")
+    )
+    for found in (softmax, sparse):
+        assert found.row_sum.eq(0).all()
+        assert found.jacobian_norm.eq(0).all()
+        assert found.sink_mass.eq(1).all()
+    assert softmax.max_weight.eq(0).all()
+    assert sparse.max_weight.isnan().all()
+    for column in ("entropy", "effective_keys", "top_mass"):
+        torch.testing.assert_close(getattr(softmax, column), getattr(plain, column))
+        assert getattr(sparse, column).isnan().all()
+
+
 def test_masses_of_all_keys_do_not_exceed_one_by_rounding() -> None:
     q, k = (torch.randn(1, 4, 200, 16, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     masses = attnorm.attention_statistics(q, k, "softmax", top_n=(2, 150, 200)).top_mass

@@ -65,9 +65,10 @@ class AttentionStatistics(NamedTuple):
         adaptive_temperature) in 8 rows of each head only, NaN in the others
     top_mass: (B, H, Lq, len(top_n)), the sum of the N largest p for each N of top_n
 
-    NaN where a number is not defined: in rows that see no key, in rows whose weights are all 0 (all but n, logits,
-    row_sum, and the Jacobian norm of relu and softpick, which is 0 there), and everywhere for a number that the map
-    does not have.
+    NaN where a number is not defined: all but n in rows that see no key, or a logit that is not finite; entropy,
+    effective_keys, max_weight, top_mass and, without a learned sink, sink_mass in rows whose weights are all 0; and
+    everywhere a number that the map does not have. Softmax and its rescalings take p from the logits: under a learned
+    sink so large that max_weight and row_sum round to 0, the other numbers stay defined.
     """
 
     n: Tensor
