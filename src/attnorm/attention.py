@@ -13,10 +13,10 @@ cheapest engine with the exact result (`choose_engine`), or the engine that the 
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_args, overload
+from typing import TYPE_CHECKING, Literal, get_args, overload
 
 import torch
 from torch import Tensor
@@ -26,11 +26,13 @@ from attnorm.engines.blocked import attend_with_weights, blocked, in_one_block
 from attnorm.engines.execution import known_calls, may_be_known
 from attnorm.engines.inputs import (
     Inputs,
+    Refused,
     checked_flag,
     in_dtype,
     is_number,
     needs_gradient,
     under_transform,
+    unknown_options_message,
     validate_inputs,
     without_autocast,
 )
@@ -40,11 +42,7 @@ from attnorm.normalizers.registry import resolve_for_call
 from attnorm.text import did_you_mean
 
 if TYPE_CHECKING:
-    from typing import Never as Refused
-
     from attnorm.metrics.attention_statistics import AttentionStatistics
-else:
-    Refused = Any  # the runtime shape checks of the tests do not support Never
 
 Engine = Literal["auto", "fused", "triton", "sparse", "flex", "blocked"]
 ENGINES: tuple[str, ...] = get_args(Engine)
@@ -52,13 +50,6 @@ Computation = Callable[[Inputs, Normalizer], Tensor]
 
 # Size limit of the matrix of weights that return_weights=True builds.
 MAX_WEIGHT_BYTES = 2**30
-
-# The options of torch's scaled_dot_product_attention, and what replaces them here.
-SDPA_OPTIONS = {
-    "attn_mask": "mask=, boolean with True = may attend; an additive one is attn_mask > torch.finfo(dtype).min / 2",
-    "is_causal": "causal=True, aligned bottom-right: the last query sees every key, where torch aligns top-left",
-    "enable_gqa": "nothing: leave it out, fewer key heads than query heads are shared by groups anyway",
-}
 
 
 @overload
@@ -162,7 +153,7 @@ def attention(
     >>> attention(q, k, v, attnorm.get("ssmax", heads=12), mask=padding[:, None, None, :], causal=True)
     """
     if unknown:
-        raise TypeError(_unknown_options_message(unknown))
+        raise TypeError(unknown_options_message("attention", unknown))
     causal = checked_flag("causal", causal)
     return_weights = checked_flag("return_weights", return_weights)
     return_statistics = checked_flag("return_statistics", return_statistics)
@@ -250,12 +241,6 @@ def _check_weights(inputs: Inputs, engine: Engine) -> None:
             f"expected weights of at most {MAX_WEIGHT_BYTES:,} bytes with return_weights=True, got {size:,} bytes for "
             f"shape {tuple(inputs.weights_shape)}. Pass fewer queries at a time, or leave return_weights out."
         )
-
-
-def _unknown_options_message(unknown: Iterable[str]) -> str:
-    instead = "; ".join(f"for {name}= write {SDPA_OPTIONS[name]}" for name in unknown if name in SDPA_OPTIONS)
-    names = ", ".join(f"{name}=" for name in unknown)
-    return f"attention() does not take {names}; {instead or 'help(attnorm.attention) lists what it takes'}"
 
 
 def attend(inputs: Inputs, normalizer: Normalizer, engine: Engine = "auto") -> Tensor:

@@ -42,8 +42,12 @@ CALLS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "torch's groups": ({"enable_gqa": True}, TypeError, ["enable_gqa=", "shared by groups"]),
     "an option of nobody": ({"masc": None}, TypeError, ["does not take masc=", "help(attnorm.attention)"]),
     "integers": (
-        {"q": tensor(2, 4, 5, 8, dtype=torch.long)}, TypeError, ["torch.int64", "one floating dtype"],
+        {"q": tensor(2, 4, 5, 8, dtype=torch.long)}, TypeError, ["torch.int64", "one floating dtype", "q.float()"],
     ),
+    "numbers of eight bits": (
+        dict.fromkeys("qkv", Q.to(torch.float8_e4m3fn)), TypeError, ["torch.float8_e4m3fn", "16 bits", "q.float()"],
+    ),
+    "no heads": ({"q": tensor(2, 0, 5, 8)}, ValueError, ["at least one head", "(2, 0, 5, 8)", "skip"]),
     "no tensor": ({"k": Q.numpy()}, TypeError, ["torch tensors", "Tensor, ndarray, Tensor"]),
     "no values": ({"v": None}, TypeError, ["torch tensors", "Tensor, Tensor, NoneType"]),
     "two dtypes": ({"k": Q.double()}, TypeError, ["torch.float32, torch.float64", "one floating dtype"]),
@@ -111,13 +115,17 @@ CALLS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         {"normalizer": attnorm.get("ssmax", heads=3)}, ValueError, ["(3, ", "the same number of heads"],
     ),
     "alphas for other heads": (
-        {"normalizer": attnorm.get("entmax", heads=3, learned=True)}, ValueError, ["3 heads", "(2, 4, 5, 5)"],
+        {"normalizer": attnorm.get("entmax", heads=3, learned=True)}, ValueError, ["3 heads", "got 4 heads", "heads=4"],
     ),
     "biases for other heads": (
-        {"normalizer": attnorm.get("sigmoid", heads=3, learned=True)}, ValueError, ["3 heads", "(2, 4, 5"],
+        {"normalizer": attnorm.get("sigmoid", heads=3, learned=True)}, ValueError, ["3 heads", "4 heads"],
     ),
     "no hidden states": (
         {"normalizer": attnorm.get("asentmax", heads=4, width=6)}, ValueError, ["Pass hidden_states of shape (batch,"],
+    ),
+    "hidden states of another width": (
+        {"normalizer": attnorm.get("asentmax", heads=4, width=6), "hidden_states": tensor(2, 5, 7)},
+        ValueError, ["of width 6", "got width 7", "width=7"],
     ),
     "soft is not causal": ({"normalizer": "soft", "causal": True}, ValueError, ["expected causal=False", "'gaussian'"]),
     "soft with a mask per query": (

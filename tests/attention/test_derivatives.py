@@ -78,3 +78,14 @@ def test_vmap_gives_what_a_batch_gives_in_blocks_too(monkeypatch: pytest.MonkeyP
         found = torch.func.vmap(lambda q: attnorm.attention(q, k, v, name))(many)  # noqa: B023
         expected = torch.stack([attnorm.attention(one, k, v, name) for one in many])
         torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["ssmax", "sink", "asentmax", "alibi"])
+def test_a_normalizer_given_by_name_has_gradients_of_torch_func(name: str) -> None:
+    q, k, v = (t.detach() for t in inputs())
+
+    def loss(q: Tensor) -> Tensor:
+        return attnorm.attention(q, k, v, name).square().sum()
+
+    (expected,) = torch.autograd.grad(loss(q.requires_grad_()), q)
+    torch.testing.assert_close(torch.func.grad(loss)(q.detach()), expected)

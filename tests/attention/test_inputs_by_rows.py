@@ -140,7 +140,7 @@ def test_fewer_dimensions_are_filled_up_from_the_left() -> None:
         (((3, 0), (5, 0), (5, 2)), "at least one"),
         (((2, 1, 3, 2), (1, 1, 5, 2), (1, 1, 5, 2)), "batch"),
         (((3, 3, 2), (2, 5, 2), (2, 5, 2)), "multiple"),
-        (((3, 3, 2), (0, 5, 2), (0, 5, 2)), "multiple"),
+        (((3, 3, 2), (0, 5, 2), (0, 5, 2)), "at least one head"),
     ],
 )
 def test_shapes_that_do_not_fit_are_named(shapes: tuple[tuple[int, ...], ...], named: str) -> None:

@@ -4,6 +4,7 @@ import copy
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
@@ -12,6 +13,7 @@ import attnorm
 from attnorm.engines import blocked
 from attnorm.metrics import attention_statistics
 from attnorm.metrics.call import AttentionCall
+from attnorm.normalizers import registry
 from tests.metrics.reference import dense_logits, dense_visible, dense_weights
 
 B, H, G, Q, K, D = 2, 4, 2, 21, 37, 8
@@ -69,6 +71,22 @@ def test_a_causal_call_with_padding_and_a_soft_cap(dtype: torch.dtype) -> None:
         torch.testing.assert_close(found[column].double(), value, rtol=2e-5, atol=2e-5)
 
 
+def test_a_soft_cap_may_be_any_number() -> None:
+    q, k = draw()
+    expected = attnorm.attention_statistics(q, k, softcap=3.0)
+    for softcap in (3, np.float32(3), np.float64(3), torch.tensor(3.0), torch.tensor([3])):
+        torch.testing.assert_close(attnorm.attention_statistics(q, k, softcap=softcap), expected, rtol=0, atol=0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_soft_cap_far_above_all_logits_changes_nothing(dtype: torch.dtype) -> None:
+    q, k = (t.to(dtype) for t in draw())
+    expected = attnorm.attention_statistics(q, k)
+    for softcap in (1e29, 1e38, 3e38, 1e39, 1e300, 10**400):
+        found = attnorm.attention_statistics(q, k, softcap=softcap)
+        torch.testing.assert_close(found, expected, msg=lambda t, cap=softcap: f"{cap}: {t}")
+
+
 def test_causal_and_a_mask_with_a_row_for_each_query() -> None:
     q, k = draw()
     mask = torch.rand(Q, K, generator=torch.Generator().manual_seed(5)) < 0.7
@@ -87,6 +105,26 @@ def test_logsumexp_and_sink_mass_of_softmax_with_a_learned_sink() -> None:
     torch.testing.assert_close(found.logsumexp, total)
     torch.testing.assert_close(found.sink_mass, (z[..., 0] - total).exp() + (0.7 - total).exp())
     torch.testing.assert_close(found.row_sum, (torch.logsumexp(z, -1) - total).exp())
+
+
+def test_rows_whose_weights_a_learned_sink_rounds_to_zero() -> None:
+    """Softmax takes the shares of the keys from the logits, which a sink does not change; other maps have none."""
+    q, k = draw()
+    plain = attnorm.attention_statistics(q, k, top_n=(1,))
+    sink = attnorm.get("sink", logit=1e4)
+    softmax, sparse = (
+        attnorm.attention_statistics(q, k, attnorm.compose(name, sink=sink), top_n=(1,))
+        for name in ("softmax", "entmax15")
+    )
+    for found in (softmax, sparse):
+        assert found.row_sum.eq(0).all()
+        assert found.jacobian_norm.eq(0).all()
+        assert found.sink_mass.eq(1).all()
+    assert softmax.max_weight.eq(0).all()
+    assert sparse.max_weight.isnan().all()
+    for column in ("entropy", "effective_keys", "top_mass"):
+        torch.testing.assert_close(getattr(softmax, column), getattr(plain, column))
+        assert getattr(sparse, column).isnan().all()
 
 
 def test_masses_of_all_keys_do_not_exceed_one_by_rounding() -> None:
@@ -111,18 +149,29 @@ def test_bad_input_is_named() -> None:
     q, k = draw()
     with pytest.raises(TypeError, match="causal"):
         attnorm.attention_statistics(q, k, causal="no")
-    with pytest.raises(TypeError, match="linear"):
-        attnorm.attention_statistics(q, k, "linear")
     with pytest.raises(ValueError, match="softcap"):
         attnorm.attention_statistics(q, k, softcap=-1)
     with pytest.raises(ValueError, match="softcap"):
         attnorm.attention_statistics(q, k, softcap=0)
     assert attnorm.attention_statistics(q, k, softcap=0.5).max_logit.max() <= 0.5
-    with pytest.raises(ValueError, match="softcap"):
-        attnorm.attention_statistics(q, k, softcap=math.inf)
-    for top_n in ((0, 3), 5, (2.5,), ("a",), "15", (True,), (None,)):
-        with pytest.raises(ValueError, match="top_n"):
+    for softcap in (math.inf, math.nan, "3", True, torch.ones(2)):
+        with pytest.raises(ValueError, match=r"expected a finite softcap above 0, got .*Leave it out"):
+            attnorm.attention_statistics(q, k, softcap=softcap)  # type: ignore[arg-type]
+    vector, fraction = torch.tensor([2, 3]), torch.tensor(2.5)
+    for top_n in ((0, 3), 5, (2.5,), ("a",), "15", (True,), (None,), None, {1, 2}, b"\1", (vector,), (fraction,)):
+        with pytest.raises(ValueError, match=r"expected top_n as a sequence .*, got .*\. Pass for example top_n="):
             attnorm.attention_statistics(q, k, top_n=top_n)  # type: ignore[arg-type]
+    found = attnorm.attention_statistics(q, k, top_n=(np.int64(2), torch.tensor(3)))  # type: ignore[arg-type]
+    torch.testing.assert_close(found, attnorm.attention_statistics(q, k, top_n=(2, 3)))
+    with pytest.raises(TypeError, match=r"the mechanism 'linear', .*\. Pass one such as 'softmax'"):
+        attnorm.attention_statistics(q, k, "linear")
+    with pytest.raises(TypeError, match=r"attention_statistics\(\) does not take is_causal=; .* write causal=True"):
+        attnorm.attention_statistics(q, k, is_causal=True)
+    with pytest.raises(TypeError, match=r"attention_statistics\(\) does not take masc=; help\(attnorm\."):
+        attnorm.attention_statistics(q, k, masc=None)
+    for wrong in (attnorm.get("alibi", heads=3), attnorm.get("nearmax", heads=3)):
+        with pytest.raises(ValueError, match=r"expected logits \(\.\.\., 3, .*, got 4 heads\. Build it with heads=4"):
+            attnorm.attention_statistics(q, k, wrong)
     for heads in (1, 2, 3, 5):
         with pytest.raises(ValueError, match=f"for {heads} heads, but q has {H} heads"):
             attnorm.attention_statistics(q, k, attnorm.get("sink", heads=heads))
@@ -136,7 +185,7 @@ def test_errors_name_only_what_the_caller_gave() -> None:
     q, k = draw()
     wrong: list[tuple[object, type[Exception], str]] = [
         (k.numpy(), TypeError, "q, k: expected torch tensors, got Tensor, ndarray"),
-        (k.double(), TypeError, "q, k: expected one floating dtype for all, got torch.float32, torch.float64"),
+        (k.double(), TypeError, "got torch.float32, torch.float64. Convert them, e.g. q.float()."),
         (k.to("meta"), ValueError, "q, k: expected one device for all, got cpu, meta. Move them, e.g. k.to(q.device)."),
         (k[0], ValueError, f"q, k must all be .*; got q {(B, H, Q, D)}, k {(G, K, D)}"),
         (k[..., 1:], ValueError, f"q {(B, H, Q, D)}, k {(B, G, K, D - 1)}"),
@@ -478,17 +527,81 @@ def test_vmap_over_the_parameters_of_a_normalizer_equals_a_loop(monkeypatch: pyt
     torch.testing.assert_close(torch.func.vmap(measure)(values), expected)
 
 
-@pytest.mark.parametrize("queries", [K, 5])
-def test_hidden_states_are_those_of_the_last_keys(queries: int) -> None:
-    generator = torch.Generator().manual_seed(3)
-    q, k = torch.randn(B, H, queries, D, generator=generator), torch.randn(B, G, K, D, generator=generator)
-    states = torch.randn(B, queries, 6, generator=generator)
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch has no such rule for SDPA on a CPU
+@pytest.mark.parametrize("name", ["alibi", "nearmax", "ssmax", "sa_softmax"])
+def test_a_normalizer_can_be_built_in_a_gradient_of_torch_func(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_statistics, "runs_kernels", lambda q: False)
+    monkeypatch.setattr(registry, "_stateless_normalizers", {})
+    q, k = draw()
+    before = attnorm.get(name).requires_grad_(False)
+
+    def loss(q: torch.Tensor, normalizer: str | attnorm.Normalizer) -> tuple[torch.Tensor, torch.Tensor]:
+        output, statistics = attnorm.attention(q, k, k, normalizer, return_statistics=True)
+        return output.square().sum(), statistics.entropy
+
+    grad = torch.func.grad(loss, has_aux=True)
+    expected = grad(q, before)
+    torch.testing.assert_close(grad(q, name), expected)
+    torch.testing.assert_close(torch.func.grad(lambda q: loss(q, attnorm.get(name)), has_aux=True)(q), expected)
+    in_vmap = torch.func.vmap(grad, in_dims=(0, None))(q[None], name)
+    torch.testing.assert_close([t[0] for t in in_vmap], list(expected))
+    compiled = torch.compile(lambda q: grad(q, name), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q), expected)
+    copy.deepcopy(registry.resolve_for_call(name, q))  # those that calls share are copied with a layer
+
+
+def reads_states(generator: torch.Generator) -> attnorm.Normalizer:
     learned = attnorm.get("asentmax", heads=H, width=6)
     for parameter in learned.parameters():
         torch.nn.init.normal_(parameter, std=0.5, generator=generator)
-    weights = attnorm.attention(q, k, k, learned, causal=True, hidden_states=states, return_weights=True)[1].detach()
-    found = attnorm.attention_statistics(q, k, learned, causal=True, hidden_states=states)
+    return learned
+
+
+@pytest.mark.parametrize("by_operator", [False, True], ids=["eager", "operator"])
+@pytest.mark.parametrize("shape", [(B, Q, 6), (1, Q, 6), (Q, 6)], ids=str)
+@pytest.mark.parametrize("keys", [K, Q, 5])
+def test_hidden_states_are_those_of_the_queries(
+    keys: int, shape: tuple[int, ...], by_operator: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_statistics, "runs_kernels", lambda q: False)
+    generator = torch.Generator().manual_seed(3)
+    q, k = torch.randn(B, H, Q, D, generator=generator), torch.randn(B, G, keys, D, generator=generator)
+    states = torch.randn(shape, generator=generator)
+    learned = reads_states(generator)
+    weights = attnorm.attention(q, k, k, learned, hidden_states=states, return_weights=True)[1].detach()
+
+    def measure(q: torch.Tensor) -> torch.Tensor:
+        return attnorm.attention_statistics(q, k, learned, hidden_states=states).max_weight
+
+    found = torch.func.vmap(measure)(q[None])[0] if by_operator else measure(q)
+    torch.testing.assert_close(found, weights.amax(-1))
+    beside = attnorm.attention(q, k, k, learned, hidden_states=states, return_statistics=True)[1]
+    torch.testing.assert_close(beside.max_weight, weights.amax(-1))
+    reads_none = attnorm.attention_statistics(q, k, "entmax15", hidden_states=states)
+    torch.testing.assert_close(reads_none, attnorm.attention_statistics(q, k, "entmax15"), equal_nan=True)
+
+
+def test_hidden_states_of_queries_without_a_batch() -> None:
+    generator = torch.Generator().manual_seed(3)
+    q, k = (t[0] for t in draw())
+    states, learned = torch.randn(Q, 6, generator=generator), reads_states(generator)
+    weights = attnorm.attention(q, k, k, learned, hidden_states=states, return_weights=True)[1].detach()
+    found = attnorm.attention_statistics(q, k, learned, hidden_states=states)
     torch.testing.assert_close(found.max_weight, weights.amax(-1))
+
+
+@pytest.mark.parametrize("name", ["asentmax", "entmax15"])
+@pytest.mark.parametrize("shape", [(B, K, 6), (3, Q, 6), (B, 1, 6), (B, 1, Q, 6), (6,)], ids=str)
+def test_hidden_states_of_other_tokens_are_rejected(name: str, shape: tuple[int, ...]) -> None:
+    q, k = draw()
+    normalizer = reads_states(torch.Generator()) if name == "asentmax" else attnorm.get(name)
+    states = torch.randn(shape)
+    expected = re.escape(f"expected hidden_states of the queries, ({B}, {Q}, width), got shape {shape}. Pass ")
+    with pytest.raises(ValueError, match=expected):
+        attnorm.attention_statistics(q, k, normalizer, hidden_states=states)
+    for more in ({"return_statistics": True}, {"return_weights": True}, {}):
+        with pytest.raises(ValueError, match=expected):
+            attnorm.attention(q, k, k, normalizer, hidden_states=states, **more)
 
 
 def test_the_operator_is_sound() -> None:

@@ -65,7 +65,7 @@ INPUTS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: attnorm.normalize(Z, "gaussian"), TypeError, "'gaussian' ... q, k, v"),
     (lambda: attnorm.normalize(Z, 3), TypeError, "got int"),
     (lambda: get("ssmax", heads=12)(Z), ValueError, "(12, 1, 1)"),
-    (lambda: get("sink", heads=12)(Z), ValueError, "12 heads ... (2, 3, 4, 5)"),
+    (lambda: get("sink", heads=12)(Z), ValueError, "12 heads, got 3 heads ... heads=3"),
 ]
 
 OPTIONS: list[tuple[Callable[[], object], type[Exception], str]] = [

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Never, TypeAlias
 
 import numpy as np
 import torch
@@ -18,8 +18,21 @@ from torch.autograd import forward_ad
 from attnorm.normalizers.block import Positions, check_mask, check_positions_and_states, is_exporting
 from attnorm.normalizers.contract import Normalizer, ScaleRule
 
+if TYPE_CHECKING:
+    Refused: TypeAlias = Never
+else:
+    Refused = Any  # the runtime shape checks of the tests do not support Never
+
 HALF = (torch.float16, torch.bfloat16)
+DTYPES = (*HALF, torch.float32, torch.float64)
 FLOAT16_HEADROOM = 2.0**8  # factor that moves from q into the scale in float16, see `with_rounded_queries`
+
+# The options of torch's scaled_dot_product_attention, and what replaces them here.
+SDPA_OPTIONS = {
+    "attn_mask": "mask=, boolean with True = may attend; an additive one is attn_mask > torch.finfo(dtype).min / 2",
+    "is_causal": "causal=True, aligned bottom-right: the last query sees every key, where torch aligns top-left",
+    "enable_gqa": "nothing: leave it out, fewer key heads than query heads are shared by groups anyway",
+}
 
 NOTHING = nullcontext()  # has no state, so that all calls share it
 
@@ -291,6 +304,8 @@ def validate_inputs(
         _check_scale(scale)
     if q.dim() != 4:
         q, k, v = (to_four_dimensions(t) for t in (q, k, v))
+    if hidden_states is not None:
+        _check_states_of_queries(hidden_states, q)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     inputs = Inputs(q, k, v, None, causal, scale, positions, hidden_states)
     if mask is None:
@@ -315,6 +330,16 @@ def _check_scale(scale: Any) -> None:
         )
     if not (is_number(scale) and math.isfinite(scale)):
         raise ValueError(f"expected a finite number for scale, got {scale!r}. Leave it out for 1/sqrt(width).")
+
+
+def _check_states_of_queries(states: Tensor, q_BHQD: Tensor) -> None:
+    batch, queries = q_BHQD.shape[0], q_BHQD.shape[-2]
+    batch_fits = states.dim() == 2 or (states.dim() == 3 and states.shape[0] in (1, batch))
+    if not batch_fits or states.shape[-2] != queries:
+        raise ValueError(
+            f"expected hidden_states of the queries, ({batch}, {queries}, width), got shape {tuple(states.shape)}. "
+            f"Pass the layer input that q is projected from. With a cache it is hidden_states[:, -{queries}:]."
+        )
 
 
 def is_number(value: Any) -> bool:
@@ -347,6 +372,12 @@ def _zero_unseen(inputs: Inputs) -> Inputs:
     return replace(inputs, q_BHQD=torch.where(inputs.n() > 0, q, 0.0), k_BGKD=k, v_BGKE=v)
 
 
+def unknown_options_message(function: str, unknown: Iterable[str]) -> str:
+    instead = "; ".join(f"for {name}= write {SDPA_OPTIONS[name]}" for name in unknown if name in SDPA_OPTIONS)
+    names = ", ".join(f"{name}=" for name in unknown)
+    return f"{function}() does not take {names}; {instead or f'help(attnorm.{function}) lists what it takes'}"
+
+
 def check_tensors(q: Any, k: Any, *given: Any) -> None:
     """Check q, k and, if it is given, v. A call without values checks q and k first: then errors do not name v.
 
@@ -358,10 +389,11 @@ def check_tensors(q: Any, k: Any, *given: Any) -> None:
         raise TypeError(
             f"{_each(tensors)}: expected torch tensors, got {_each(type(t).__name__ for t in tensors.values())}"
         )
-    if not q.is_floating_point() or not q.dtype == k.dtype == v.dtype:
+    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
         tensors = _named(q, k, *given)
         raise TypeError(
-            f"{_each(tensors)}: expected one floating dtype for all, got {_each(t.dtype for t in tensors.values())}"
+            f"{_each(tensors)}: expected one floating dtype of at least 16 bits for all, got "
+            f"{_each(t.dtype for t in tensors.values())}. Convert them, e.g. q.float()."
         )
     if not q.device == k.device == v.device:
         tensors = _named(q, k, *given)
@@ -389,7 +421,9 @@ def _problem_of_shapes(q: torch.Size, k: torch.Size, v: torch.Size) -> str | Non
         return "there must be at least one key, of width 1 or more"
     if dims == 4 and q[0] != k[0]:
         return "q and k must have the same batch size"
-    if dims > 2 and (k[-3] == 0 or q[-3] % k[-3]):
+    if dims > 2 and (q[-3] == 0 or k[-3] == 0):
+        return "{names} must have at least one head: skip the call of a layer without heads"
+    if dims > 2 and q[-3] % k[-3]:
         return "the query heads must be a multiple of the key heads"
     return None
 

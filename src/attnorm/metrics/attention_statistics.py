@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +23,13 @@ from attnorm.engines.blocked import blocked
 from attnorm.engines.execution import in_new_thread, runs_kernels
 from attnorm.engines.inputs import (
     Inputs,
+    Refused,
     check_tensors,
     checked_flag,
+    is_number,
     row_factors,
     under_transform,
+    unknown_options_message,
     validate_inputs,
     without_autocast,
 )
@@ -40,6 +44,8 @@ from attnorm.normalizers.contract import KernelForm, Mechanism, Normalizer, Thre
 from attnorm.normalizers.registry import resolve_for_call
 from attnorm.theory.selection import at_least_float32
 
+# A softcap of this size changes no logit by more than rounding. Larger ones overflow in float32 and are ignored.
+NO_CAP = 1e30
 _NAMES = {"entropy": "entropy_nats"}  # as the catalogue of metrics calls them
 
 
@@ -59,9 +65,10 @@ class AttentionStatistics(NamedTuple):
         adaptive_temperature) by power iteration, at most 0.5 % too small, in 8 rows of each head; NaN in the others
     top_mass: (B, H, Lq, len(top_n)), the sum of the N largest p for each N of top_n
 
-    NaN where a number is not defined: in rows that see no key, in rows whose weights are all 0 (all but n, logits,
-    row_sum, and the Jacobian norm of relu and softpick, which is 0 there), and everywhere for a number that the map
-    does not have.
+    NaN where a number is not defined: all but n in rows that see no key, or a logit that is not finite; entropy,
+    effective_keys, max_weight, top_mass and, without a learned sink, sink_mass in rows whose weights are all 0; and
+    everywhere a number that the map does not have. Softmax and its rescalings take p from the logits: under a learned
+    sink so large that max_weight and row_sum round to 0, the other numbers stay defined.
     """
 
     n: Tensor
@@ -106,6 +113,7 @@ def attention_statistics(
     hidden_states: Tensor | None = None,
     softcap: float | None = None,
     top_n: Sequence[int] = (),
+    **unknown: Refused,
 ) -> AttentionStatistics:
     """Statistics of every row of attention with queries (B, H, Lq, D) and keys (B, Hkv, Lk, D), in float32 at least.
 
@@ -124,25 +132,37 @@ def attention_statistics(
     >>> statistics = attention_statistics(q, k, causal=True)
     >>> statistics.entropy.nanmean((0, 2))  # of each head
     """
+    if unknown:
+        raise TypeError(unknown_options_message("attention_statistics", unknown))
     causal = checked_flag("causal", causal)
     resolved = resolve_for_call(normalizer, q)
     if isinstance(resolved, Mechanism):
-        raise TypeError(f"expected a row normalizer, got the mechanism {resolved.name!r}, which has no rows of logits.")
-    if softcap is not None and (
-        isinstance(softcap, bool) or not (isinstance(softcap, int | float) and 0 < softcap < math.inf)
-    ):
+        raise TypeError(
+            f"expected a row normalizer, got the mechanism {resolved.name!r}, which has no rows of logits. Pass one "
+            "such as 'softmax': the command `attnorm normalizers` lists them."
+        )
+    if softcap is not None and (isinstance(softcap, bool) or not (is_number(softcap) and 0 < softcap < math.inf)):
         raise ValueError(f"expected a finite softcap above 0, got {softcap!r}. Leave it out for no cap.")
-    if not isinstance(top_n, Sequence) or any(
-        isinstance(N, bool) or not hasattr(N, "__index__") or N < 1 for N in top_n
-    ):
-        raise ValueError(f"expected top_n as a sequence of whole numbers from 1 up, got {top_n!r}.")
+    top_n = _checked_sizes(top_n)
     check_tensors(q, k)
     inputs = validate_inputs(
         q, k, k, mask=mask, causal=causal, scale=scale, positions=positions, hidden_states=hidden_states
     )
-    if softcap is not None:
-        inputs = replace(inputs, softcap=softcap)
+    if softcap is not None and softcap < NO_CAP:
+        inputs = replace(inputs, softcap=float(softcap))
     return statistics_of(inputs, resolved, top_n).reshaped(q.shape[:-1])
+
+
+def _checked_sizes(top_n: Sequence[int]) -> list[int]:
+    try:
+        sizes = [0 if isinstance(N, bool) else index(N) for N in top_n]
+    except TypeError:
+        sizes = [0]
+    if not isinstance(top_n, Sequence) or isinstance(top_n, bytes) or min(sizes, default=1) < 1:
+        raise ValueError(
+            f"expected top_n as a sequence of whole numbers from 1 up, got {top_n!r}. Pass for example top_n=(1, 10)."
+        )
+    return sizes
 
 
 def statistics_of(

@@ -55,7 +55,8 @@ class AttentionCall:
     bias: Tensor | None = None  # added to the logits (T5's relative positions), broadcastable to (B, H, Q, K)
     dropout: float = 0.0  # probability that the model drops a weight in training
     normalizer: Normalizer | Mechanism | None = None  # normalizer of a patched layer; None: softmax
-    inputs_BKC: Tensor | None = None  # layer input that the keys are projected from, if requested
+    # Layer input that the keys are projected from, if requested; of a call to attnorm, that of the queries only.
+    inputs_BKC: Tensor | None = None
     positions: Positions | None = None  # (1 or B, Q) and (1 or B, K); None: the last query is at the last key
 
 
@@ -131,9 +132,8 @@ def call_of(inputs: Inputs) -> AttentionCall:
 
 
 def states_of(inputs: Inputs) -> Tensor | None:
-    """Return the hidden states of the queries, which are the last keys; those of earlier keys are not read."""
-    before = inputs.keys - inputs.queries
-    return None if inputs.hidden_states is None or before < 0 else pad(inputs.hidden_states, (0, 0, before, 0))
+    """Return the hidden states of the queries, (B, Q, C): of the layer input, `query_states` reads the last Q only."""
+    return None if inputs.hidden_states is None else inputs.hidden_states.expand(len(inputs.q_BHQD), -1, -1)
 
 
 def positions_of(inputs: Inputs) -> Positions | None:

@@ -171,11 +171,12 @@ def given_positions(call: AttentionCall, block: LogitBlock) -> Positions | None:
 def query_states(call: AttentionCall, block: LogitBlock) -> Tensor | None:
     """Return the layer input of the block's queries, (1, r, width); None if unknown.
 
-    In self-attention the queries are the last keys, so it is the input of these keys.
+    In self-attention the queries are the last tokens of that input.
     """
-    if call.inputs_BKC is None or call.kind == "cross" or _offset(call) < 0:
+    queries = call.query_BHQD.shape[-2]
+    if call.inputs_BKC is None or call.kind == "cross" or call.inputs_BKC.shape[1] < queries:
         return None
-    return call.inputs_BKC[block.item, block.queries + _offset(call)][None].to(block.logits.dtype)
+    return call.inputs_BKC[block.item, block.queries - queries][None].to(block.logits.dtype)
 
 
 def _offset(call: AttentionCall) -> int:

@@ -67,6 +67,11 @@ class AdaptiveLengthScale(ScaleRule):
                 "expected hidden_states, from which beta and gamma are computed, got none. Pass hidden_states "
                 "of shape (batch, queries, width)."
             )
+        if (width := hidden_states.shape[-1]) != self.from_hidden.in_features:
+            raise ValueError(
+                f"expected hidden_states of width {self.from_hidden.in_features}, got width {width}. Pass the layer "
+                f"input that q is projected from, or build the normalizer with width={width}."
+            )
         weight, bias = self.from_hidden.weight.to(dtype), self.from_hidden.bias.to(dtype)
         per_query = linear(hidden_states.to(dtype), weight, bias)  # (B, Q, 2H)
         beta, gamma = per_query.transpose(-1, -2)[..., None].chunk(2, dim=-3)  # (B, H, Q, 1)

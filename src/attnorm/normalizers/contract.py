@@ -16,12 +16,14 @@ tensor is an input of the graph, so that all layers share one.
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from attnorm.normalizers.block import Block, Positions
 
@@ -498,10 +500,11 @@ def per_head(parameter: Tensor, logits: Tensor) -> Tensor:
     """Reshape the parameter so that it broadcasts to logits (..., heads, Q, K)."""
     if parameter.dim() == 0:
         return parameter
-    if logits.dim() < 3 or logits.shape[-3] != parameter.shape[0]:
+    heads = logits.shape[-3] if logits.dim() > 2 else None
+    if heads != parameter.shape[0]:
         raise ValueError(
-            f"the normalizer has parameters for {parameter.shape[0]} heads, but the logits have shape "
-            f"{tuple(logits.shape)}; expected (..., {parameter.shape[0]}, queries, keys)"
+            f"expected logits (..., {parameter.shape[0]}, queries, keys) for a normalizer with parameters for "
+            f"{parameter.shape[0]} heads, got {heads or 'no'} heads. Build it with heads={heads}."
         )
     return parameter[:, None, None]
 
@@ -514,8 +517,15 @@ def remember(normalizer: nn.Module) -> Tensor:
     if torch.compiler.is_dynamo_compiling():  # it exists only inside the graph: that of a layer with its own sinks
         return torch.full((), 0, dtype=torch.int64, device="cpu")
     _normalizers[id(normalizer)] = normalizer
-    # Not torch.tensor: tests reject it in code that runs beside a GPU, where it would copy from pageable memory.
-    return torch.full((), id(normalizer), dtype=torch.int64, device="cpu")
+    with outside_transforms():
+        # Not torch.tensor: tests reject it in code that runs beside a GPU, where it would copy from pageable memory.
+        return torch.full((), id(normalizer), dtype=torch.int64, device="cpu")
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Suspend torch.func: a tensor made under torch.func.grad has no memory that can be copied, not even afterwards."""
+    suspended: AbstractContextManager[Any] = temporarily_clear_interpreter_stack()
+    return suspended
 
 
 def normalizer_of(handle: Tensor) -> nn.Module:

@@ -26,7 +26,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, overload
 
 import torch
 
-from attnorm.normalizers.contract import LogitRule, Map, Mechanism, Normalizer, Selection
+from attnorm.normalizers.contract import LogitRule, Map, Mechanism, Normalizer, Selection, outside_transforms
 from attnorm.normalizers.declaration import Declaration, declaration_of
 from attnorm.normalizers.softmax import Softmax
 from attnorm.normalizers.spec import with_options
@@ -322,7 +322,7 @@ def resolve_for_call(normalizer: str | Normalizer | Mechanism, tensor: torch.Ten
 
 
 def _build_for_call(name: str, device: torch.device | None) -> Normalizer | Mechanism:
-    with nullcontext() if device is None else device:
+    with outside_transforms(), nullcontext() if device is None else device:
         built = _build(name, {}, trainable=False)
     if device is None or name in BUILT_IN:
         return built
@@ -356,9 +356,10 @@ _compiled_normalizers = _CompiledNormalizers()
 def _build_for_compiled_code(name: str, trainable: bool, device: torch.device | None, /, **options: Any) -> str:
     """Build the normalizer of that name, which may have options; return the attribute that holds it."""
     attribute = f"normalizer_{repr((name, trainable, device, *sorted(options.items()))).encode().hex()}"
-    built = _build(name, options) if trainable else _build_for_call(name, device)
-    if name.partition(":")[0] in BUILT_IN and not trainable:
-        _turn_parameters_into_buffers(built)
+    with outside_transforms():
+        built = _build(name, options) if trainable else _build_for_call(name, device)
+        if name.partition(":")[0] in BUILT_IN and not trainable:
+            _turn_parameters_into_buffers(built)
     setattr(_compiled_normalizers, attribute, built)
     return attribute
 
