@@ -77,13 +77,13 @@ def lane_and_warp_bases(layout: dict[str, Any], shape: Sequence[int]) -> tuple[B
         lanes = _bases(size, threads, layout["order"])
         warps = _bases([s * t for s, t in zip(size, threads, strict=True)], layout["warpsPerCTA"], layout["order"])
     elif kind == "nvidia_mma" and layout["versionMajor"] in (2, 3):
-        # Of 16 rows and 8 columns, 4 neighbouring lanes hold 2 columns each, 8 such groups the rows.
+        # Of 16 rows and 8 columns, 4 neighboring lanes hold 2 columns each, 8 such groups the rows.
         hopper, before = layout["versionMajor"] == 3, [1] * (rank - 2)
         columns = layout["instrShape"][1] if hopper else layout["instrShape"][-1]
         lanes = _bases([*before, 1, 2], [*before, 8, 4], range(rank)[::-1])
         warps = _bases([*before, 16, columns], layout["warpsPerCTA"], range(rank) if hopper else range(rank)[::-1])
     elif kind == "dot_op" and layout["parent"]["kind"] == "nvidia_mma":
-        # Lanes hold neighbours along the summed dimension, and all warps along it the same.
+        # Lanes hold neighbors along the summed dimension, and all warps along it the same.
         first, parent, width = layout["opIdx"] == 0, layout["parent"], layout["kWidth"]
         summed, other = (rank - 1, rank - 2) if first else (rank - 2, rank - 1)
         size, threads = [1] * rank, [1] * rank

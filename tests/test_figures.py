@@ -12,7 +12,7 @@ heights = st.floats(0.01, 0.2)
 @given(st.lists(st.tuples(st.floats(0, 1), heights), min_size=1, max_size=12))
 def test_labels_keep_their_order_and_their_distance(labels: list[tuple[float, float]]) -> None:
     labels.sort(reverse=True)
-    wanted, tall = [centre for centre, _ in labels], [height for _, height in labels]
+    wanted, tall = [center for center, _ in labels], [height for _, height in labels]
     placed = place_labels(wanted, tall)
     for i in range(len(placed) - 1):
         assert placed[i] - placed[i + 1] >= (tall[i] + tall[i + 1]) / 2 - 1e-9

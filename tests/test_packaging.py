@@ -208,18 +208,18 @@ def test_the_source_imports_only_what_the_project_declares() -> None:
         assert foreign <= declared, f"{path.relative_to(ROOT)} imports {sorted(foreign - declared)}"
 
 
-def test_the_wheel_holds_the_package_its_types_and_its_licence(tmp_path: Path) -> None:
+def test_the_wheel_holds_the_package_its_types_and_its_license(tmp_path: Path) -> None:
     (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-        (licence,) = (archive.read(name).decode() for name in names if name.endswith("licenses/LICENSE"))
+        (license,) = (archive.read(name).decode() for name in names if name.endswith("licenses/LICENSE"))
         (metadata,) = (archive.read(name).decode() for name in names if name.endswith("METADATA"))
     shipped = {name for name in names if ".dist-info/" not in name}
     expected = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src").rglob("*.py")}
     assert shipped >= expected | {"attnorm/py.typed"}
     assert all(name.startswith("attnorm/") for name in shipped)
-    assert "Apache License" in licence
-    assert "END OF TERMS AND CONDITIONS" in licence
+    assert "Apache License" in license
+    assert "END OF TERMS AND CONDITIONS" in license
     assert "License-Expression: Apache-2.0" in metadata
 
 

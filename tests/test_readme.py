@@ -168,7 +168,7 @@ def test_the_docs_describe_no_normalizer_that_is_gone() -> None:
 def test_the_example_of_a_package_of_ones_own_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", {})
     exec(compile(blocks(CONTRIBUTING, "python")[2], "CONTRIBUTING", "exec"), {})
-    assert "centred" in attnorm.available()
+    assert "centered" in attnorm.available()
 
 
 def test_the_number_of_normalizers_is_right() -> None:

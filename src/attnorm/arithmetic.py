@@ -50,10 +50,10 @@ def student_interval(values: Any) -> Interval:
 
 def wilson_interval(share: float, count: float) -> Interval:
     """Return Wilson's interval of a share of `count` answers that are right or wrong; an effective count may be 3.5."""
-    centre = share + Z**2 / (2 * count)
+    center = share + Z**2 / (2 * count)
     half_width = Z * math.sqrt(share * (1 - share) / count + Z**2 / (4 * count**2))
     scale = 1 + Z**2 / count
-    return max(0.0, (centre - half_width) / scale), min(1.0, (centre + half_width) / scale)
+    return max(0.0, (center - half_width) / scale), min(1.0, (center + half_width) / scale)
 
 
 def holm(values: Sequence[float]) -> list[float]:

@@ -1,6 +1,6 @@
-"""The common style of figures: colours, fonts, line styles, reproducible files, and labels next to the ends of lines.
+"""The common style of figures: colors, fonts, line styles, reproducible files, and labels next to the ends of lines.
 
-Every quantity has its own line style and marker besides its colour, so that figures can be read in grey. Text is drawn
+Every quantity has its own line style and marker besides its color, so that figures can be read in gray. Text is drawn
 as paths and files have no date: the same numbers give the same bytes.
 """
 
@@ -105,10 +105,10 @@ def save_figure_files(draw: Callable[[], Figure], folder: Path, name: str) -> li
 
 
 def place_labels(wanted: Sequence[float], heights: Sequence[float], *, highest: float = math.inf) -> list[float]:
-    """Return centres for labels of these heights, from the top down, closest (least squares) to the wanted centres.
+    """Return centers for labels of these heights, from the top down, closest (least squares) to the wanted centers.
 
-    Add to every wanted centre the room that the labels above it take: labels do not overlap if these sums never rise.
-    That is an isotonic regression. No centre lies above `highest`.
+    Add to every wanted center the room that the labels above it take: labels do not overlap if these sums never rise.
+    That is an isotonic regression. No center lies above `highest`.
     """
     from scipy.optimize import isotonic_regression
 
@@ -120,7 +120,7 @@ def place_labels(wanted: Sequence[float], heights: Sequence[float], *, highest: 
     for above, below in pairwise(heights):
         room.append(room[-1] + (above + below) / 2)
     levels = isotonic_regression(
-        [centre + taken for centre, taken in zip(wanted, room, strict=True)], increasing=False
+        [center + taken for center, taken in zip(wanted, room, strict=True)], increasing=False
     ).x
     return [min(float(level), highest) - taken for level, taken in zip(levels, room, strict=True)]
 

@@ -49,7 +49,7 @@ def tokens() -> Tensor:
     return torch.randint(0, VOCABULARY, (2, 64))
 
 
-def test_a_model_of_ones_own_is_analysed_and_computes_the_same(tokens: Tensor, tmp_path: Path) -> None:
+def test_a_model_of_ones_own_is_analyzed_and_computes_the_same(tokens: Tensor, tmp_path: Path) -> None:
     model = GPT()
     expected = model(tokens)
     with attnorm.observe() as seen:

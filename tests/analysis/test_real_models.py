@@ -86,7 +86,7 @@ def plain_numbers(w: Tensor, x: Tensor) -> dict[str, float]:
     return numbers
 
 
-def analysed(model: Any, ids: Tensor) -> list[dict[str, float]]:
+def analyzed(model: Any, ids: Tensor) -> list[dict[str, float]]:
     """The same numbers out of analyze(), head after head."""
     analysis = analyze(model, ids[0], lengths=[LENGTH], rows="last", top_n=TOP_N, metrics="all")
     heads = analysis.heads.to_pylist()
@@ -154,7 +154,7 @@ def test_the_bundled_model(
     of_bundled: Numbers, dtype: torch.dtype, absolute: float, relative: float, apart: float
 ) -> None:
     model, ids = bundled(dtype)
-    compare(of_bundled, analysed(model, ids), absolute, relative, apart)
+    compare(of_bundled, analyzed(model, ids), absolute, relative, apart)
 
 
 def smollm2_tokens(folder: Path) -> Tensor:
@@ -185,4 +185,4 @@ def test_smollm2(
     of_smollm2: Numbers, smollm2: Path, layers: int, dtype: torch.dtype, absolute: float, relative: float, apart: float
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=dtype, num_hidden_layers=layers)
-    compare(of_smollm2, analysed(model, smollm2_tokens(smollm2)), absolute, relative, apart)
+    compare(of_smollm2, analyzed(model, smollm2_tokens(smollm2)), absolute, relative, apart)

@@ -13,7 +13,7 @@ import pytest
 from attnorm.analysis.settings import groups
 from attnorm.analysis.verdicts import VERDICTS, ModelVerdict, Thresholds, judge_all, model_verdict, representative_rows
 from attnorm.analysis.verdicts.advice import _no_advice, advise
-from attnorm.analysis.verdicts.judge import Judgement, judge_head
+from attnorm.analysis.verdicts.judge import Judgment, judge_head
 from attnorm.analysis.verdicts.reach import binding_length
 from attnorm.analysis.verdicts.rules import HeadCase, _entropy_floor, _relative_entropies, is_selecting, worst_norm
 from attnorm.analysis.verdicts.what_if import repeat_command
@@ -49,12 +49,12 @@ def head(**numbers: Any) -> dict[str, Any]:
 SMEARED = {"entropy_ratio": 0.9, "entropy_nats": 0.9 * math.log(1024), "gap_slope": 0.1, "max_weight": 0.01}
 
 
-def judgement_of(runs: str | None = "softmax", **numbers: Any) -> Judgement:
+def judgment_of(runs: str | None = "softmax", **numbers: Any) -> Judgment:
     return judge_head(HeadCase(row=head(**numbers), thresholds=Thresholds(), runs=runs))
 
 
 def verdict(runs: str | None = "softmax", **numbers: Any) -> str | None:
-    return judgement_of(runs, **numbers).verdict
+    return judgment_of(runs, **numbers).verdict
 
 
 def test_every_verdict_is_found_on_heads_made_for_it() -> None:
@@ -84,7 +84,7 @@ def test_dispersed_is_forced_beyond_the_horizon_and_by_choice_before_it() -> Non
 def test_a_head_near_its_entropy_floor_is_never_dispersed() -> None:
     near = {**SMEARED, "entropy_floor": 0.9 * math.log(1024) - 0.01, "horizon": 3.0}
     assert verdict(**near) == "healthy"
-    assert "lowest entropy that the logits allow" in judgement_of(**near).evidence
+    assert "lowest entropy that the logits allow" in judgment_of(**near).evidence
     assert verdict(**{**near, "entropy_floor": 5.0}) == "dispersed-forced"
 
 
@@ -92,11 +92,11 @@ def test_the_floor_is_compared_with_the_entropy_of_the_same_row() -> None:
     """The median of rows with 725 to 1,024 keys has 875: at its floor it is sharp, whatever log 1,024 would say."""
     floor = 0.95 * math.log(875)
     at_floor = {"entropy_ratio": 0.95, "entropy_nats": floor, "entropy_floor": floor, "gap_slope": 0.1, "n_low": 725}
-    assert "only 0 % of the way" in judgement_of(**at_floor).evidence
+    assert "only 0 % of the way" in judgment_of(**at_floor).evidence
     spread = 2.0
     content = float(entropy_floor(spread, 874)) / math.log(874)
     beside = {"sink_mass": 0.4, "gap_slope_without_sink": 0.0, "horizon_without_sink": 1 + math.exp(spread)}
-    assert "only 0 % of the way" in judgement_of(**at_floor, **beside, entropy_ratio_without_sink=content).evidence
+    assert "only 0 % of the way" in judgment_of(**at_floor, **beside, entropy_ratio_without_sink=content).evidence
 
 
 def test_beside_a_sink_the_floor_is_that_of_the_other_keys() -> None:
@@ -118,8 +118,8 @@ def test_high_entropy_alone_is_not_dispersion_where_the_gap_keeps_up() -> None:
 
 
 def test_a_broad_head_that_keeps_up_is_not_said_to_select() -> None:
-    assert judgement_of(**{**SMEARED, "gap_slope": 0.9}).evidence.endswith("broad, but it keeps up with the length.")
-    assert "broad" not in judgement_of().evidence
+    assert judgment_of(**{**SMEARED, "gap_slope": 0.9}).evidence.endswith("broad, but it keeps up with the length.")
+    assert "broad" not in judgment_of().evidence
     tables = dict(synthetic_tables(cast=[["selects", "selects", "flat"]], **SMALL))
     changed = {"gap_slope": 0.9, "gap_slope_error": 0.01}
     rows = [row | (changed if row["head"] == 2 else {}) for row in tables["heads"].to_pylist()]
@@ -146,11 +146,11 @@ def test_the_floor_beside_a_sink_is_that_of_the_theory() -> None:
 def test_a_sink_does_not_make_a_smear_look_sharp() -> None:
     looks_sharp = {"sink_mass": 0.4, "max_weight": 0.4, "entropy_ratio": 0.6, "gap_slope": 1.0}
     beside = {"entropy_ratio_without_sink": 0.98, "gap_slope_without_sink": 0.05, "horizon_without_sink": 8.4}
-    forced = judgement_of(**looks_sharp, **beside)
+    forced = judgment_of(**looks_sharp, **beside)
     assert forced.verdict == "dispersed-forced"
     assert "horizon is 8.4 keys without the sink (with it: 1 million)" in forced.evidence
     assert verdict(**looks_sharp, **{**beside, "horizon_without_sink": 1e5}) == "dispersed-by-choice"
-    assert "without the sink" not in judgement_of(**SMEARED).evidence
+    assert "without the sink" not in judgment_of(**SMEARED).evidence
     assert verdict(**looks_sharp) == "healthy", "what is beside the sink selects"
 
 
@@ -162,19 +162,19 @@ def test_most_of_the_mass_on_the_first_key_is_sink_dominated_even_if_it_froze_th
     frozen = {"max_weight": 0.999, "jacobian_norm": 0.001, "jacobian_norm_q75": 0.002}
     assert verdict(sink_mass=0.51) == "sink-dominated"
     assert verdict(sink_mass=0.49) == "healthy"
-    both = judgement_of(sink_mass=0.999, **frozen)
+    both = judgment_of(sink_mass=0.999, **frozen)
     assert (both.verdict, both.flags) == ("sink-dominated", ("sink-dominated", "frozen"))
     assert verdict(**frozen) == "frozen"
 
 
 def test_mass_on_a_learned_sink_is_not_said_to_lie_on_the_first_key() -> None:
-    assert judgement_of(sink_mass=0.9, row_sum=1.0).evidence.startswith(
+    assert judgment_of(sink_mass=0.9, row_sum=1.0).evidence.startswith(
         "90 % of the weight is on the first of 1,024 keys"
     )
     for runs in ("softmax", "sink", "softmax1"):
-        assert "70 % on the learned sink" in judgement_of(runs, sink_mass=0.9, row_sum=0.3).evidence
+        assert "70 % on the learned sink" in judgment_of(runs, sink_mass=0.9, row_sum=0.3).evidence
     for runs in ("sigmoid", "composed:map=sigmoid:sink=sink"):
-        assert "learned" not in judgement_of(runs, sink_mass=0.9, row_sum=0.3).evidence
+        assert "learned" not in judgment_of(runs, sink_mass=0.9, row_sum=0.3).evidence
 
 
 UNDEFINED = (
@@ -185,14 +185,14 @@ NO_WEIGHT = dict.fromkeys(UNDEFINED, math.nan) | {"row_sum": 0.0, "row_sum_mean"
 
 
 def test_a_head_whose_weights_are_all_zero_is_silent_and_not_unjudged() -> None:
-    found = judgement_of("softpick", **NO_WEIGHT)
+    found = judgment_of("softpick", **NO_WEIGHT)
     assert (found.verdict, found.flags) == ("silent", ("silent",))
     assert found.evidence == "The weights of its median row sum to 0, below 0.01, so the head reads no key."
     assert verdict("softpick", **NO_WEIGHT, broken_rows=1) == "broken"
 
 
 def test_tiny_weights_are_silent_wherever_they_lie() -> None:
-    tiny = judgement_of("sigmoid", row_sum=0.0004, sink_mass=0.9999, max_weight=0.0004)
+    tiny = judgment_of("sigmoid", row_sum=0.0004, sink_mass=0.9999, max_weight=0.0004)
     assert (tiny.verdict, tiny.flags) == ("silent", ("silent",))
     assert "sum to 0.0004, below 0.01" in tiny.evidence
     assert verdict("sigmoid", row_sum=0.0099) == "silent"
@@ -219,9 +219,9 @@ def test_a_head_that_reads_in_few_rows_is_not_silent() -> None:
 def test_a_learned_sink_that_takes_all_weight_is_a_sink_and_not_silence() -> None:
     """A model may have its own sinks beside softmax; their share is in the sink mass."""
     for runs in ("sink", "softmax1", "softmax", None):
-        found = judgement_of(runs, row_sum=0.0004, sink_mass=0.9997, max_weight=1e-4)
+        found = judgment_of(runs, row_sum=0.0004, sink_mass=0.9997, max_weight=1e-4)
         assert found.verdict == "sink-dominated"
-    assert "100 % on the learned sink" in judgement_of("softmax", row_sum=0.0004, sink_mass=0.9997).evidence
+    assert "100 % on the learned sink" in judgment_of("softmax", row_sum=0.0004, sink_mass=0.9997).evidence
     assert verdict("softmax", row_sum=1.0, sink_mass=0.0) == "healthy"
 
 
@@ -229,16 +229,16 @@ def test_signed_weights_that_cancel_are_not_silent() -> None:
     for signed in ({"runs": "odd_polynomial"}, {"runs": None, "row_sum_q05": -0.2}):
         cancels = {**signed, "row_sum": 0.001, "sink_mass": 0.1}
         assert verdict(**cancels, max_weight=0.3, effective_keys=10.0) == "healthy"
-        small = judgement_of(**cancels, max_weight=1e-4, effective_keys=20.0)
+        small = judgment_of(**cancels, max_weight=1e-4, effective_keys=20.0)
         assert small.verdict == "silent"
         assert "absolute weights of its median row sum to at most 0.002, below 0.01" in small.evidence
     assert verdict("odd_polynomial", **NO_WEIGHT) == "silent"
 
 
 def test_rows_with_fewer_than_two_keys_are_not_said_to_be_silent() -> None:
-    alone = judgement_of("sigmoid", **{**NO_WEIGHT, "row_sum": 1e-9}, n_high=1)
+    alone = judgment_of("sigmoid", **{**NO_WEIGHT, "row_sum": 1e-9}, n_high=1)
     assert (alone.verdict, alone.evidence) == (None, "Not judged: no row with at least two visible keys.")
-    unseen = judgement_of("sigmoid", **{**NO_WEIGHT, "row_sum": math.nan})
+    unseen = judgment_of("sigmoid", **{**NO_WEIGHT, "row_sum": math.nan})
     assert (unseen.verdict, unseen.evidence) == (None, "Not judged: no row with at least two visible keys.")
 
 
@@ -280,7 +280,7 @@ def test_sensitive_is_measured_against_the_normalizers_own_worst_case() -> None:
     assert worst_norm("entmax15", 1024) == pytest.approx(0.868, abs=1e-3)
     assert verdict(runs="entmax15", jacobian_norm_q75=0.46) == "healthy"
     assert verdict(runs="entmax15", jacobian_norm_q75=0.8) == "sensitive"
-    unknown = judgement_of(runs="hard", jacobian_norm_q75=0.5)
+    unknown = judgment_of(runs="hard", jacobian_norm_q75=0.5)
     assert unknown.verdict == "healthy"
     assert "sensitive (no worst case is known for hard)" in unknown.evidence
 
@@ -299,7 +299,7 @@ def test_the_worst_case_is_that_of_the_parameters_which_were_measured() -> None:
 
 def test_where_no_ceiling_is_known_neither_force_nor_choice_is_claimed() -> None:
     for runs in ("entmax15", None):
-        found = judgement_of(**SMEARED, horizon=math.nan, entropy_floor=math.nan, runs=runs)
+        found = judgment_of(**SMEARED, horizon=math.nan, entropy_floor=math.nan, runs=runs)
         assert found.verdict == "dispersed"
         assert "is not known" in found.evidence
         assert "although" not in found.evidence
@@ -323,11 +323,11 @@ def test_the_same_flat_logits_are_forced_under_softmax_and_under_ssmax() -> None
 def test_a_norm_that_every_row_has_says_nothing_about_a_head() -> None:
     """Kneemax and sparsemax reach their worst case with any two keys in use; softmax with two equal ones only."""
     for runs, norm in (("kneemax", 0.5), ("sparsemax", 1.0)):
-        found = judgement_of(runs=runs, jacobian_norm_q75=norm)
+        found = judgment_of(runs=runs, jacobian_norm_q75=norm)
         assert found.verdict == "healthy"
         assert f"Not judged: sensitive (even random logits are near the worst case of {runs}" in found.evidence
     assert verdict(runs="softmax", jacobian_norm_q75=0.5) == "sensitive"
-    assert "not judged" not in judgement_of(runs="kneemax", jacobian_norm_q75=0.2).evidence
+    assert "not judged" not in judgment_of(runs="kneemax", jacobian_norm_q75=0.2).evidence
 
 
 def test_thresholds_that_are_not_the_default_are_told_with_it() -> None:
@@ -379,13 +379,13 @@ def test_bins_that_gave_no_slope_do_not_give_one_through_the_back_door() -> None
 
 
 def test_one_length_only_leaves_the_rate_open_and_says_so() -> None:
-    open_rate = judgement_of(**{**SMEARED, "gap_slope": math.nan})
+    open_rate = judgment_of(**{**SMEARED, "gap_slope": math.nan})
     assert open_rate.verdict == "dispersed-by-choice"
     assert "Not judged: the slope of the gap" in open_rate.evidence
 
 
 def test_one_broken_row_breaks_the_head() -> None:
-    broken = judgement_of(broken_rows=1)
+    broken = judgment_of(broken_rows=1)
     assert broken.verdict == "broken"
     assert "1 measured row " in broken.evidence
 

@@ -310,10 +310,10 @@ def test_the_variance_of_rows_and_its_gradient(mask: str, causal: bool) -> None:
     if causal:
         seen &= torch.ones_like(seen[0, 0]).tril(k.shape[2] - q.shape[2])
     n = seen.sum(-1)
-    centre = torch.where(seen, logits, 0.0).sum(-1) / n.clamp(min=1)
-    expected = torch.where(seen, logits - centre[..., None], 0.0).square().sum(-1) / n.clamp(min=1)
+    center = torch.where(seen, logits, 0.0).sum(-1) / n.clamp(min=1)
+    expected = torch.where(seen, logits - center[..., None], 0.0).square().sum(-1) / n.clamp(min=1)
     assert torch.equal(count.long(), n)
-    assert_follows([found, mean], [expected, centre], 4 * FLOAT32)
+    assert_follows([found, mean], [expected, center], 4 * FLOAT32)
     weights = torch.linspace(-1, 1, n.numel(), device=DEVICE).reshape(n.shape)
     grads = [torch.autograd.grad((weights * one).sum(), two) for one, two in ((found, (q, k)), (expected, exact))]
     assert_follows(*map(list, grads), 4 * FLOAT32)

@@ -486,7 +486,7 @@ for kernel, name, trains, capability in (
     constants = dict(
         WEIGHTS=one.weights, NEWTON=one.newton, START=one.start, DECLINE=one.decline, COUNTED=one.counted,
         DEFORMED=one.deformed, PARAMETER=one.parameter, LEARNED=True, EXACT=False, FAST=True, LIFT=1.0, CAUSAL=True,
-        MASKED=True, FACTORED=True, PENALISED=True, CORRECTED=trains, PRECISION="tf32", ROWS=32,
+        MASKED=True, FACTORED=True, PENALIZED=True, CORRECTED=trains, PRECISION="tf32", ROWS=32,
         COLUMNS=16, WIDTH=16, V_WIDTH=16,
         FULL=True, V_FULL=False, SIGNED=True, SKIPS=trains, MAX_STEPS=9, EARLY=3, LIVE_ROWS=64, LIVE_COLUMNS=32,
     )

@@ -62,7 +62,7 @@ def test_every_token_as_its_own_landmark_loses_only_the_ridge() -> None:
     assert torch.allclose(means_of_squares(tokens, 1), tokens.mean(-2, keepdim=True))
 
 
-def test_neighbours_of_a_smooth_image_are_closer_than_independent_tokens() -> None:
+def test_neighbors_of_a_smooth_image_are_closer_than_independent_tokens() -> None:
     smooth, independent = (
         (t[0, 0, 1:] - t[0, 0, :-1]).norm(dim=-1).median() for t in (smooth_tokens(32), independent_tokens(32))
     )

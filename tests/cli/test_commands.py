@@ -124,7 +124,7 @@ def test_dispersion_prints_a_table(few: None) -> None:
         (["bench", "cuda-decodin"], "Did you mean 'cuda-decoding'?"),
         (["bench", "normalizers", "--threads", "0"], "threads"),
         (["bench", "--json", "--markdown"], "--markdown"),
-        (["normaliser"], "normaliser"),
+        (["normalizer"], "normalizer"),
         (["normalizers", "entmx"], "'entmax'"),
         *((["train", task], "--out DIR") for task in ("clrs", "retrieval")),
     ],

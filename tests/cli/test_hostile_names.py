@@ -34,7 +34,7 @@ def run(*argv: str) -> Result:
 
 
 @pytest.fixture(scope="module")
-def analysed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+def analyzed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     """A folder of results, and what the command printed."""
     folder = tmp_path_factory.mktemp("hostile")
     model = save_model(folder / f"model{EVIL}")
@@ -43,15 +43,15 @@ def analysed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     return out, run("analyze", str(model), "--text", str(text), *SMALL, "--out", str(out))
 
 
-def test_analyze_prints_the_names_with_their_characters_spelled_out(analysed: tuple[Path, Result]) -> None:
-    _, printed = analysed
+def test_analyze_prints_the_names_with_their_characters_spelled_out(analyzed: tuple[Path, Result]) -> None:
+    _, printed = analyzed
     assert printed.exit_code == 0, printed.output
     assert "␛[2J" in printed.stdout
     assert "out␛[2J␛]0;owned␇⟨U+009B⟩31m⟨U+202E⟩[red]" in printed.stderr
 
 
-def test_json_keeps_the_value_of_a_name(analysed: tuple[Path, Result]) -> None:
-    out, _ = analysed
+def test_json_keeps_the_value_of_a_name(analyzed: tuple[Path, Result]) -> None:
+    out, _ = analyzed
     printed = run("report", str(out), "--json")
     assert printed.exit_code == 0, printed.output
     assert EVIL in "".join(strings_of(json.loads(printed.stdout)))
@@ -65,8 +65,8 @@ def strings_of(value: object) -> list[str]:
     return [value] if isinstance(value, str) else []
 
 
-def test_compare_and_the_summary_are_safe_too(analysed: tuple[Path, Result]) -> None:
-    out, _ = analysed
+def test_compare_and_the_summary_are_safe_too(analyzed: tuple[Path, Result]) -> None:
+    out, _ = analyzed
     shutil.copytree(out, out.with_name(f"other{EVIL}"))
     printed = run("compare", str(out), str(out.with_name(f"other{EVIL}")))
     assert printed.exit_code == 0, printed.output

@@ -57,7 +57,7 @@ def table(right: np.ndarray, verdicts: list[str]) -> pa.Table:
     return pa.table({"layer": layers, "head": heads, "right": right, "weight": right, "verdict": verdicts, **numbers})
 
 
-def test_verdicts_that_single_out_the_mapping_heads_are_recognised() -> None:
+def test_verdicts_that_single_out_the_mapping_heads_are_recognized() -> None:
     own = MAPPING_HEAD[0] * 8 + MAPPING_HEAD[1]
     right = np.zeros(96)
     right[own] = 0.95

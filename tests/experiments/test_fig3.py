@@ -29,10 +29,10 @@ def orthonormal(keys: int = 24) -> LastRows:
 def isotropic() -> Separabilities:
     """Assumption 1 itself: uniform directions, weights that know nothing of them."""
     layers = synthetic(40, 64, dimension=16)
-    centred = [
+    centered = [
         LastRows(one.layer, one.weights, torch.randn_like(one.vectors), one.visible).on_sphere() for one in layers
     ]
-    return measured(centred)
+    return measured(centered)
 
 
 def test_eighty_per_cent_is_no_limit() -> None:

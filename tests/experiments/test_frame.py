@@ -38,8 +38,8 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Toy:
     return Toy(takes={**catalogue.ONE_OF_EACH, catalogue.ONLY: None}).enter(monkeypatch)
 
 
-def test_every_verdict_has_a_colour_on_the_page_and_in_the_terminal() -> None:
-    assert set(run.MARKS) == set(command._COLOURS) == set(get_args(Verdict))
+def test_every_verdict_has_a_color_on_the_page_and_in_the_terminal() -> None:
+    assert set(run.MARKS) == set(command._COLORS) == set(get_args(Verdict))
 
 
 @pytest.mark.parametrize(

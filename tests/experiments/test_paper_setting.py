@@ -74,7 +74,7 @@ def test_the_lengths_of_figure_2_are_the_papers() -> None:
     assert (measure.PAPER_HEADS, fig2.LEVEL) == (144, 0.01)
 
 
-def test_the_shared_novel_is_recognised(shared: Path) -> None:
+def test_the_shared_novel_is_recognized(shared: Path) -> None:
     text = shared / "data" / "war-and-peace.txt"
     if not text.is_file():
         pytest.skip(f"no novel at {text}")

@@ -109,7 +109,7 @@ def test_laser_equals_x_transformers() -> None:
 
 @each_call
 @pytest.mark.parametrize("width", [None, WIDTH], ids=["learned", "from hidden states"])
-def test_differential_v2_is_the_difference_of_neighbouring_heads(name: str, width: int | None) -> None:
+def test_differential_v2_is_the_difference_of_neighboring_heads(name: str, width: int | None) -> None:
     call = CALLS[name]
     mechanism = attnorm.get("differential_v2", heads=HEADS // 2, width=width).double()
     with torch.no_grad():

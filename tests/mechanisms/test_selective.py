@@ -55,9 +55,9 @@ def test_outputs_and_gradients_equal_the_definition(name: str, causal: bool, row
 
 def test_the_penalty_matters_and_spares_the_first_key() -> None:
     tensors = strong()
-    plain, penalised = (attnorm.attention(*tensors, name, causal=True) for name in ("softmax", "selective"))
-    assert (plain - penalised)[..., 2:, :].abs().max() > 0.1
-    torch.testing.assert_close(plain[..., :2, :], penalised[..., :2, :])
+    plain, penalized = (attnorm.attention(*tensors, name, causal=True) for name in ("softmax", "selective"))
+    assert (plain - penalized)[..., 2:, :].abs().max() > 0.1
+    torch.testing.assert_close(plain[..., :2, :], penalized[..., :2, :])
     _, penalty = Selective().attend(*tensors)
     assert penalty.shape == (2, 1, 1, LENGTH)
     assert penalty[..., 0].eq(0).all()

@@ -239,7 +239,7 @@ def test_the_kernels_of_the_quantiles(
 
 
 @pytest.mark.parametrize("length", [1, 1024, 1025, 16384, 16385, 131072])
-def test_each_bin_is_summarised_by_one_launch(length: int) -> None:
+def test_each_bin_is_summarized_by_one_launch(length: int) -> None:
     launches = list(sampling._launches(length))
     for extent in (0, 1, 1024, 1025, 4096, 4097, 8192, 8193, 16384, 16385, length):
         taken = [longer or extent <= size for over, size, longer, _warps in launches if extent > over]

@@ -36,7 +36,7 @@ def test_as_many_rows_as_asked_for_with_the_last_among_them(
     assert rows[0] >= 0
 
 
-def test_a_causal_sample_reaches_every_bin_and_favours_the_longest() -> None:
+def test_a_causal_sample_reaches_every_bin_and_favors_the_longest() -> None:
     rows = rows_to_measure(64, 4096, causal=True) + 1
     counts = [int(((rows >= low) & (rows <= high)).sum()) for low, high in length_bins(4096)]
     assert min(counts) >= 1

@@ -14,7 +14,7 @@ from attnorm.metrics.catalogue import METRICS
 from attnorm.metrics.fused_rows import _tile
 from attnorm.metrics.normalized import with_own_tensors
 from attnorm.metrics.rows import _power_rows, measure_rows
-from attnorm.metrics.sampling import summarise
+from attnorm.metrics.sampling import summarize
 from attnorm.metrics.sensitivity import POWER_ROWS, jacobian_norm, measure_sensitivity
 from attnorm.metrics.vectors import isotropy
 from attnorm.normalizers import Normalizer, Sink, compose, get, mixture
@@ -34,7 +34,7 @@ def call(**more: object) -> AttentionCall:
 @pytest.mark.parametrize("rows", [1, 2])
 def test_quantiles_of_one_row_and_the_largest_quantile_are_numbers_of_the_rows(rows: int) -> None:
     values = torch.arange(1.0, rows + 1).reshape(1, 1, rows)
-    found = summarise(
+    found = summarize(
         values, torch.full((1, 1, rows), 8), [(1, 9)], torch.zeros(1, 1, rows).bool(), quantiles=(0.0, 0.5, 1.0)
     )
     np.testing.assert_allclose(found.quantiles[0, 0], [1.0, (1 + rows) / 2, rows])

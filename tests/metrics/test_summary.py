@@ -8,7 +8,7 @@ import torch
 
 from attnorm.engines.execution import HAS_TRITON, arrival
 from attnorm.metrics import sampling
-from attnorm.metrics.sampling import QUANTILES, _summarise_on_device, summarise, summarise_all
+from attnorm.metrics.sampling import QUANTILES, _summarize_on_device, summarize, summarize_all
 
 BINS = [(5, 8), (1, 4), (100, 200)]
 
@@ -22,7 +22,7 @@ def _rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def test_mean_and_quantiles_are_those_of_numpy() -> None:
     values, n, broken = _rows()
-    found = summarise(values, n, BINS, broken)
+    found = summarize(values, n, BINS, broken)
     for head in range(3):
         inside = values[:, head, 4:].flatten().double().numpy()
         assert np.isclose(found.mean[head, 0], inside.mean())
@@ -34,11 +34,11 @@ def test_mean_and_quantiles_are_those_of_numpy() -> None:
 
 def test_undefined_and_broken_rows_are_left_out() -> None:
     values, n, broken = _rows()
-    clean = summarise(values[..., :6], n[..., :6], BINS, broken[..., :6])
+    clean = summarize(values[..., :6], n[..., :6], BINS, broken[..., :6])
     values[0, 1, 6] = values[1, :, 6:] = values[0, :, 7] = math.nan
     values[0, [0, 2], 6] = 1e9
     broken[0, :, 6] = True
-    found = summarise(values, n, BINS, broken)
+    found = summarize(values, n, BINS, broken)
     assert np.allclose(found.mean[:, 0], clean.mean[:, 0])
     assert np.allclose(found.quantiles[:, 0], clean.quantiles[:, 0])
     assert (found.rows[:, 0] == 7).all()
@@ -46,7 +46,7 @@ def test_undefined_and_broken_rows_are_left_out() -> None:
 
 def test_infinite_values_stay_infinite_and_do_not_turn_into_nan() -> None:
     values = torch.tensor([[[1.0, 2.0, math.inf, math.inf]]])
-    found = summarise(values, torch.full((1, 1, 4), 3), [(1, 4)], torch.zeros(1, 1, 4, dtype=torch.bool))
+    found = summarize(values, torch.full((1, 1, 4), 3), [(1, 4)], torch.zeros(1, 1, 4, dtype=torch.bool))
     assert found.mean[0, 0] == math.inf
     assert found.quantiles[0, 0, 0] < 2
     assert found.quantiles[0, 0, -1] == math.inf
@@ -56,9 +56,9 @@ def test_infinite_values_stay_infinite_and_do_not_turn_into_nan() -> None:
 def test_many_at_once_equal_one_at_a_time() -> None:
     values, n, broken = _rows()
     broken[1, 2, 5] = True
-    together = summarise_all({"a": values, "b": -values}, n, BINS, broken)
+    together = summarize_all({"a": values, "b": -values}, n, BINS, broken)
     for name, sign in (("a", 1), ("b", -1)):
-        alone = summarise(sign * values, n, BINS, broken)
+        alone = summarize(sign * values, n, BINS, broken)
         np.testing.assert_array_equal(together[name].mean, alone.mean)
         np.testing.assert_array_equal(together[name].quantiles, alone.quantiles)
         np.testing.assert_array_equal(together[name].rows, alone.rows)
@@ -93,8 +93,8 @@ def test_the_device_form_gives_the_same_numbers(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     there = {name: value.to(device) for name, value in given.items()}
     for quantiles in (QUANTILES, ()):
-        expected = summarise_all(given, n, bins, broken, quantiles=quantiles)
-        found = _summarise_on_device(there, n.to(device), bins, broken.to(device), quantiles)
+        expected = summarize_all(given, n, bins, broken, quantiles=quantiles)
+        found = _summarize_on_device(there, n.to(device), bins, broken.to(device), quantiles)
         arrival(device)()
         for name in given:
             np.testing.assert_array_equal(found[name].rows, expected[name].rows)

@@ -32,7 +32,7 @@ def test_the_picture_has_the_pixels_of_the_model() -> None:
     assert np.array_equal(pixels_of(picture.png), expected)
 
 
-def test_a_large_image_becomes_small_and_a_grey_one_has_three_channels() -> None:
+def test_a_large_image_becomes_small_and_a_gray_one_has_three_channels() -> None:
     picture = picture_of({"pixel_values": torch.rand(1, 1, 336, 336)}, SimpleNamespace(patch_size=14))
     assert picture is not None
     assert pixels_of(picture.png).shape == (112, 112, 3)

@@ -37,7 +37,7 @@ def test_the_projections_make_the_queries_and_keys(family: str) -> None:
 
 
 def test_normalised_queries_are_not_taken_for_plain_ones() -> None:
-    model = tiny("gemma3")  # normalises q and k after the projection
+    model = tiny("gemma3")  # normalizes q and k after the projection
     calls: list[AttentionCall] = []
     with torch.no_grad(), observe(model, calls.append, inputs=True):
         model(torch.arange(3, 23)[None])

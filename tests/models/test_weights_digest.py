@@ -54,7 +54,7 @@ def test_quantized_weights_have_a_fingerprint_that_depends_on_their_values() -> 
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_model_quantized_by_torchao_is_analysed() -> None:
+def test_a_model_quantized_by_torchao_is_analyzed() -> None:
     torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
     model = llama()
     torchao.quantize_(model, torchao.Int8WeightOnlyConfig())

@@ -20,7 +20,7 @@ def measured(monitor: AttentionMonitor, model: Any, step: int = 1, **inputs: Any
     return numbers
 
 
-def test_every_head_is_logged_where_asked_and_layers_summarise_them() -> None:
+def test_every_head_is_logged_where_asked_and_layers_summarize_them() -> None:
     model = llama()
     numbers = measured(AttentionMonitor(per_head=True, top_n=5), model, input_ids=tokens(1, 40))
     heads, layers = model.config.num_attention_heads, model.config.num_hidden_layers

@@ -47,7 +47,7 @@ def test_hostile_rows_give_finite_weights_and_gradients(variant: Variant, name: 
 
 
 def test_softpick_keeps_the_digits_of_small_logits() -> None:
-    """e^z - 1 written as a difference has none left at 1e-7; freshly initialised attention starts near there."""
+    """e^z - 1 written as a difference has none left at 1e-7; freshly initialized attention starts near there."""
     for spread in (1e-2, 1e-4, 1e-6):
         z = spread * torch.randn(4, 50)
         error = (get("softpick")(z).double() - get("softpick")(z.double())).abs().max()

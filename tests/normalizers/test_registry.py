@@ -377,19 +377,19 @@ def test_a_normalizer_given_by_name_is_built_on_the_device_of_the_tensor() -> No
         assert attnorm.normalize(torch.empty(3, 4), "sink").shape == (3, 4)
 
 
-class Centred(attnorm.LogitRule):
-    def __init__(self, centre: torch.Tensor) -> None:
+class Centered(attnorm.LogitRule):
+    def __init__(self, center: torch.Tensor) -> None:
         super().__init__()
-        self.register_buffer("centre", centre)
+        self.register_buffer("center", center)
 
     def forward(self, block: Block) -> torch.Tensor:
-        return block.logits - self.centre
+        return block.logits - self.center
 
 
 def test_a_factory_that_ignores_the_device_of_the_call_is_named() -> None:
     own = get("sink")
     register("kept_by_its_factory")(lambda: own)
-    register("made_on_the_cpu")(lambda: Centred(torch.zeros(3, device="cpu")))
+    register("made_on_the_cpu")(lambda: Centered(torch.zeros(3, device="cpu")))
     for resolve_call in (resolve_for_call, torch.compile(resolve_for_call, backend="eager")):
         for name in ("kept_by_its_factory", "made_on_the_cpu"):
             with pytest.raises(Exception, match=rf"'{name}' on meta.*got cpu"):

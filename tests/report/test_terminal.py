@@ -1,4 +1,4 @@
-"""The terminal: everything can be read without colour, nothing a model or a file is named can take it over."""
+"""The terminal: everything can be read without color, nothing a model or a file is named can take it over."""
 
 import io
 import re
@@ -26,9 +26,9 @@ def made(cast: Any = CAST, name: str = "pretended/gpt", normalizers: tuple[str, 
     return Analysis.of(synthetic_tables(**options), synthetic_manifest(**options, name=name), Thresholds())
 
 
-def shown(what: RenderableType, width: int = 120, colour: bool = False) -> str:
+def shown(what: RenderableType, width: int = 120, color: bool = False) -> str:
     console = Console(
-        file=io.StringIO(), width=width, force_terminal=colour, color_system="truecolor" if colour else None
+        file=io.StringIO(), width=width, force_terminal=color, color_system="truecolor" if color else None
     )
     console.print(what)
     assert isinstance(console.file, io.StringIO)
@@ -47,9 +47,9 @@ def test_every_head_has_its_letters_in_its_place() -> None:
         assert (f"{count} {word.label}" in text) == (count > 0), "the legend"
 
 
-def test_colour_adds_to_the_letters_and_replaces_none() -> None:
-    plain, coloured = shown(analysis_summary(made())), shown(analysis_summary(made()), colour=True)
-    assert "\x1b[" in coloured
+def test_color_adds_to_the_letters_and_replaces_none() -> None:
+    plain, colored = shown(analysis_summary(made())), shown(analysis_summary(made()), color=True)
+    assert "\x1b[" in colored
     assert "\x1b[" not in plain
     assert set(STYLE) >= {word.name for word in VERDICTS}
     assert len({STYLE[word.name] for word in VERDICTS}) == len(VERDICTS)

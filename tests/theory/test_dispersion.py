@@ -146,7 +146,7 @@ def test_the_deficit_below_log_n_is_attained_in_the_limit() -> None:
 
 
 @pytest.mark.parametrize(("n", "d"), [(3, 2.0), (6, 1.0), (8, 4.0)])
-def test_direct_optimisation_finds_no_entropy_below_the_floor_and_reaches_it(n: int, d: float) -> None:
+def test_direct_optimization_finds_no_entropy_below_the_floor_and_reaches_it(n: int, d: float) -> None:
     def entropy_and_slope(inner: np.ndarray) -> tuple[float, np.ndarray]:
         z = torch.tensor([0.0, d, *inner], dtype=torch.float64, requires_grad=True)
         entropy = dispersion.entropy_nats(torch.softmax(z, -1))

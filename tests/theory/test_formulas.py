@@ -359,8 +359,8 @@ def test_the_spread_that_weight_matrices_allow(heads: int, masked: bool) -> None
         product = float(torch.linalg.matrix_norm(W_Q[head].T @ W_K[head // (heads // 2)], 2))
         seen = [key for key in range(6) if mask is None or bool(mask[:, key].any())]
         own = [key for key in seen if mask is None or mask[query, key]]
-        centre = sum(x[key] for key in seen) / len(seen)
-        reach = min(max(float((x[key] - c).norm()) for key in own) for c in (torch.zeros(4), centre))
+        center = sum(x[key] for key in seen) / len(seen)
+        reach = min(max(float((x[key] - c).norm()) for key in own) for c in (torch.zeros(4), center))
         close(tight[head, query], 2 * 0.7 * product * float(y[query].norm()) * reach)
 
 

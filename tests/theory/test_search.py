@@ -180,7 +180,7 @@ def test_breaking_a_formula_breaks_the_table(
     assert not found(name, first_rounds=3).stands or not found(name).stands
 
 
-def test_the_error_of_the_exact_law_is_in_favour_of_the_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_the_exact_law_is_in_favor_of_the_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     """P = 0.5 up to 0.1 against a lower bound of 0.45 and an upper one of 0.8."""
     case, _ = replay(CLAIMS["theorem-2-corrected"], 0, 0)
 

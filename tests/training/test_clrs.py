@@ -209,7 +209,7 @@ def test_one_pass_gives_the_exact_match_of_greedy_decoding(normalizer: str) -> N
 
 
 def test_the_logits_of_a_test_are_not_rounded() -> None:
-    """Under bfloat16 autocast neighbouring logits would often be equal."""
+    """Under bfloat16 autocast neighboring logits would often be equal."""
     batch = padded(encode_examples([ClrsExample("a", 1, "ab\n", "c\n\n")], Characters()))
     model = ClrsBase().build(TINY, CPU)
     with torch.autocast("cpu", torch.bfloat16):

@@ -59,7 +59,7 @@ def test_majority_counts_visible_items_only() -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_the_data_of_a_seed_do_not_depend_on_its_neighbours(task: str) -> None:
+def test_the_data_of_a_seed_do_not_depend_on_its_neighbors(task: str) -> None:
     options = {"leak_penalty": 1.0, "leak_from": 0.0, "squeezed": 0.5 if find_task(task).has_priority else 0.0}
     together = batches([4, 0, 9], STEPS_AT_ONCE + 2, task, **options)
     for copy, seed in enumerate((4, 0, 9)):

@@ -8,7 +8,7 @@ import torch
 
 from attnorm.training.retrieval import evaluate as evaluation
 from attnorm.training.retrieval.data import Sets
-from attnorm.training.retrieval.evaluate import sets_at, summarise
+from attnorm.training.retrieval.evaluate import sets_at, summarize
 from attnorm.training.retrieval.model import Retrievers
 from tests.training.retrieval_stack import learned, outcomes, trained
 
@@ -99,14 +99,14 @@ def record(seed: int, accuracy: float, **more: Any) -> dict[str, Any]:
 
 
 def test_means_come_with_the_interval_of_students_t() -> None:
-    (row,) = summarise([record(0, 0.7), record(1, 0.8), record(2, 0.9)])
+    (row,) = summarize([record(0, 0.7), record(1, 0.8), record(2, 0.9)])
     assert row.accuracy.value == pytest.approx(0.8)
     assert row.accuracy.half_width == pytest.approx(4.302653 * 0.1 / 3**0.5)  # t of 2 degrees of freedom
     assert (row.seeds, row.logits_wrong, row.leak) == (3, None, None)
 
 
 def test_one_seed_has_no_interval_and_a_missing_number_no_mean() -> None:
-    (row,) = summarise([record(0, 0.7)])
+    (row,) = summarize([record(0, 0.7)])
     assert row.accuracy.half_width is None
-    (row,) = summarise([record(0, 0.7, leak=0.1), record(1, 0.7, leak=None)])
+    (row,) = summarize([record(0, 0.7, leak=0.1), record(1, 0.7, leak=None)])
     assert row.leak is None

@@ -57,7 +57,7 @@ def test_a_stack_equals_separate_trainings(normalizer: str, in_float64: None) ->
         assert records[copy]["accuracy"] == pytest.approx(record["accuracy"], abs=0.004)  # one set
 
 
-def test_starting_weights_do_not_depend_on_normalizer_or_neighbours() -> None:
+def test_starting_weights_do_not_depend_on_normalizer_or_neighbors() -> None:
     first, second = (
         Retrievers(find_task("max"), normalizer_for(name, len(seeds)), seeds, 16)
         for name, seeds in (("softmax", [3, 7]), ("ssmax", [7]))

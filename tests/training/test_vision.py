@@ -16,9 +16,9 @@ from attnorm.training.vision.model import VisionSettings, build_model, square_la
 
 def archive(path: Path, files: dict[str, tuple[int, int, int]], side: int = 8) -> Path:
     with tarfile.open(path, "w:xz") as tar:
-        for name, colour in files.items():
+        for name, color in files.items():
             made = io.BytesIO()
-            Image.new("RGB", (side, side), colour).save(made, "PNG")
+            Image.new("RGB", (side, side), color).save(made, "PNG")
             member = tarfile.TarInfo(name)
             member.size = made.tell()
             made.seek(0)

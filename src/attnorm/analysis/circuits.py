@@ -225,7 +225,7 @@ def _measure_probe(
     *,
     check: bool,
 ) -> list[dict[str, Any]]:
-    """Run the model on the sequences of a probe and summarise the right keys of every head."""
+    """Run the model on the sequences of a probe and summarize the right keys of every head."""
     pieces: list[dict[str, Any]] = []
     heads_before: dict[int, int] = {}  # heads of a layer's earlier calls (differential attention)
 

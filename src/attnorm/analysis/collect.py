@@ -1,6 +1,6 @@
 """`Collector`: measure every attention call of a forward pass and convert it to rows of the tables, layer by layer.
 
-Statistics of rows are summarised per head immediately, so that only those of a few layers are in memory.
+Statistics of rows are summarized per head immediately, so that only those of a few layers are in memory.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from torch import Tensor
 
-from attnorm.analysis.collect_rows import pool_rows, row_columns, summarise_rows
+from attnorm.analysis.collect_rows import pool_rows, row_columns, summarize_rows
 from attnorm.analysis.collect_sampled import ByNormalizer, DrawnAhead, draw_ahead, sampled_columns, sampled_weights
 from attnorm.analysis.reads import Tokens, listed_reads, token_columns
 from attnorm.analysis.settings import AnalysisSettings
@@ -181,7 +181,7 @@ class Collector:
         sampled = self._measure_sampled(calls, tokens, statistics, bins[0], ahead)
         reads = listed_reads(call, tokens, self.normalizers, self.settings, self.texts)
         summaries = {
-            name: summarise_rows(
+            name: summarize_rows(
                 pool_rows([by_normalizer[name] for by_normalizer in statistics]), bins, self.settings.top_n, len(calls)
             )
             for name in self.normalizers

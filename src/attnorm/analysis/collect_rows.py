@@ -1,6 +1,6 @@
-"""Summarise the measured rows of a layer for the tables `heads`, `by_length`, `top_n` and `blocks`.
+"""Summarize the measured rows of a layer for the tables `heads`, `by_length`, `top_n` and `blocks`.
 
-Neighbouring rows see nearly the same keys, so resampling single rows would overstate the confidence of a verdict.
+Neighboring rows see nearly the same keys, so resampling single rows would overstate the confidence of a verdict.
 Therefore the longest rows are divided into blocks of consecutive rows, and `blocks` has the medians of each block.
 """
 
@@ -16,12 +16,12 @@ from attnorm.analysis.tables import BLOCK_METRICS, BLOCK_NORM, QUANTILES, Column
 from attnorm.engines.execution import sent_to_cpu
 from attnorm.metrics.catalogue import PER_ROW
 from attnorm.metrics.rows import RowStatistics
-from attnorm.metrics.sampling import Summary, binned, summarise_all
+from attnorm.metrics.sampling import Summary, binned, summarize_all
 from attnorm.theory.dispersion import effective_gap_slope
 
 SHORTEST_IN_SLOPE = 16  # keys; with fewer, the gap is not yet linear in log n
 MIN_BINS = 3  # a line through two points has no error
-SUMMARISED_AT_ONCE = {True: 2**21, False: 2**26}  # numbers, on a CPU or a GPU
+SUMMARIZED_AT_ONCE = {True: 2**21, False: 2**26}  # numbers, on a CPU or a GPU
 BLOCKS = 8  # largest number per window
 MIN_BLOCK_ROWS = 2
 
@@ -53,10 +53,10 @@ class RowSummaries:
     blocks: Callable[[], Columns]
 
 
-def summarise_rows(
+def summarize_rows(
     rows: RowStatistics, bins: list[tuple[int, int]], top_n: tuple[int, ...], layers: int
 ) -> RowSummaries:
-    """Summarise rows per head and bin. layers: number of layers that the heads belong to, equally many heads each."""
+    """Summarize rows per head and bin. layers: number of layers that the heads belong to, equally many heads each."""
     on_cpu = rows.n.device.type == "cpu"
     return RowSummaries(
         bins,
@@ -95,12 +95,12 @@ def by_head(values: Tensor) -> np.ndarray:
 
 
 def _summaries(rows: RowStatistics, bins: list[tuple[int, int]]) -> dict[str, Summary]:
-    """Summarise every metric, several at once for speed, but not all at once: a long layer has gigabytes of them."""
-    at_once = max(1, SUMMARISED_AT_ONCE[rows.n.device.type == "cpu"] // max(1, rows.n.numel()))
+    """Summarize every metric, several at once for speed, but not all at once: a long layer has gigabytes of them."""
+    at_once = max(1, SUMMARIZED_AT_ONCE[rows.n.device.type == "cpu"] // max(1, rows.n.numel()))
     summaries: dict[str, Summary] = {}
     for start in range(0, len(PER_ROW), at_once):
         values = {name: rows.values[name] for name in PER_ROW[start : start + at_once]}
-        summaries |= summarise_all(values, rows.n, bins, rows.broken, quantiles=_SHARES)
+        summaries |= summarize_all(values, rows.n, bins, rows.broken, quantiles=_SHARES)
     return summaries
 
 
@@ -149,7 +149,7 @@ def _slopes(summaries: Mapping[str, Summary], n: np.ndarray) -> Columns:
 
 
 def _means(rows: RowStatistics, bins: list[tuple[int, int]], top_n: tuple[int, ...]) -> dict[str, Summary]:
-    """Summarise what is reported as a mean alone: n, rows beyond the horizon, masses of the N heaviest keys."""
+    """Summarize what is reported as a mean alone: n, rows beyond the horizon, masses of the N heaviest keys."""
     horizon = rows.values["horizon"]
     values = {
         "n": rows.n.double(),
@@ -157,7 +157,7 @@ def _means(rows: RowStatistics, bins: list[tuple[int, int]], top_n: tuple[int, .
         "measured": (~rows.top_mass[..., 0].isnan()).double(),  # on a GPU not all rows have masses
         **{f"mass {N}": rows.top_mass[..., index].double() for index, N in enumerate(top_n)},
     }
-    return summarise_all(values, rows.n, bins, rows.broken, quantiles=())
+    return summarize_all(values, rows.n, bins, rows.broken, quantiles=())
 
 
 def _masses(means: Mapping[str, Summary], top_n: tuple[int, ...]) -> Columns:
@@ -189,7 +189,7 @@ def _blocks_on_device(rows: RowStatistics, longest_bin: tuple[int, int], layers:
     ids = torch.where(inside & many, block, -1).int()
     quantiles_and_members = {
         name: tuple(sent_to_cpu(t).numpy() for t in (quantiles, members))
-        for name, quantiles, members in _summarise_blocks(rows, ids, heads)
+        for name, quantiles, members in _summarize_blocks(rows, ids, heads)
     }
     counts = sent_to_cpu(count)
 
@@ -211,7 +211,7 @@ def _blocks_on_device(rows: RowStatistics, longest_bin: tuple[int, int], layers:
     return columns
 
 
-def _summarise_blocks(rows: RowStatistics, ids: Tensor, heads: int) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _summarize_blocks(rows: RowStatistics, ids: Tensor, heads: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield for each metric its median and upper quartile, (heads, BLOCKS, 2), and the rows of each block."""
     for dtype in {rows.values[name].dtype for name in BLOCK_METRICS}:
         names = [name for name in BLOCK_METRICS if rows.values[name].dtype == dtype]

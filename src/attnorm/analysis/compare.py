@@ -77,19 +77,19 @@ def compare(analyses: Mapping[str, Analysis]) -> Comparison:
     """
     if not analyses:
         raise ValueError("expected at least one analysis, got none. Pass one.")
-    labelled = _label_analyses(analyses)
-    if len(labelled) < 2:
+    labeled = _label_analyses(analyses)
+    if len(labeled) < 2:
         (label,) = analyses
         raise ValueError(
             f"{label}: expected several normalizers to compare, got one. Give a second folder or model, or "
             "measure it again with --normalizers model,ssmax,entmax15."
         )
     rows = {
-        label: representative_rows(head_rows(run.heads), normalizer)[0] for label, (run, normalizer) in labelled.items()
+        label: representative_rows(head_rows(run.heads), normalizer)[0] for label, (run, normalizer) in labeled.items()
     }
-    sides = [_make_side(label, *labelled[label], rows[label]) for label in labelled]
-    first, *others = (_index_by_head(rows[label]) for label in labelled)
-    labels = list(labelled)[1:]
+    sides = [_make_side(label, *labeled[label], rows[label]) for label in labeled]
+    first, *others = (_index_by_head(rows[label]) for label in labeled)
+    labels = list(labeled)[1:]
     matched = {label: heads for label, heads in zip(labels, others, strict=True) if heads.keys() == first.keys()}
     changes = [_change(label, key, first[key], heads[key]) for label, heads in matched.items() for key in heads]
     different = Counter(change.label for change in changes if change.verdicts[0] != change.verdicts[1])
@@ -98,7 +98,7 @@ def compare(analyses: Mapping[str, Analysis]) -> Comparison:
         matched=list(matched),
         changes=sorted(changes, key=lambda change: -change.size),
         changed_verdicts={label: different[label] for label in matched},
-        notes=_notes({label: run for label, (run, _) in labelled.items()}, sides, matched),
+        notes=_notes({label: run for label, (run, _) in labeled.items()}, sides, matched),
     )
 
 

@@ -1,9 +1,9 @@
 """The rank of the output layer's logits: the softmax bottleneck of Yang et al. 2018, https://arxiv.org/abs/1711.03953.
 
 The logits of N contexts are a matrix A = H W^T, N x vocabulary, of rank at most the width d of the hidden states.
-Softmax ignores a shift of each row, so A is centred over the vocabulary first. If the text needs log-probabilities of a
-higher rank, no hidden states can express them. This is about the last layer. The softmax of attention, which mixes keys
-and disperses with their number, is another one (docs/theory/two-softmaxes.md).
+Softmax ignores a shift of each row, so A is centered over the vocabulary first. If the text needs log-probabilities of
+a higher rank, no hidden states can express them. This is about the last layer. The softmax of attention, which mixes
+keys and disperses with their number, is another one (docs/theory/two-softmaxes.md).
 
 This file answers three questions. What is the numerical rank of A, compared with d? How many nats does its best
 approximation of rank r lose (truncated SVD, best in squared error)? If a larger model with the same vocabulary is
@@ -38,7 +38,7 @@ class RankCurve:
     """Loss of the approximations of rank r of a model's logits, in nats per token."""
 
     model: str
-    singular_values: tuple[float, ...]  # of the centred logits, largest first
+    singular_values: tuple[float, ...]  # of the centered logits, largest first
     rank: int  # numerical rank
     ranks: tuple[int, ...]
     kl: tuple[float, ...]  # from the model's predictions to those of rank r
@@ -244,7 +244,7 @@ def _curve(loaded: LoadedModel, windows: Sequence[Tensor], context_count: int, w
 
 
 def _decompose_logits(loaded: LoadedModel, hidden: Tensor, kind: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return U (N, r), singular values (r,) and V (vocabulary, r) of the logits, centred over the vocabulary.
+    """Return U (N, r), singular values (r,) and V (vocabulary, r) of the logits, centered over the vocabulary.
 
     A linear head is decomposed by its factors, H (N, d) and W (vocabulary, d); the product is never made.
     """
@@ -255,7 +255,7 @@ def _decompose_logits(loaded: LoadedModel, hidden: Tensor, kind: Any) -> tuple[T
     exact = head_logits(
         loaded.model, torch.zeros(1, len(sample), dtype=torch.long, device=sample.device), sample[None], kind
     )
-    exact = _centre_logits(exact[0].double().cpu())
+    exact = _center_logits(exact[0].double().cpu())
     H = hidden.double()
     if bias is not None:
         H, W = torch.cat([H, torch.ones(len(H), 1, dtype=H.dtype)], 1), torch.cat([W, bias.double().cpu()[:, None]], 1)
@@ -274,11 +274,11 @@ def _decompose_logits(loaded: LoadedModel, hidden: Tensor, kind: Any) -> tuple[T
         )
     ids = torch.zeros(1, len(hidden), dtype=torch.long, device=sample.device)
     logits = head_logits(loaded.model, ids, hidden[None].to(sample.device), kind)[0].double().cpu()
-    U, values, V = torch.linalg.svd(_centre_logits(logits), full_matrices=False)
+    U, values, V = torch.linalg.svd(_center_logits(logits), full_matrices=False)
     return U, values, V.T
 
 
-def _centre_logits(logits: Tensor) -> Tensor:
+def _center_logits(logits: Tensor) -> Tensor:
     return logits - logits.mean(-1, keepdim=True)
 
 

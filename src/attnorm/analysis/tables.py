@@ -59,7 +59,7 @@ def with_quantiles(metric: str) -> list[str]:
     return [metric, f"{metric}_mean", *(f"{metric}_q{q:02d}" for q in QUANTILES)]
 
 
-# One row per head. Per-row metrics are summarised over the longest rows only, those with n_low <= n <= n_high visible
+# One row per head. Per-row metrics are summarized over the longest rows only, those with n_low <= n <= n_high visible
 # keys, because the metrics depend on n. `by_length` has all lengths. With several windows of a text, a number is the
 # mean over windows; a horizon is the median.
 HEADS = pa.schema(

@@ -1,7 +1,7 @@
 """The figures of `attnorm dispersion` and `attnorm bench analyze`.
 
 Dispersion: the weight kept against context length, both logarithmic, with a label at the end of every line. Lines that
-coincide are drawn once and share a label. Groups differ in lightness and width, so that the figure can be read in grey.
+coincide are drawn once and share a label. Groups differ in lightness and width, so that the figure can be read in gray.
 
 Growth: time and memory of analyze() against length, next to the plain pass, on logarithmic axes. A dotted line in each
 half has the expected slope: time grows with the square of the length, as attention does, memory with its first power.
@@ -29,7 +29,7 @@ FLOOR = 3e-6  # below the equal share of 131,072 keys, 7.6e-6
 CEILING = 1.3
 SAME = 1.01  # curves that never differ by more than this factor are one line
 
-COLOUR: dict[Verdict, str] = {"stays": "#0a4a8c", "fades": "#cf7426", "collapses": "#7d858f"}
+COLOR: dict[Verdict, str] = {"stays": "#0a4a8c", "fades": "#cf7426", "collapses": "#7d858f"}
 SMALL = 9.7  # points
 LINE_HEIGHT = 0.035  # of the plot's height
 HEADING_ROWS = 1.6
@@ -56,8 +56,8 @@ class DispersionLine:
         return self.shape.name == "softmax"
 
     @property
-    def colour(self) -> str:
-        return INK if self.is_softmax else COLOUR[self.shape.verdict]
+    def color(self) -> str:
+        return INK if self.is_softmax else COLOR[self.shape.verdict]
 
 
 def save_dispersion_figure(dispersion: Dispersion, folder: Path) -> list[Path]:
@@ -134,7 +134,7 @@ def _draw_line(axes: Axes, line: DispersionLine) -> None:
     width = 3.2 if line.is_softmax else 2.4 if curve.verdict == "stays" else 1.4
     kept = [max(value, FLOOR * FLOOR) for value in curve.kept]
     style = (0, (5, 2)) if curve.verdict == "collapses" else "solid"
-    axes.plot(curve.lengths, kept, color=line.colour, linewidth=width, linestyle=style, solid_capstyle="round")
+    axes.plot(curve.lengths, kept, color=line.color, linewidth=width, linestyle=style, solid_capstyle="round")
 
 
 def _label_ends(axes: Axes, lines: list[DispersionLine]) -> None:
@@ -148,12 +148,12 @@ def _label_ends(axes: Axes, lines: list[DispersionLine]) -> None:
     ends = [_height(axes, line.shape.kept[-1]) for line, _ in entries]
     texts = [wrapped(line.names, LABEL_WIDTH) for line, _ in entries]
     rows = [HEADING_ROWS if heading else len(text) for text, (_, heading) in zip(texts, entries, strict=True)]
-    centres = place_labels(ends, [LINE_HEIGHT * count for count in rows], highest=HIGHEST)
-    for (line, heading), end, centre, text in zip(entries, ends, centres, texts, strict=True):
+    centers = place_labels(ends, [LINE_HEIGHT * count for count in rows], highest=HIGHEST)
+    for (line, heading), end, center, text in zip(entries, ends, centers, texts, strict=True):
         if heading:
-            _write_heading(axes, line.shape.verdict, centre - LINE_HEIGHT * (HEADING_ROWS - 1) / 2)
+            _write_heading(axes, line.shape.verdict, center - LINE_HEIGHT * (HEADING_ROWS - 1) / 2)
         else:
-            _write_label(axes, line, text, end, centre + LINE_HEIGHT * (len(text) - 1) / 2)
+            _write_label(axes, line, text, end, center + LINE_HEIGHT * (len(text) - 1) / 2)
 
 
 def _height(axes: Axes, kept: float) -> float:
@@ -162,10 +162,10 @@ def _height(axes: Axes, kept: float) -> float:
     return height
 
 
-def _write_heading(axes: Axes, verdict: Verdict, centre: float) -> None:
-    write: dict[str, Any] = {"color": COLOUR[verdict], "fontsize": SMALL}
+def _write_heading(axes: Axes, verdict: Verdict, center: float) -> None:
+    write: dict[str, Any] = {"color": COLOR[verdict], "fontsize": SMALL}
     heading = axes.text(
-        1.055, centre, verdict.upper(), transform=axes.transAxes, va="center", fontweight="bold", **write
+        1.055, center, verdict.upper(), transform=axes.transAxes, va="center", fontweight="bold", **write
     )
     axes.annotate(
         MEANING[verdict], xy=(1, 0), xycoords=heading, xytext=(6, 0), textcoords="offset points", va="bottom", **write
@@ -174,12 +174,12 @@ def _write_heading(axes: Axes, verdict: Verdict, centre: float) -> None:
 
 def _write_label(axes: Axes, line: DispersionLine, text: list[str], end: float, top: float) -> None:
     write: dict[str, Any] = {
-        "transform": axes.transAxes, "color": line.colour, "fontsize": SMALL, "va": "center",
+        "transform": axes.transAxes, "color": line.color, "fontsize": SMALL, "va": "center",
         "fontweight": "bold" if line.is_softmax else "normal",
     }  # fmt: skip
     if line.shape.kept[-1] >= FLOOR:
         hair = ([1.003, 1.012, 1.04, 1.048], [end, end, top, top])
-        axes.plot(*hair, transform=axes.transAxes, color=line.colour, linewidth=0.7, clip_on=False)
+        axes.plot(*hair, transform=axes.transAxes, color=line.color, linewidth=0.7, clip_on=False)
     axes.text(1.138, top, percent(line.shape.kept[-1]), ha="right", **write)
     for row, part in enumerate(text):
         axes.text(1.153, top - row * LINE_HEIGHT, part, **write)
@@ -190,7 +190,7 @@ def _label_falls(axes: Axes, lines: list[DispersionLine]) -> None:
     for row, line in enumerate(sorted(lines, key=lambda line: _crossing(line.shape, FLOOR))):
         height = FLOOR * 2.6 * 2**row
         x = _crossing(line.shape, height) * 1.15
-        axes.text(x, height, ", ".join(line.names), fontsize=SMALL, color=line.colour, va="center")
+        axes.text(x, height, ", ".join(line.names), fontsize=SMALL, color=line.color, va="center")
 
 
 def _crossing(curve: Curve, level: float) -> float:
@@ -241,11 +241,11 @@ def growth_figure(growth: Growth) -> Figure:
         axes = figure.add_axes((left, 0.16, 0.36, 0.6))
         _draw_growth_axes(axes, f"{title}   (dotted: as L{'²' * (power == 2)})", lengths)
         _draw_slope(axes, lengths, ours, power)
-        for values, colour, name in ((plain, PLAIN, "plain pass"), (ours, OURS, "analyze")):
-            axes.plot(lengths, values, "o-", color=colour, linewidth=2, markersize=5)
+        for values, color, name in ((plain, PLAIN, "plain pass"), (ours, OURS, "analyze")):
+            axes.plot(lengths, values, "o-", color=color, linewidth=2, markersize=5)
             axes.annotate(
                 name, (lengths[-1], values[-1]), xytext=(7, 0), textcoords="offset points", va="center", fontsize=9,
-                color=colour,
+                color=color,
             )  # fmt: skip
     figure.text(0.018, 0.94, "What measuring every head costs", fontsize=15, fontweight="bold", color=INK, va="top")
     about = f"{growth.what[:1].upper()}{growth.what[1:]}; {growth.setting}"

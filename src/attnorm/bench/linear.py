@@ -95,12 +95,12 @@ def measure_errors(*, quick: bool = False) -> Iterator[ApproximationError]:
 def _approximation_error(
     tokens: Tensor, v: Tensor, exact: Tensor, setting: str, pooling: str, landmarks: int, steps: int
 ) -> ApproximationError:
-    centres = POOLINGS[pooling](tokens, landmarks)
-    to_centres = torch.exp(gaussian_logits(tokens, centres, SCALE))
-    among = torch.exp(gaussian_logits(centres, centres, SCALE))
+    centers = POOLINGS[pooling](tokens, landmarks)
+    to_centers = torch.exp(gaussian_logits(tokens, centers, SCALE))
+    among = torch.exp(gaussian_logits(centers, centers, SCALE))
     inverse = newton_inverse(among, steps)
     exact_inverse = torch.linalg.inv(among + RIDGE * torch.eye(landmarks, dtype=among.dtype))
-    output = to_centres @ (inverse @ (to_centres.transpose(-1, -2) @ v))
+    output = to_centers @ (inverse @ (to_centers.transpose(-1, -2) @ v))
     return ApproximationError(
         setting=setting,
         pooling=pooling,

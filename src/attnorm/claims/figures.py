@@ -66,7 +66,7 @@ def frontier_figure(placed: Frontier) -> Figure:
     wide = 0.635 / count
     for index, weight in enumerate(placed.weights):
         axes = figure.add_axes((0.06 + index * (wide + 0.05), 0.145, wide, 0.645))
-        _draw_frontier_axes(axes, placed, weight, top, labelled=index == 0)
+        _draw_frontier_axes(axes, placed, weight, top, labeled=index == 0)
         for position, group in enumerate(groups):
             _draw_line(axes, placed, group, weight, position)
         if index == count - 1:
@@ -86,15 +86,15 @@ def frontier_figure(placed: Frontier) -> Figure:
     return figure
 
 
-def _draw_frontier_axes(axes: Axes, placed: Frontier, weight: float, top: float, *, labelled: bool) -> None:
+def _draw_frontier_axes(axes: Axes, placed: Frontier, weight: float, top: float, *, labeled: bool) -> None:
     lengths = placed.lengths
     axes.set(xscale="log", xlim=(lengths[0], lengths[-1]), ylim=(0, top))
     ticks = [n for n in (16, 256, 4096, 65_536, 1_000_000) if lengths[0] <= n <= lengths[-1]]
     axes.set_xticks(ticks, [f"{n:,}" if n < 10**6 else "1 million" for n in ticks])
     axes.set_xticks([], minor=True)
-    axes.tick_params(length=0, labelsize=10, labelcolor=INK, pad=6, labelleft=labelled)
+    axes.tick_params(length=0, labelsize=10, labelcolor=INK, pad=6, labelleft=labeled)
     axes.set_xlabel("keys in the row", fontsize=10.5, color=INK, labelpad=6)
-    if labelled:
+    if labeled:
         axes.set_ylabel("effort K g", fontsize=10.5, color=INK, labelpad=6)
     axes.set_title(f"to keep w = {weight:g}", fontsize=12, color=INK, loc="left", pad=8)
     axes.grid(axis="y", color="#e9ebee", linewidth=0.8)
@@ -113,14 +113,14 @@ def _draw_line(axes: Axes, placed: Frontier, group: list[str], weight: float, po
     axes.plot(
         placed.lengths,
         placed.efforts(group[0], weight),
-        color=_colour(group, position),
+        color=_color(group, position),
         linewidth=3.0 if softmax else 2.2,
         linestyle="solid" if softmax else DASHES[position % len(DASHES)],
         solid_capstyle="round",
     )
 
 
-def _colour(group: list[str], position: int) -> str:
+def _color(group: list[str], position: int) -> str:
     return INK if "softmax" in group else SHADES[position % len(SHADES)]
 
 
@@ -134,16 +134,16 @@ def _label_ends(axes: Axes, placed: Frontier, groups: list[list[str]], weight: f
         for _, group in order
     ]
     line = 0.05  # of the panel's height
-    centres = place_labels(ends, [line * (len(text) + 0.4) for text in texts])
-    for (position, group), end, centre, text in zip(order, ends, centres, texts, strict=True):
-        colour = _colour(group, position)
+    centers = place_labels(ends, [line * (len(text) + 0.4) for text in texts])
+    for (position, group), end, center, text in zip(order, ends, centers, texts, strict=True):
+        color = _color(group, position)
         axes.plot(
-            [1.005, 1.03, 1.07, 1.085], [end, end, centre, centre],
-            transform=axes.transAxes, color=colour, linewidth=0.7, clip_on=False,
+            [1.005, 1.03, 1.07, 1.085], [end, end, center, center],
+            transform=axes.transAxes, color=color, linewidth=0.7, clip_on=False,
         )  # fmt: skip
         shown = "\n".join([*text[:-1], f"{text[-1]}  {end * top:.2f}"])
         axes.text(
-            1.1, centre, shown, transform=axes.transAxes, fontsize=SMALL, color=colour, va="center", linespacing=1.3,
+            1.1, center, shown, transform=axes.transAxes, fontsize=SMALL, color=color, va="center", linespacing=1.3,
             fontweight="bold" if "softmax" in group else "normal",
         )  # fmt: skip
 
@@ -220,17 +220,17 @@ def _draw_tightness_axes(axes: Axes, rows: int) -> None:
     axes.set_xlabel("quantity / bound", fontsize=10.5, color=INK, labelpad=6)
 
 
-def _draw_bounds(axes: Axes, finding: Finding, height: float, colour: str, *, hollow: bool) -> None:
+def _draw_bounds(axes: Axes, finding: Finding, height: float, color: str, *, hollow: bool) -> None:
     assert finding.tightness is not None
     low, middle, high = (limit_to_edges(value) for value in finding.tightness)
     worst = limit_to_edges(finding.worst_ratio)
     broken = finding.worst_ratio > 1 + ROUNDING
     bar: dict[str, Any] = {"solid_capstyle": "butt", "linewidth": 6.5 if not hollow else 5.0}
-    axes.plot([low, high], [height, height], color=colour, alpha=0.45 if hollow else 0.75, **bar)
-    axes.plot([high, worst], [height, height], color=colour, linewidth=0.8)
-    axes.plot(middle, height, "o", color="white", markeredgecolor=colour, markersize=5.5, markeredgewidth=1.4)
+    axes.plot([low, high], [height, height], color=color, alpha=0.45 if hollow else 0.75, **bar)
+    axes.plot([high, worst], [height, height], color=color, linewidth=0.8)
+    axes.plot(middle, height, "o", color="white", markeredgecolor=color, markersize=5.5, markeredgewidth=1.4)
     mark: dict[str, Any] = {"marker": "X", "markersize": 8} if broken else {"marker": "|", "markersize": 9}
-    axes.plot(worst, height, color=BROKEN if broken else colour, markeredgewidth=0 if broken else 1.8, **mark)
+    axes.plot(worst, height, color=BROKEN if broken else color, markeredgewidth=0 if broken else 1.8, **mark)
 
 
 def limit_to_edges(ratio: float) -> float:

@@ -21,7 +21,7 @@ from attnorm.theory.catalogue import Claim, ClaimCase, claims
 from attnorm.theory.frontier import Frontier
 from attnorm.theory.search import Counterexample, Finding, table_stands
 
-COLOUR = {"refuted": "yellow", "survived": "green", "says nothing": "yellow", "argument": "dim"}
+COLOR = {"refuted": "yellow", "survived": "green", "says nothing": "yellow", "argument": "dim"}
 CAPTION = """\
 form: printed in the paper, corrected by us, or added by us. status: what we expect.
 rows: random and optimized rows that were tried. violated: rows on which the claim is false.
@@ -75,7 +75,7 @@ def _statement(claim: Claim) -> str:
 
 def _cells(finding: Finding) -> tuple[str | Text, ...]:
     claim = finding.claim
-    verdict = Text(finding.verdict, style=COLOUR.get(finding.verdict, "bold red"))
+    verdict = Text(finding.verdict, style=COLOR.get(finding.verdict, "bold red"))
     if not claim.searched:
         return claim.id, claim.form, claim.status, "", "", "", "", "", verdict
     tightness = " ".join(number(value) for value in finding.tightness) if finding.tightness else ""

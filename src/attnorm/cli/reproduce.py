@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _RESUMES = "finished work is kept, and the same command resumes"
 _MEMORY = f"Use --quick or --device cpu; {_RESUMES}."
-_COLOURS = {"reproduces": "green", "partly": "yellow", "does not": "red", "not decided": "dim", "not tested": "dim"}
+_COLORS = {"reproduces": "green", "partly": "yellow", "does not": "red", "not decided": "dim", "not tested": "dim"}
 
 
 Stage = Annotated[
@@ -369,8 +369,8 @@ def _findings_table(written: "Written") -> Group:
     table.add_column("ours", ratio=5)
     table.add_column("verdict", no_wrap=True)
     for finding in written.findings:
-        colour = _COLOURS.get(finding["verdict"], "default")
-        table.add_row(finding["claim"], finding["ours"], Text(finding["verdict"], style=colour))
+        color = _COLORS.get(finding["verdict"], "default")
+        table.add_row(finding["claim"], finding["ours"], Text(finding["verdict"], style=color))
     again = " (found finished)" if written.found else ""
     same = record["manifest"].get("paper_setting", {}).get("sentence", "")
     return Group(

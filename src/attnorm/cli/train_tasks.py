@@ -135,7 +135,7 @@ def retrieval(
     """
     with usage_errors():
         from attnorm.training.retrieval.data import RetrievalRecipe
-        from attnorm.training.retrieval.evaluate import SIZES, Trials, summarise
+        from attnorm.training.retrieval.evaluate import SIZES, Trials, summarize
         from attnorm.training.retrieval.train import train_retrieval
 
         out = training_folder(out, "retrieval", quick=quick)
@@ -159,7 +159,7 @@ def retrieval(
             device=device, compiled=compiled, checkpoint_every=checkpoint_every, command=recorded_command(),
             report=lambda state: _report_retrieval(progress, time_left, state),
         )  # fmt: skip
-    rows = summarise(results.records)
+    rows = summarize(results.records)
     if as_json:
         show_json([{"task": task, **row.as_dict()} for row in rows])
     else:

@@ -244,7 +244,7 @@ class Evaluation:
         )
 
     def _describe_subject(self) -> str:
-        """The model and the documents; empty for several evaluations, whose sides are labelled."""
+        """The model and the documents; empty for several evaluations, whose sides are labeled."""
         run = self.record["run"]
         if "model" not in run:
             return ""

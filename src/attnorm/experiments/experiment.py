@@ -152,7 +152,7 @@ class ExperimentSubject:
     device: str | None = None
     only: tuple[str, ...] = ()  # parts of a long experiment, for example normalizers; empty: all
     longest: int | None = None  # tokens of the longest pass, for dispersion
-    images: Path | None = None  # archive of labelled images, for vision
+    images: Path | None = None  # archive of labeled images, for vision
     minutes: float | None = None  # time limit, for the experiments that train a grid of models
 
     def each(self) -> "list[ExperimentSubject]":
@@ -215,7 +215,7 @@ class ExperimentSubject:
         return int(tokens)
 
     def identity(self, *, with_model: bool) -> dict[str, Any]:
-        """Return everything that decides a result, as plain values: a finished result is recognised by it."""
+        """Return everything that decides a result, as plain values: a finished result is recognized by it."""
         identity: dict[str, Any] = {"quick": self.quick, "seed": self.seed, "only": sorted(self.only)}
         if with_model:
             identity |= self._model_and_texts()

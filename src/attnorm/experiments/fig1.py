@@ -263,16 +263,16 @@ def _draw_ball(axes: Axes, scene: Scene) -> None:
     axes.set_title(rf"inside the ball: {int(scene.inside.sum())} of {int(scene.chosen.sum())}", fontsize=9)
 
 
-def _draw_points(axes: Axes, scene: Scene, radii: Floats, angles: Floats, centre: tuple[float, float]) -> None:
-    x, y = centre[0] + radii * np.cos(angles), centre[1] + radii * np.sin(angles)
+def _draw_points(axes: Axes, scene: Scene, radii: Floats, angles: Floats, center: tuple[float, float]) -> None:
+    x, y = center[0] + radii * np.cos(angles), center[1] + radii * np.sin(angles)
     outside, lost, kept = scene.chosen == 0, (scene.chosen > 0) & (scene.inside == 0), scene.inside > 0
     axes.plot(x[outside], y[outside], label="not selected", **OTHER)
     axes.plot(x[lost], y[lost], label="selected, outside the ball", markerfacecolor="white", **SELECTED)
     axes.plot(x[kept], y[kept], label="selected, distinguishable", markerfacecolor=MAGENTA, **SELECTED)
 
 
-def _set_frame(axes: Axes, half: float, centre: tuple[float, float]) -> None:
+def _set_frame(axes: Axes, half: float, center: tuple[float, float]) -> None:
     axes.set_aspect("equal")
-    axes.set(xlim=(centre[0] - half, centre[0] + half), ylim=(centre[1] - half, centre[1] + half))
+    axes.set(xlim=(center[0] - half, center[0] + half), ylim=(center[1] - half, center[1] + half))
     axes.locator_params(nbins=4)
     axes.tick_params(labelsize=7)

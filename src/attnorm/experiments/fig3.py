@@ -313,7 +313,7 @@ def _judge_assumption(sphere: Separabilities) -> ExperimentFinding:
     drawn, slack = sphere.isotropic_fixed, sphere.slack
     held = (drawn >= sphere.lower - slack) & (drawn <= sphere.upper + slack)
     return ExperimentFinding(
-        "Even with idealised spherical embeddings no more than four fifths are separated (section 3.2)",
+        "Even with idealized spherical embeddings no more than four fifths are separated (section 3.2)",
         "uniform directions with the heads' own weights, median: "
         + ", ".join(f"{value:.2f} at N = {N}" for N, value in zip(sphere.top_n, values, strict=True)),
         "does not" if bool((late > high).any()) else "reproduces" if bool((late >= low).all()) else "partly",

@@ -242,15 +242,15 @@ def figure(sensitivity: Sensitivity, about: str) -> Figure:
     axes.plot(T, _corrected_bound(T), **{**CORRECTED, **bare}, label="correct bound 1/(2T)")
     axes.plot(T, _printed_bound(T), **{**PRINTED, **bare}, label="printed bound min{1/(4T), √2}")
     axes.plot(T, sensitivity.norm.max(0), **{**MEASURED, "markersize": 3.5}, label="exact norm, largest over heads")
-    for eps, curve, colour, marker in zip(EPSILONS, sensitivity.gain.max(1), SHADES, MARKERS, strict=True):
+    for eps, curve, color, marker in zip(EPSILONS, sensitivity.gain.max(1), SHADES, MARKERS, strict=True):
         label = f"g(T, ε), ε = {eps:g}, largest over heads"
         axes.plot(
-            T, curve, color=colour, marker=marker, markersize=3.8, linewidth=1.2, markeredgecolor=INK,
+            T, curve, color=color, marker=marker, markersize=3.8, linewidth=1.2, markeredgecolor=INK,
             markeredgewidth=0.4, label=label,
         )  # fmt: skip
         cap = math.sqrt(2) / eps
         if cap < corollary3_corrected(T[0]):
-            axes.axhline(cap, color=colour, linewidth=0.8, linestyle=(0, (1, 2)))
+            axes.axhline(cap, color=color, linewidth=0.8, linestyle=(0, (1, 2)))
             axes.text(T[-1], cap * 1.12, f"√2/ε, ε = {eps:g}", fontsize=7, ha="right", color=INK)
     axes.axvline(sensitivity.trained_temperature, **DASHED)
     axes.text(

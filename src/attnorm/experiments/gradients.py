@@ -297,9 +297,9 @@ def _draw_cooling(axes: Axes, gradients: Gradients) -> None:
 def draw_norms(axes: Axes, norms: Floats, of: str) -> None:
     """norms: (temperatures, what `of` names)."""
     T = np.array(TEMPERATURES)
-    low, centre, high = np.quantile(np.maximum(norms, LOWEST / 100), (0.25, 0.5, 0.75), axis=1)
+    low, center, high = np.quantile(np.maximum(norms, LOWEST / 100), (0.25, 0.5, 0.75), axis=1)
     axes.fill_between(T, low, high, color=INK, alpha=0.15, linewidth=0)
-    axes.plot(T, centre, **MEASURED, label=f"median {of}, quartiles")
+    axes.plot(T, center, **MEASURED, label=f"median {of}, quartiles")
     largest = {**MEASURED, "linestyle": "-.", "marker": "x", "linewidth": 1.0}
     axes.plot(T, norms.max(1), **largest, label=f"largest {of}")
     axes.plot(T, 1 / (2 * T), **{**CORRECTED, **BARE}, label="1/(2T), correct")

@@ -416,12 +416,12 @@ def _draw_table(axes: Axes, all_spreads: Sequence[Spreads], styles: Sequence[dic
             mean, std = float(values.mean()), float(values.std())
             rows.append(SpreadRow(label, (low, high), (quarter, most), half, mean, std, style))
     for index, row in enumerate(reversed(rows)):
-        colour = row.style["color"]
-        axes.plot(row.range, [index, index], color=colour, linewidth=0.9)
-        axes.plot(row.middle, [index, index], color=colour, linewidth=6, alpha=0.45, solid_capstyle="butt")
+        color = row.style["color"]
+        axes.plot(row.range, [index, index], color=color, linewidth=0.9)
+        axes.plot(row.middle, [index, index], color=color, linewidth=6, alpha=0.45, solid_capstyle="butt")
         if row.median is not None:
-            axes.plot([row.median] * 2, [index - 0.13, index + 0.13], color=colour, linewidth=1.6)
-        axes.plot([row.mean], [index], color=colour, marker=row.style["marker"], markersize=5, markerfacecolor="white")
+            axes.plot([row.median] * 2, [index - 0.13, index + 0.13], color=color, linewidth=1.6)
+        axes.plot([row.mean], [index], color=color, marker=row.style["marker"], markersize=5, markerfacecolor="white")
         axes.text(row.mean, index + 0.2, f"{row.mean:.2f} ± {row.std:.2f}", ha="center", fontsize=7.5)
     axes.set_yticks(range(len(rows)), [row.label for row in reversed(rows)], fontsize=7.5, parse_math=False)
     axes.set(ylim=(-0.5, len(rows) - 0.3), xscale="log")
@@ -433,11 +433,11 @@ def _draw_table(axes: Axes, all_spreads: Sequence[Spreads], styles: Sequence[dic
 def _draw_growth(axes: Axes, all_spreads: Sequence[Spreads], styles: Sequence[dict[str, Any]]) -> None:
     least, most = 2.0, 0.0
     for spreads, style in zip(all_spreads, styles, strict=True):
-        low, centre, high = np.nanquantile(spreads.against_n, (0.1, 0.5, 0.9), axis=0)
+        low, center, high = np.nanquantile(spreads.against_n, (0.1, 0.5, 0.9), axis=0)
         if len(all_spreads) <= BANDS:
             axes.fill_between(spreads.n, low, high, color=style["color"], alpha=0.15, linewidth=0)
         label = "heads: median, 10 to 90 %" if len(all_spreads) == 1 else _short_name(spreads.model)
-        axes.plot(spreads.n, centre, **style, label=label)
+        axes.plot(spreads.n, center, **style, label=label)
         least, most = min(least, float(low.min())), max(most, float(high.max()))
     n = max((spreads.n for spreads in all_spreads), key=len)
     axes.plot(n, np.log(n), **{**CORRECTED, **BARE}, label="log n: below it the ceiling binds")

@@ -371,28 +371,28 @@ def figure(records: Sequence[Record]) -> Figure:
 def _draw(axes: Axes, groups: dict[tuple[int, str], list[Record]], models: Sequence[str], panel: int) -> None:
     sizes = sorted({tokens for tokens, _ in groups})
     shown: list[float] = []  # every seed
-    intervals: list[tuple[float, float, float, str]] = []  # left end, right end, height, colour
-    for tokens, colour, marker in zip(sizes, (INK, "#0a6ab4", "#d9731a"), "osD", strict=False):
+    intervals: list[tuple[float, float, float, str]] = []  # left end, right end, height, color
+    for tokens, color, marker in zip(sizes, (INK, "#0a6ab4", "#d9731a"), "osD", strict=False):
         rows = [(row, groups[tokens, model]) for row, model in enumerate(models) if (tokens, model) in groups]
         offset = 0.22 * (sizes.index(tokens) - (len(sizes) - 1) / 2)
         spans = [_span(group, panel) for _, group in rows]
         bars = [[mean - low for mean, low, _ in spans], [high - mean for mean, _, high in spans]]
         axes.errorbar(
-            [mean for mean, _, _ in spans], [row + offset for row, _ in rows], xerr=bars, fmt=marker, color=colour,
+            [mean for mean, _, _ in spans], [row + offset for row, _ in rows], xerr=bars, fmt=marker, color=color,
             markersize=4, capsize=2, elinewidth=1, label=f"{tokens:,} tokens",
         )  # fmt: skip
         shown += [value for _, group in rows for value in _values(group, panel)]
-        intervals += [(low, high, row + offset, colour) for (row, _), (_, low, high) in zip(rows, spans, strict=True)]
+        intervals += [(low, high, row + offset, color) for (row, _), (_, low, high) in zip(rows, spans, strict=True)]
     if panel:
         axes.set_xlim(left=0)
     elif shown:  # an interval over seeds of which some do not learn covers everything: it is cut off
         margin = 0.05 * (max(shown) - min(shown)) + 1
         left, right = max(0, min(shown) - margin), min(100, max(shown) + margin)
         axes.set_xlim(left, right)
-        for low, high, height, colour in intervals:
+        for low, high, height, color in intervals:
             for edge, marker, is_cut in ((left, "<", low < left), (right, ">", high > right)):
                 if is_cut:
-                    axes.plot(edge, height, marker=marker, color=colour, markersize=6, clip_on=False)
+                    axes.plot(edge, height, marker=marker, color=color, markersize=6, clip_on=False)
     if panel == 2 and not shown:
         axes.text(0.5, 0.5, "measured on a GPU only", ha="center", transform=axes.transAxes, color=PALE)
 

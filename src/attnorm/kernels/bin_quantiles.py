@@ -159,7 +159,7 @@ def bin_quantiles(
     """values (lists, length); ids, the bin of every number, (lists modulo lists_per_ids, length), -1 for none.
 
     begin, end (ids, bins): where the bin's numbers lie. Bins of more than OVER and, unless LONG, at most SIZE numbers
-    are summarised, other bins not. shares (asked,): which quantiles. Results: members, counts, means (lists, bins);
+    are summarized, other bins not. shares (asked,): which quantiles. Results: members, counts, means (lists, bins);
     below and above (lists, bins, asked): the two numbers nearest to a quantile.
     """
     program = tl.program_id(0)

@@ -324,7 +324,7 @@ def _narrow(
         settled = settled | ((t == LOWEST) & (reached < places))  # all keys are kept
         hit = (settled == 0) & (reached >= places) & ((reached == places) | (over >= upper))
         halfway = over - 0.5 * (over - under)
-        halfway = tl.where((halfway > under) | (under == float("-inf")), halfway, over)  # neighbours in float32
+        halfway = tl.where((halfway > under) | (under == float("-inf")), halfway, over)  # neighbors in float32
         found = tl.where(hit, halfway, found)
         settled = settled | hit
         many = (settled == 0) & (reached > places)

@@ -83,7 +83,7 @@ def _sort_bitonic_four(a, b, c, d, FAST: tl.constexpr):
 
 @triton.jit
 def _quarters(x, PARTS: tl.constexpr):
-    """Four arrays (rows, lanes) of a tile of products. Neighbours fall into different lanes.
+    """Four arrays (rows, lanes) of a tile of products. Neighbors fall into different lanes.
 
     PARTS: of the columns, each for other warps, so that each thread has numbers of all quarters of a part and none
     moves.

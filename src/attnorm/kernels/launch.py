@@ -368,7 +368,7 @@ def are_rows(strides: Sequence[int]) -> bool:
 
 
 def empty_rows(t: Tensor, width: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Return an uninitialised tensor (B, H, L, width) like t with contiguous rows.
+    """Return an uninitialized tensor (B, H, L, width) like t with contiguous rows.
 
     If the heads of a position lie next to each other in t, as in models, they do so in the result: then a model copies
     neither the output nor a gradient.
@@ -381,7 +381,7 @@ def empty_rows(t: Tensor, width: int | None = None, dtype: torch.dtype | None = 
 
 
 def empty_numbers(q: Tensor, used: bool = True) -> Tensor:
-    """Return an uninitialised float32 tensor (B, H, Q), or an empty one if it is not used."""
+    """Return an uninitialized float32 tensor (B, H, Q), or an empty one if it is not used."""
     return torch.empty(q.shape[:3] if used else (0,), dtype=torch.float32, device=q.device)
 
 

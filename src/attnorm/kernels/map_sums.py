@@ -27,7 +27,7 @@ from attnorm.kernels.row_tiles import (
     key_tile,
     larger,
     matrix_of_poles,
-    neighbours,
+    neighbors,
     no_keys,
     pick_root,
     pick_row,
@@ -101,13 +101,13 @@ def _add(lost, inverse, others, e_log_e, squares, FAST: tl.constexpr):
 
 @triton.jit
 def _class_sums(x):
-    even, odd = neighbours(x)
+    even, odd = neighbors(x)
     return tl.sum(by_class(even + odd), 1)
 
 
 @triton.jit
 def _class_largest(x):
-    even, odd = neighbours(x)
+    even, odd = neighbors(x)
     return tl.max(by_class(larger(even, odd)), 1)
 
 
@@ -131,7 +131,7 @@ def _fold(
         low, high = s, s
         if EDGE:
             low, high = tl.where(seen, s, float("inf")), tl.where(seen, s, float("-inf"))
-        even, odd = neighbours(low)
+        even, odd = neighbors(low)
         smallest = smaller(state.smallest, tl.min(by_class(smaller(even, odd)), 1))
         largest = larger(largest, _class_largest(high))
         state = RowState(state.n + count, first, state.sink + sink, smallest)
@@ -163,7 +163,7 @@ def _fold(
             acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=C.PRECISION)
 
         # A knock-out: the winner of each class is its largest weight, and every other key loses once.
-        even, odd = neighbours(a)
+        even, odd = neighbors(a)
         winners = larger(even, odd)
         for _ in tl.static_range(LEVELS):
             left, right = halves(winners)
@@ -287,7 +287,7 @@ def _fold_two_largest(one, two, span, given, C: tl.constexpr, EDGE: tl.constexpr
         s, seen, _first, _sink, _count = key_tile(tile_of_span(span, tile, C), given, nothing, C, EDGE)
         if EDGE:
             s = tl.where(seen, s, float("-inf"))
-        even, odd = neighbours(s)
+        even, odd = neighbors(s)
         two = tl.maximum(two, tl.max(by_class(smaller(even, odd)), 1))
         winners = larger(even, odd)
         for _ in tl.static_range(LEVELS):

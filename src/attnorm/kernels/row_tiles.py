@@ -4,7 +4,7 @@ The first visible key of a row, the sink, is set apart. Tiles that some row may 
 that all rows see.
 
 The keys of a tile are dealt into four classes per row, one for each thread that holds a part of the row in the layout
-of the tensor cores: sums and extremes of a class need no other thread. Classes are counted in pairs of neighbours.
+of the tensor cores: sums and extremes of a class need no other thread. Classes are counted in pairs of neighbors.
 
 The norm of a Jacobian is the largest eigenvalue of diag(u) - u u^T / sum u: theory/rank_one_eigenvalues.py. Its first
 estimate takes three of the u and the moments of the others; each pass over all u squares its error. The formulas need
@@ -105,17 +105,17 @@ def tile_of_span(span, tile, C: tl.constexpr):
 
 @triton.jit
 def pairs_of_tile(at, given, state, C: tl.constexpr, EDGE: tl.constexpr):
-    """The products of neighbours of a tile, -inf where they do not count, and the state with the tile added."""
+    """The products of neighbors of a tile, -inf where they do not count, and the state with the tile added."""
     s, seen, first, sink, count = key_tile(at, given, state.first, C, EDGE)
     n, sinks = state.n, state.sink
     if EDGE:
         n += count
         sinks += sink
-        low_even, low_odd = neighbours(tl.where(seen, s, float("inf")))
-        even, odd = neighbours(tl.where(seen, s, float("-inf")))
+        low_even, low_odd = neighbors(tl.where(seen, s, float("inf")))
+        even, odd = neighbors(tl.where(seen, s, float("-inf")))
         lows = smaller(low_even, low_odd)
     else:
-        even, odd = neighbours(s)
+        even, odd = neighbors(s)
         lows = smaller(even, odd)
     smallest = smaller(state.smallest, tl.min(by_class(lows), 1))
     return even, odd, RowState(n, first, sinks, smallest)
@@ -128,7 +128,7 @@ def halves(x):
 
 
 @triton.jit
-def neighbours(x):
+def neighbors(x):
     """The even and the odd columns."""
     return tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
 

@@ -29,7 +29,7 @@ from attnorm.kernels.row_tiles import (
     halves,
     key_tile,
     larger,
-    neighbours,
+    neighbors,
     no_keys,
     rows_of_program,
     smaller,
@@ -126,14 +126,14 @@ def _products_of_tile(at, given, state, C: tl.constexpr, EDGE: tl.constexpr):
         s = tl.where(seen, s, float("-inf"))
     else:
         lows = s
-    even, odd = neighbours(lows)
+    even, odd = neighbors(lows)
     return s, RowState(n, first, sink, smaller(state.smallest, tl.min(by_class(smaller(even, odd)), 1)))
 
 
 @triton.jit
 def _winners_of(s, LEVELS: tl.constexpr):
     """A knock-out: the winner of each class is its largest key, and every other key loses once. And the second."""
-    even, odd = neighbours(s)
+    even, odd = neighbors(s)
     second = tl.max(by_class(smaller(even, odd)), 1)
     winners = larger(even, odd)
     for _ in tl.static_range(LEVELS):
@@ -190,7 +190,7 @@ def _add_products(sums, s, winners, second, unit, C: tl.constexpr, EDGE: tl.cons
     leader = larger(leader, winners)
 
     base = _base_of(reference, unit[:, None], C)
-    even, odd = neighbours(s)
+    even, odd = neighbors(s)
     s1, e_log_e, s2, s3, s4 = _powers(smaller(even, odd), unit, base, s1, e_log_e, s2, s3, s4, C, EDGE)
     winners = larger(even, odd)
     for _ in tl.static_range(LEVELS):

@@ -182,7 +182,7 @@ class ThresholdLaunch(Launch):
         one = MAPS[self.map]
         return {
             **super().constants,
-            "PENALISED": self.penalties is not None,
+            "PENALIZED": self.penalties is not None,
             "WEIGHTS": one.weights, "DEFORMED": one.deformed, "PARAMETER": one.parameter,
             "EXACT": self.q.dtype != torch.bfloat16,
             # float16 loses digits below 6e-5, where the weights of long rows lie
@@ -225,7 +225,7 @@ def forward_kernel(
     heads, groups, queries, keys, offset, width, v_width, unit, enough, tolerance, doubt, saves,
     WEIGHTS: tl.constexpr, NEWTON: tl.constexpr, START: tl.constexpr, DECLINE: tl.constexpr, COUNTED: tl.constexpr,
     DEFORMED: tl.constexpr, PARAMETER: tl.constexpr, EXACT: tl.constexpr, FAST: tl.constexpr, LIFT: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, FACTORED: tl.constexpr, PENALISED: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, FACTORED: tl.constexpr, PENALIZED: tl.constexpr,
     CORRECTED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     FULL: tl.constexpr, V_FULL: tl.constexpr, SIGNED: tl.constexpr, SKIPS: tl.constexpr,
@@ -246,7 +246,7 @@ def forward_kernel(
     trains = saves > 1
     row_at = own.batch_head * queries + rows
     factor = load_row(row_factor, row_at, inside, FACTORED, 1.0) * unit
-    penalty = tl.load(penalties + own.head) if PENALISED else 0.0
+    penalty = tl.load(penalties + own.head) if PENALIZED else 0.0
     sign = tl.where(factor < 0, -1.0, 1.0)
     size = tl.abs(factor)
     a = load_row(parameter, row_at, inside, PARAMETER, 0.5)
@@ -257,11 +257,11 @@ def forward_kernel(
     leaders = no_leaders(ROWS, COLUMNS // 2)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     leaders, peak = _collect_leaders(
-        leaders, peak, high, last, q_tile, k, rows, sign, size, level, gaps, sight, penalty, SIGNED, PENALISED, SKIPS,
+        leaders, peak, high, last, q_tile, k, rows, sign, size, level, gaps, sight, penalty, SIGNED, PENALIZED, SKIPS,
         C, True,
     )  # fmt: skip
     leaders, peak = _collect_leaders(
-        leaders, peak, 0, high, q_tile, k, rows, sign, size, level, gaps, sight, penalty, SIGNED, PENALISED, SKIPS, C,
+        leaders, peak, 0, high, q_tile, k, rows, sign, size, level, gaps, sight, penalty, SIGNED, PENALIZED, SKIPS, C,
         False,
     )  # fmt: skip
     empty = (peak == float("-inf")) | (inside == 0)
@@ -293,7 +293,7 @@ def forward_kernel(
             for edge in tl.static_range(2):
                 cell_p, cell_u, cells = _sum_weights(
                     cell_p, cell_u, cells, listed + whole if edge else listed, edges if edge else number, q_tile, k,
-                    rows, factor_of, peak_of, t[:, None], a_of, sight, penalty, PENALISED, C, T, edge,
+                    rows, factor_of, peak_of, t[:, None], a_of, sight, penalty, PENALIZED, C, T, edge,
                 )  # fmt: skip
             if COUNTED:
                 count = tl.sum(cells, 1)
@@ -309,7 +309,7 @@ def forward_kernel(
             output, output_u, sum_p, sum_u = _attend(
                 output, output_u, sum_p, sum_u, listed + whole if edge else listed, edges if edge else number, q_tile,
                 k, v, rows, factor_of, peak_of, t[:, None], a_of, live, trains, sight, penalty, LIFT, CORRECTED,
-                PENALISED, C, T, edge,
+                PENALIZED, C, T, edge,
             )  # fmt: skip
         attempts += 1
         bad = tl.where(settled, 0.0, tl.abs(sum_p - 1.0))
@@ -360,7 +360,7 @@ def _mark(live, mass, trains):
 @triton.jit
 def _collect_leaders(
     leaders, peak, start, stop, q_tile, k, rows, sign, size, level, gaps, sight, penalty,
-    SIGNED: tl.constexpr, PENALISED: tl.constexpr, SKIPS: tl.constexpr, C: tl.constexpr, EDGE: tl.constexpr,
+    SIGNED: tl.constexpr, PENALIZED: tl.constexpr, SKIPS: tl.constexpr, C: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Update leaders and peaks with the products of the tiles from start to stop.
 
@@ -370,7 +370,7 @@ def _collect_leaders(
         columns = at + tl.arange(0, C.COLUMNS)
         k_tile = load_tile_at(k, at, C.COLUMNS, C.WIDTH, EDGE, C.FULL)
         dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
-        dot = minus_penalty(dot, penalty, rows[:, None], columns[None, :], sight.offset, PENALISED)
+        dot = minus_penalty(dot, penalty, rows[:, None], columns[None, :], sight.offset, PENALIZED)
         if SIGNED:
             dot = dot * sign[:, None]
         if EDGE:
@@ -397,7 +397,7 @@ def _lists(gaps, listed, whole, some, peak, t, a, empty, DEFORMED: tl.constexpr)
 @triton.jit
 def _sum_weights(
     sum_p, sum_u, count, listed, number, q_tile, k, rows, factor, peak, t, a, sight, penalty,
-    PENALISED: tl.constexpr, C: tl.constexpr, T: tl.constexpr, EDGE: tl.constexpr,
+    PENALIZED: tl.constexpr, C: tl.constexpr, T: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Add p, u and the number of weights of the listed tiles to the sums, one sum per row and column."""
     tile = tl.load(listed)
@@ -407,7 +407,7 @@ def _sum_weights(
         i, j = rows[:, None], first + tl.arange(0, C.COLUMNS)[None, :]
         k_tile = load_tile_at(k, first, C.COLUMNS, C.WIDTH, EDGE, C.FULL)
         dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
-        dot = minus_penalty(dot, penalty, i, j, sight.offset, PENALISED)
+        dot = minus_penalty(dot, penalty, i, j, sight.offset, PENALIZED)
         x = seen_above_threshold(dot, i, j, factor, peak, t, a, sight, C, T, EDGE)
         p, u = T.WEIGHTS(x, a, T.FAST)
         sum_p += p
@@ -422,7 +422,7 @@ def _sum_weights(
 def _attend(
     output, output_u, sum_p, sum_u, listed, number, q_tile, k, v, rows, factor, peak, t, a, live, trains, sight,
     penalty,
-    LIFT: tl.constexpr, CORRECTED: tl.constexpr, PENALISED: tl.constexpr, C: tl.constexpr,
+    LIFT: tl.constexpr, CORRECTED: tl.constexpr, PENALIZED: tl.constexpr, C: tl.constexpr,
     T: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Add p v LIFT, u v, p and u of the listed tiles to the sums; mark the tiles that hold a weight as live."""
@@ -434,7 +434,7 @@ def _attend(
         k_tile = load_tile_at(k, first, C.COLUMNS, C.WIDTH, EDGE, C.FULL)
         v_tile = load_tile_at(v, first, C.COLUMNS, C.V_WIDTH, EDGE, C.V_FULL)
         dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
-        dot = minus_penalty(dot, penalty, i, j, sight.offset, PENALISED)
+        dot = minus_penalty(dot, penalty, i, j, sight.offset, PENALIZED)
         x = seen_above_threshold(dot, i, j, factor, peak, t, a, sight, C, T, EDGE)
         p, u = T.WEIGHTS(x, a, T.FAST)
         mass = tl.sum(p, 1)

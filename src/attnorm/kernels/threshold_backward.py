@@ -93,7 +93,7 @@ def backward_queries(
     mask_row, mask_column, o_batch, o_head, o_row, gq_batch, gq_head, gq_row, heads, groups, queries, keys, offset,
     width, v_width, unit, slope, WEIGHTS: tl.constexpr, DEFORMED: tl.constexpr, PARAMETER: tl.constexpr,
     LEARNED: tl.constexpr, EXACT: tl.constexpr, FAST: tl.constexpr, LIFT: tl.constexpr, CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr, FACTORED: tl.constexpr, PENALISED: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    MASKED: tl.constexpr, FACTORED: tl.constexpr, PENALIZED: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, FULL: tl.constexpr, V_FULL: tl.constexpr,
     LIVE_ROWS: tl.constexpr, LIVE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -107,7 +107,7 @@ def backward_queries(
     grad_tile = tile_of_head(grad, own, o_batch, o_head, o_row, queries, v_width, rows, V_WIDTH, V_FULL)
     factor = load_row(row_factor, row_at, inside, FACTORED, 1.0)
     a = load_row(parameter, row_at, inside, PARAMETER, 0.5)
-    penalty = tl.load(penalties + own.head) if PENALISED else 0.0
+    penalty = tl.load(penalties + own.head) if PENALIZED else 0.0
     at_peak = 2 * own.batch_head * queries + rows
     peak = load_row(threshold, at_peak, inside, FACTORED or EXACT, 0.0)
     t = tl.load(threshold + at_peak + queries, mask=inside, other=0.0)
@@ -129,7 +129,7 @@ def backward_queries(
     tl.debug_barrier()
 
     found = tl.zeros([ROWS, WIDTH], tl.float32)
-    SHARED: tl.constexpr = q.dtype.element_ty != tl.float32 and not PENALISED
+    SHARED: tl.constexpr = q.dtype.element_ty != tl.float32 and not PENALIZED
     found_factor = tl.zeros([ROWS, ONES] if SHARED else [ROWS], tl.float32)
     found_parameter = tl.zeros([ROWS], tl.float32)
     factor_of = factor[:, None] if FACTORED else unit
@@ -141,7 +141,7 @@ def backward_queries(
         found, found_factor, found_parameter = _fold_queries(
             found, found_factor, found_parameter, listed + whole if edge else listed, edges if edge else number,
             q_tile, grad_tile, k, v, rows, factor_of, peak[:, None] if EXACT else None, t[:, None], a[:, None],
-            mean[:, None], middle, sight, penalty, FACTORED, SHARED, LEARNED, PENALISED, C, T, edge,
+            mean[:, None], middle, sight, penalty, FACTORED, SHARED, LEARNED, PENALIZED, C, T, edge,
         )  # fmt: skip
     if FACTORED:
         if SHARED:
@@ -159,7 +159,7 @@ def backward_queries(
 def _fold_queries(
     grad_q, grad_factor, grad_parameter, listed, number, q_tile, grad_tile, k, v, rows, factor, peak, t, a, delta,
     middle, sight, penalty, FACTORED: tl.constexpr, SHARED: tl.constexpr, LEARNED: tl.constexpr,
-    PENALISED: tl.constexpr, C: tl.constexpr, T: tl.constexpr, EDGE: tl.constexpr,
+    PENALIZED: tl.constexpr, C: tl.constexpr, T: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     tile = tl.load(listed)
     for index in range(number):
@@ -169,7 +169,7 @@ def _fold_queries(
         k_tile = load_tile_at(k, first, C.COLUMNS, C.WIDTH, EDGE, C.FULL)
         v_tile = load_tile_at(v, first, C.COLUMNS, C.V_WIDTH, EDGE, C.V_FULL)
         dot = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
-        dot = minus_penalty(dot, penalty, i, j, sight.offset, PENALISED)
+        dot = minus_penalty(dot, penalty, i, j, sight.offset, PENALIZED)
         dp = tl.dot(grad_tile, tl.trans(v_tile), input_precision=C.PRECISION)
         x = seen_above_threshold(dot, i, j, factor, peak, t, a, sight, C, T, EDGE)
         _p, u = T.WEIGHTS(x, a, T.FAST)
@@ -197,7 +197,7 @@ def backward_keys(
     heads, groups, queries, keys, offset, width, v_width, unit, slope,
     WEIGHTS: tl.constexpr, DEFORMED: tl.constexpr, PARAMETER: tl.constexpr,
     EXACT: tl.constexpr, FAST: tl.constexpr, LIFT: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, FACTORED: tl.constexpr, PENALISED: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, FACTORED: tl.constexpr, PENALIZED: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
     FULL: tl.constexpr, V_FULL: tl.constexpr, LIVE_ROWS: tl.constexpr, LIVE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -241,7 +241,7 @@ def backward_keys(
         sight = sight_of_head(
             mask, own.batch, head, mask_batch, mask_head, mask_row, mask_column, queries, keys, offset, 0
         )
-        penalty = tl.load(penalties + head) if PENALISED else 0.0
+        penalty = tl.load(penalties + head) if PENALIZED else 0.0
         at_row = at_head * queries
         row = RowPointers(
             row_factor + at_row, parameter + at_row, threshold + 2 * at_row, threshold + 2 * at_row + queries,
@@ -251,7 +251,7 @@ def backward_keys(
             found_k, found_v = _fold_keys(
                 found_k, found_v, listed + number if edge else listed, edges if edge else number, k_tile, v_tile,
                 q_here, grad_here, columns, row, sight, penalty, unit, PARAMETER, LIFT, FACTORED,
-                PENALISED, C, T, edge,
+                PENALIZED, C, T, edge,
             )  # fmt: skip
     found_k = (found_k * slope).to(grad_k.dtype.element_ty)
     found_v = (found_v * (1.0 / LIFT)).to(grad_v.dtype.element_ty)
@@ -264,7 +264,7 @@ def backward_keys(
 @triton.jit
 def _fold_keys(
     grad_k, grad_v, listed, number, k_tile, v_tile, q, grad, columns, row, sight, penalty, unit,
-    PARAMETER: tl.constexpr, LIFT: tl.constexpr, FACTORED: tl.constexpr, PENALISED: tl.constexpr,
+    PARAMETER: tl.constexpr, LIFT: tl.constexpr, FACTORED: tl.constexpr, PENALIZED: tl.constexpr,
     C: tl.constexpr, T: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Add the gradients of a block of keys from the listed tiles; here the keys are the rows of a tile."""
@@ -282,7 +282,7 @@ def _fold_keys(
         t = _numbers(row.threshold, first, left, True, 0.0, C.ROWS, EDGE)
         mean = _numbers(row.delta, first, left, True, 0.0, C.ROWS, EDGE)
         dot = tl.dot(k_tile, tl.trans(q_tile), input_precision=C.PRECISION)
-        dot = minus_penalty(dot, penalty, i, j, sight.offset, PENALISED)
+        dot = minus_penalty(dot, penalty, i, j, sight.offset, PENALIZED)
         dp = tl.dot(v_tile, tl.trans(grad_tile), input_precision=C.PRECISION)
         x = seen_above_threshold(dot, i, j, factor, peak, t, a, sight, C, T, EDGE)
         p, u = T.WEIGHTS(x, a, T.FAST)

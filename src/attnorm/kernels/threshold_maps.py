@@ -191,9 +191,9 @@ def newton_step(P, U, count, t, a, settled, early, T: tl.constexpr):
 
 
 @triton.jit
-def minus_penalty(dot, penalty, i, j, offset, PENALISED: tl.constexpr):
+def minus_penalty(dot, penalty, i, j, offset, PENALIZED: tl.constexpr):
     """Subtract the penalty times the distance of key j from query i from products."""
-    if PENALISED:
+    if PENALIZED:
         dot = dot - penalty * tl.abs((i + offset - j).to(tl.float32))
     return dot
 

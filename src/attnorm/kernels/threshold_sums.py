@@ -27,7 +27,7 @@ from attnorm.kernels.row_tiles import (
     by_class,
     extreme_logits,
     key_tile,
-    neighbours,
+    neighbors,
     no_keys,
     pairs_of_tile,
     rational_step,
@@ -236,7 +236,7 @@ def _list_row_tiles(gaps, listed, whole, some, floor, empty, DEFORMED: tl.conste
 
 @triton.jit
 def _class_sums(x):
-    even, odd = neighbours(x)
+    even, odd = neighbors(x)
     return tl.sum(by_class(even + odd), 1)
 
 
@@ -245,9 +245,9 @@ def _sums_in_turn(x):
     """The same, one key after the other: a product and its sum are one instruction.
 
     Not as one tensor of keys sorted by class: beside a mask its layout scatters a class over threads that are not
-    neighbours, and Triton 3.6 adds up the wrong ones (mended by its pull request 9219).
+    neighbors, and Triton 3.6 adds up the wrong ones (mended by its pull request 9219).
     """
-    even, odd = neighbours(x)
+    even, odd = neighbors(x)
     return tl.sum(by_class(even), 1) + tl.sum(by_class(odd), 1)
 
 

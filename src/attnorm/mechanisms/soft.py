@@ -286,17 +286,17 @@ class Soft(Mechanism):
         q, k, v = (t.to(working) for t in (inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE))
         k, v = (t.repeat_interleave(inputs.groups, dim=1) for t in (k, v))
         visible = _visible_keys(inputs, k)
-        centres = self._landmarks(k, visible)
-        from_q = torch.exp(gaussian_logits(q, centres, inputs.scale))
-        from_k = torch.where(visible, torch.exp(gaussian_logits(k, centres, inputs.scale)), 0.0)
-        inverse = self.inverse_among(centres, inputs.scale)
+        centers = self._landmarks(k, visible)
+        from_q = torch.exp(gaussian_logits(q, centers, inputs.scale))
+        from_k = torch.where(visible, torch.exp(gaussian_logits(k, centers, inputs.scale)), 0.0)
+        inverse = self.inverse_among(centers, inputs.scale)
         if inputs.causal:
             return causal_sums(product(from_q, inverse), from_k, v, inputs.offset)
         return product(from_q, product(inverse, sum_over_tokens(from_k, v)))
 
-    def inverse_among(self, centres: Tensor, scale: float) -> Tensor:
+    def inverse_among(self, centers: Tensor, scale: float) -> Tensor:
         """Return A^+, between D^-1/2 in the normalised form, (..., m, m)."""
-        among = torch.exp(gaussian_logits(centres, centres, scale))
+        among = torch.exp(gaussian_logits(centers, centers, scale))
         inverse = newton_inverse(among)
         if not self.normalised:
             return inverse
@@ -336,9 +336,9 @@ class _Weights(nn.Module):
         self.soft, self.scale = soft, scale
 
     def forward(self, q: Tensor, k: Tensor) -> Tensor:
-        centres = self.soft.points_for(k)
-        from_q, from_k = (torch.exp(gaussian_logits(t, centres, self.scale)) for t in (q, k))
-        return product(product(from_q, self.soft.inverse_among(centres, self.scale)), from_k.transpose(-1, -2))
+        centers = self.soft.points_for(k)
+        from_q, from_k = (torch.exp(gaussian_logits(t, centers, self.scale)) for t in (q, k))
+        return product(product(from_q, self.soft.inverse_among(centers, self.scale)), from_k.transpose(-1, -2))
 
 
 def _visible_keys(inputs: Inputs, k: Tensor) -> Tensor:
@@ -363,7 +363,7 @@ def segment_means(k: Tensor, visible: Tensor, count: int) -> Tensor:
 def square_means(patches: Tensor, squares: int) -> Tensor:
     """Means of squares x squares parts of a square image's patches (..., L, D), as adaptive_avg_pool2d has them.
 
-    Neighbouring parts overlap where `squares` does not divide the side. Written as a product: torch.compile of torch
+    Neighboring parts overlap where `squares` does not divide the side. Written as a product: torch.compile of torch
     2.11 may read pooled windows at wrong places (https://github.com/pytorch/pytorch/issues/179931).
     """
     side = math.isqrt(patches.shape[-2])

@@ -14,9 +14,9 @@ class Metric:
     group: Group
     meaning: str  # one sentence: what it is
     reading: str  # one sentence: what high and low mean for a model builder
-    per_row: bool = True  # measured on every row and summarised by mean and quantiles; else one number per head
+    per_row: bool = True  # measured on every row and summarized by mean and quantiles; else one number per head
     logarithmic: bool = False  # best drawn on a logarithmic scale
-    bounded: tuple[float, float] | None = None  # the range it cannot leave, for colour scales
+    bounded: tuple[float, float] | None = None  # the range it cannot leave, for color scales
 
     @property
     def title(self) -> str:

@@ -204,9 +204,9 @@ def _distances(rows: NestedSets, shared: _OfAllSizes) -> dict[str, Tensor]:
     mass = inside.sum(-1, keepdim=True)
     usable = mass != 0
     mass = torch.where(usable, mass, 1.0)
-    centre = context / mass
-    spread = a.abs() * apart(torch.ones_like(along), centre, along / mass)
-    shift = (mass - a).abs() * safe_sqrt(centre.square().sum(-1, keepdim=True))
+    center = context / mass
+    spread = a.abs() * apart(torch.ones_like(along), center, along / mass)
+    shift = (mass - a).abs() * safe_sqrt(center.square().sum(-1, keepdim=True))
     tight = torch.linalg.vecdot(spread + shift, left_out)
 
     share = (N / (n - 1).clamp(min=1)).unsqueeze(-1)  # the chance that a given other key is selected

@@ -41,7 +41,7 @@ def largest_numbers(rows: Tensor, count: int) -> Tensor:
     count = min(count, length)
     if length % LISTED or length < 4 * LISTED * count:
         return rows.topk(count, dim=-1).values
-    lists = rows.view(*rows.shape[:-1], LISTED, -1)  # a column is a list, so that neighbouring threads read neighbours
+    lists = rows.view(*rows.shape[:-1], LISTED, -1)  # a column is a list, so that neighboring threads read neighbors
     chosen = lists.amax(-2).topk(count, dim=-1, sorted=False).indices
     entries = lists.gather(-1, chosen.unsqueeze(-2).expand(*lists.shape[:-1], -1))
     return entries.flatten(-2).topk(count, dim=-1).values

@@ -1,4 +1,4 @@
-"""Which rows of a batch are measured, and how their numbers are summarised: per head and per bin of visible keys n.
+"""Which rows of a batch are measured, and how their numbers are summarized: per head and per bin of visible keys n.
 
 In a causal call row i has a context of length i, so one pass gives every curve against length. Bins are half an octave
 wide and start at the longest row, so that lengths that differ by a power of two share their bins. Padded rows are not
@@ -178,7 +178,7 @@ class Summary:
     rows: np.ndarray  # (H, bins): rows in the bin that are not broken, with or without a number
 
 
-def summarise_all(
+def summarize_all(
     values: Mapping[str, Tensor],
     n: Tensor,
     bins: Sequence[tuple[int, int]],
@@ -186,22 +186,22 @@ def summarise_all(
     *,
     quantiles: Sequence[float] = QUANTILES,
 ) -> dict[str, Summary]:
-    """Apply `summarise` to several numbers of the same rows at once.
+    """Apply `summarize` to several numbers of the same rows at once.
 
-    Numbers on a GPU are summarised there. Wait with execution.arrival before reading the summaries.
+    Numbers on a GPU are summarized there. Wait with execution.arrival before reading the summaries.
     """
     names = list(values)
     if n.device.type != "cpu":
-        return _summarise_on_device(values, n, bins, broken, quantiles)
+        return _summarize_on_device(values, n, bins, broken, quantiles)
     many = len(names)
     stacked = torch.cat([values[name].double() for name in names], 1)
     keys, bad = (t.expand(stacked.shape[0], stacked.shape[1] // many, -1).repeat(1, many, 1) for t in (n, broken))
-    summary = summarise(stacked, keys, bins, bad, quantiles=quantiles)
+    summary = summarize(stacked, keys, bins, bad, quantiles=quantiles)
     parts = (np.split(part, many) for part in (summary.mean, summary.quantiles, summary.rows))
     return {name: Summary(*part) for name, part in zip(names, zip(*parts, strict=True), strict=True)}
 
 
-def summarise(
+def summarize(
     values: Tensor,
     n: Tensor,
     bins: Sequence[tuple[int, int]],
@@ -209,7 +209,7 @@ def summarise(
     *,
     quantiles: Sequence[float] = QUANTILES,
 ) -> Summary:
-    """Summarise values of rows. values, n and broken: (B, H, R). bins: (low, high), inclusive, not overlapping.
+    """Summarize values of rows. values, n and broken: (B, H, R). bins: (low, high), inclusive, not overlapping.
 
     NaN is left out. An infinite value makes the mean infinite.
     """
@@ -230,14 +230,14 @@ def summarise(
     return Summary(mean, quantile_values, rows)
 
 
-def _summarise_on_device(
+def _summarize_on_device(
     values: Mapping[str, Tensor],
     n: Tensor,
     bins: Sequence[tuple[int, int]],
     broken: Tensor,
     quantiles: Sequence[float],
 ) -> dict[str, Summary]:
-    """Summarise on the GPU and copy only the summaries to the CPU; see execution.arrival."""
+    """Summarize on the GPU and copy only the summaries to the CPU; see execution.arrival."""
     shape = next(iter(values.values())).shape
     heads = shape[1]
     keys, left_out = (t.expand(shape).transpose(0, 1).flatten(1) for t in (n, broken))
@@ -292,7 +292,7 @@ def bin_ids(keys: Tensor, bins: Sequence[tuple[int, int]], left_out: Tensor) -> 
 
 
 def binned(numbers: Tensor, ids: Tensor, bins: int, shares: Sequence[float]) -> Binned:
-    """Summarise lists of numbers (lists, M) by bins. ids (heads, M): bin of each number, -1 for none.
+    """Summarize lists of numbers (lists, M) by bins. ids (heads, M): bin of each number, -1 for none.
 
     List i has the ids of head i modulo heads. NaN is left out. Quantiles are interpolated.
     """
@@ -345,7 +345,7 @@ def _launches(length: int) -> Iterator[tuple[int, int, bool, int]]:
 def _by_sorting(
     numbers: Tensor, ids: Tensor, bins: int, shares: Sequence[float]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Summarise by one sort of all numbers by bin and value."""
+    """Summarize by one sort of all numbers by bin and value."""
     numbers = numbers.double()
     bin_index = (ids.long() % (bins + 1)).repeat(len(numbers) // len(ids), 1)
     ones = torch.ones_like(numbers)

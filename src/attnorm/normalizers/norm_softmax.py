@@ -30,23 +30,23 @@ class UnitVariance(LogitRule):
         self.temperature = float(temperature)
 
     def factor(self, variance: Tensor) -> Tensor:
-        """Return the factor of the centred logits of rows with this variance."""
+        """Return the factor of the centered logits of rows with this variance."""
         # In units of the least one: ONNX's optimizer takes the addition of a number as small as 1e-12 for that of 0.
         return torch.rsqrt(variance / MIN_DEVIATION**2 + 1) / (MIN_DEVIATION * self.temperature)
 
     def forward(self, block: Block) -> Tensor:
         n = block.n.clamp(min=1)
-        centred = block.hide(block.logits - block.logits.sum(-1, keepdim=True) / n)
-        variance = centred.square().sum(-1, keepdim=True) / n
-        return centred * self.factor(variance)
+        centered = block.hide(block.logits - block.logits.sum(-1, keepdim=True) / n)
+        variance = centered.square().sum(-1, keepdim=True) / n
+        return centered * self.factor(variance)
 
     def extra_repr(self) -> str:
         return f"temperature={self.temperature}"
 
 
 def _reference(row: Row, temperature: float = 1.0) -> Tensor:
-    centred = row.z - row.z.mean()
-    return softmax_row(centred / torch.sqrt((centred**2).mean() + MIN_DEVIATION**2) / temperature)
+    centered = row.z - row.z.mean()
+    return softmax_row(centered / torch.sqrt((centered**2).mean() + MIN_DEVIATION**2) / temperature)
 
 
 @declare(

@@ -1,7 +1,7 @@
 """Softcap: logits become c tanh(z / c), so that none exceeds the cap c; any map may follow.
 
 Gemma 2 (https://arxiv.org/abs/2408.00118) caps its logits at 50. Slopes are at most 1, so that a cap never stretches a
-difference. A cap that the model applies itself is not part of the normalizer: attnorm honours it in every engine.
+difference. A cap that the model applies itself is not part of the normalizer: attnorm honors it in every engine.
 """
 
 import math

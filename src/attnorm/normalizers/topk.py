@@ -1,6 +1,6 @@
 """Top-k and hard attention: weight for the largest logits of each row only.
 
-Top-k keeps the k largest logits and normalises over them: Gupta et al. 2021, https://arxiv.org/abs/2106.06899. k is a
+Top-k keeps the k largest logits and normalizes over them: Gupta et al. 2021, https://arxiv.org/abs/2106.06899. k is a
 number or a rule of the row's visible keys n ("sqrt", "log", or a function of a tensor of counts); rows with fewer than
 k keys keep all. Keys tied with the k-th are all kept, so that the result does not depend on their order.
 

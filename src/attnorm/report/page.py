@@ -48,9 +48,9 @@ from attnorm.report.views import (
 from attnorm.text import format_number, format_percent, render_page, visible
 
 HERE = Path(__file__).parent / "html"
-STYLES = ("colours", "page", "explorer", "charts", "reads", "table", "scores", "print")
+STYLES = ("colors", "page", "explorer", "charts", "reads", "table", "scores", "print")
 SCRIPTS = (
-    "data", "format", "colour", "state", "elements", "chart", "curves", "heatmap", "picture", "reads", "panel", "table",
+    "data", "format", "color", "state", "elements", "chart", "curves", "heatmap", "picture", "reads", "panel", "table",
     "coverage", "main",
 )  # fmt: skip
 
@@ -138,7 +138,7 @@ def payload(analysis: Analysis) -> dict[str, Any]:
             "nLow": heads["n_low"].to_pylist(),
             "nHigh": heads["n_high"].to_pylist(),
             "broken": heads["broken_rows"].to_pylist(),
-            **_judgements(heads),
+            **_judgments(heads),
             "columns": _columns(heads, [*measured, *quantiles, "gap_slope_error"]),
         },
         "byLength": _sort_by_head(analysis.by_length, index, CURVES),
@@ -181,7 +181,7 @@ def _verdict_words(heads: pa.Table) -> list[VerdictWord]:
     return [*VERDICTS, *(verdict_word(name) for name in others)]
 
 
-def _judgements(heads: pa.Table) -> dict[str, Any]:
+def _judgments(heads: pa.Table) -> dict[str, Any]:
     index = {word.name: number for number, word in enumerate(_verdict_words(heads))}
     return {
         "verdict": [index[verdict_word(name).name] for name in heads["verdict"].to_pylist()],

@@ -31,10 +31,10 @@ from attnorm.arithmetic import ceil_div
 from attnorm.figures import INK, LETTERING, PALE, save, tidy
 from attnorm.metrics.catalogue import BY_NAME, PER_ROW, Metric
 from attnorm.report.views import (
-    OTHER_COLOURS,
+    OTHER_COLORS,
     PANEL_METRICS,
     SCALE,
-    VERDICT_COLOURS,
+    VERDICT_COLORS,
     VERDICTS,
     chosen_rows,
     column,
@@ -122,7 +122,7 @@ def metric_curves(
     layers = [layer_and_head[0] for layer_and_head in lines]
     norm = Normalize(min(layers), max(max(layers), min(layers) + 1))
     for (own_layer, _), (n, values) in lines.items():
-        axes.plot(n, values, color=COLOURS(norm(own_layer)), linewidth=0.9, alpha=0.75)
+        axes.plot(n, values, color=COLORS(norm(own_layer)), linewidth=0.9, alpha=0.75)
     if len(lines) == 1:
         (line,) = axes.lines
         line.set(color=ACCENT, linewidth=1.6, alpha=1.0, marker="o", markersize=2.5)
@@ -134,7 +134,7 @@ def metric_curves(
     else:
         axes.plot(*_median(table, metric), color=INK, linewidth=1.8, label="median of the heads")
         if max(layers) > min(layers):
-            bar = figure.colorbar(ScalarMappable(norm, COLOURS), ax=axes, pad=0.01, aspect=30)
+            bar = figure.colorbar(ScalarMappable(norm, COLORS), ax=axes, pad=0.01, aspect=30)
             bar.outline.set_linewidth(0)
             bar.set_label("layer")
             bar.locator = MaxNLocator(integer=True)
@@ -229,7 +229,7 @@ def _save_formats(draw: Callable[[], Figure], stem: Path) -> list[Path]:
         return save(draw(), stem, ("svg", "pdf"))
 
 
-COLOURS = LinearSegmentedColormap.from_list("attnorm", SCALE)
+COLORS = LinearSegmentedColormap.from_list("attnorm", SCALE)
 LARGEST_CELL, WIDEST = 0.34, 6.2  # inches: of one cell, of all columns
 LEFT, RIGHT, TOP, BOTTOM = 0.55, 1.95, 0.5, 0.5  # inches around the cells
 MISSING: dict[str, Any] = {"facecolor": "white", "edgecolor": "#bdbab2", "hatch": "////", "linewidth": 0.4}
@@ -242,20 +242,20 @@ FAINT: dict[str, Any] = {"color": PALE, "linewidth": 0.8}
 
 
 def verdict_map(analysis: Analysis, choice: Mapping[str, Any] | None = None) -> Figure:
-    """Draw verdicts as colours and marks. choice: text, length, normalizer and kind."""
+    """Draw verdicts as colors and marks. choice: text, length, normalizer and kind."""
     full_choice = {**default_choice(analysis), **(choice or {})}
     heads = measured_rows(analysis.heads, full_choice)
     words = [verdict_word(name) for name in heads.column("verdict").to_pylist()]
     figure, axes, size = _grid(heads, "Verdicts", full_choice)
     for word, x, y in zip(words, *_coordinates(heads), strict=True):
-        fill, ink = VERDICT_COLOURS.get(word.name, OTHER_COLOURS)
+        fill, ink = VERDICT_COLORS.get(word.name, OTHER_COLORS)
         _cell(axes, x, y, facecolor=fill)
         axes.text(x, y, word.mark, ha="center", va="center", color=ink, fontsize=size, fontweight="bold")
     order = [word for word in dict.fromkeys([*VERDICTS, *words]) if word in words]
     axes.legend(
         handles=[
             Patch(
-                facecolor=VERDICT_COLOURS.get(word.name, OTHER_COLOURS)[0],
+                facecolor=VERDICT_COLORS.get(word.name, OTHER_COLORS)[0],
                 label=f"{word.mark}  {word.label} ({words.count(word)})",
             )
             for word in order
@@ -278,10 +278,10 @@ def heat_map(analysis: Analysis, metric: str, choice: Mapping[str, Any] | None =
     norm = _norm(about, values)
     figure, axes, _ = _grid(heads, about.title, full_choice)
     for value, x, y in zip(values, *_coordinates(heads), strict=True):
-        _cell(axes, x, y, **({"facecolor": COLOURS(norm(value))} if _is_drawable(about, value) else MISSING))
+        _cell(axes, x, y, **({"facecolor": COLORS(norm(value))} if _is_drawable(about, value) else MISSING))
     box, width = axes.get_position(), figure.get_figwidth()
     beside = figure.add_axes((box.x1 + 0.2 / width, box.y0, 0.12 / width, box.height))
-    bar = figure.colorbar(ScalarMappable(norm, COLOURS), cax=beside)
+    bar = figure.colorbar(ScalarMappable(norm, COLORS), cax=beside)
     bar.outline.set_linewidth(0)
     beside.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     beside.yaxis.set_minor_locator(NullLocator())
@@ -459,11 +459,11 @@ def _finish(axes: Axes, title: str, x: str, values: NDArray[np.float64], *, loga
     axes.legend(handles=named, fontsize=6, frameon=False)
 
 
-def _band(axes: Axes, table: pa.Table, x: str, low: str, high: str, colour: str) -> None:
+def _band(axes: Axes, table: pa.Table, x: str, low: str, high: str, color: str) -> None:
     xs, below, above = column(table, x), column(table, low), column(table, high)
     finite = np.isfinite(below) & np.isfinite(above)
     if finite.sum() > 1:
-        axes.fill_between(xs[finite], below[finite], above[finite], color=colour, alpha=0.18, linewidth=0)
+        axes.fill_between(xs[finite], below[finite], above[finite], color=color, alpha=0.18, linewidth=0)
 
 
 def _mark_horizon(axes: Axes, horizon: float | None) -> None:

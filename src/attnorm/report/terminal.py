@@ -1,6 +1,6 @@
 """Analyses in the terminal: verdict, grid of heads, worst heads and advice of one; what differs between several.
 
-Every cell of the grid has letters too, so that it can be read without colours.
+Every cell of the grid has letters too, so that it can be read without colors.
 """
 
 from collections import Counter

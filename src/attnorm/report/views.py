@@ -1,6 +1,6 @@
-"""What the views of an analysis (page, figures, terminal) share: the rows that they show; names, marks and colours.
+"""What the views of an analysis (page, figures, terminal) share: the rows that they show; names, marks and colors.
 
-Each verdict has two letters too, so that no one depends on colours.
+Each verdict has two letters too, so that no one depends on colors.
 """
 
 from collections.abc import Mapping
@@ -86,9 +86,9 @@ PANEL_METRICS = (
 )  # fmt: skip
 TABLE_METRICS = tuple(name for name in PANEL_METRICS if name != "weight_ceiling")
 
-# Colours, as in the HTML page.
+# Colors, as in the HTML page.
 SCALE = ("#2a1a5e", "#34438c", "#2c6a94", "#25908c", "#4bb573", "#a3d04d", "#f6e34b")
-VERDICT_COLOURS: dict[str, tuple[str, str]] = {  # fill, ink
+VERDICT_COLORS: dict[str, tuple[str, str]] = {  # fill, ink
     "broken": ("#1c1c1f", "#ffffff"),
     "dispersed-forced": ("#b8470f", "#ffffff"),
     "dispersed-by-choice": ("#eda73a", "#2b1a00"),
@@ -101,7 +101,7 @@ VERDICT_COLOURS: dict[str, tuple[str, str]] = {  # fill, ink
     "sensitive": ("#f2e35c", "#2e2a00"),
     "healthy": ("#d3e5de", "#1f3a33"),
 }
-OTHER_COLOURS = ("#e4e2dc", "#1f2023")
+OTHER_COLORS = ("#e4e2dc", "#1f2023")
 
 
 def default_choice(analysis: Analysis) -> dict[str, Any]:

@@ -229,5 +229,5 @@ def _groups(value: Any, layers: int) -> tuple[tuple[int, ...], ...]:
     if sorted(layer for group in groups for layer in group) != list(range(layers)):
         raise ValueError(f"expected groups that hold each of the {layers} layers once, got {value!r}")
     if any(group != tuple(range(group[0], group[-1] + 1)) for group in groups):
-        raise ValueError(f"expected neighbouring layers in each group, got {value!r}")
+        raise ValueError(f"expected neighboring layers in each group, got {value!r}")
     return groups

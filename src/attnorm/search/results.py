@@ -154,10 +154,10 @@ def _draw(plan: SearchPlan, result: SearchResult) -> Figure:
     done = [trial for trial in result.trials if trial.values]
     first = plan.objectives[0]
     second = plan.objectives[1] if len(plan.objectives) > 1 else None
-    for uniform, colour, label in ((True, "#3a49b0", "one normalizer"), (False, "#a4430c", "mixed recipe")):
+    for uniform, color, label in ((True, "#3a49b0", "one normalizer"), (False, "#a4430c", "mixed recipe")):
         group = [trial for trial in done if trial.uniform == uniform]
         x = [trial.values[second] if second else trial.number for trial in group]
-        axes.scatter(x, [trial.values[first] for trial in group], color=colour, label=label, s=22, alpha=0.8)
+        axes.scatter(x, [trial.values[first] for trial in group], color=color, label=label, s=22, alpha=0.8)
     if second:
         front = sorted([trial.values[second], trial.values[first]] for trial in result.front)
         axes.plot(*zip(*front, strict=True), color="#1c6b52", lw=1, label="Pareto front")

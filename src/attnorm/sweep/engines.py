@@ -395,7 +395,7 @@ class SlurmEngine:
         self._jobs: list[Any] = []
 
     def chunks(self, items: Sequence[Item]) -> list[list[Item]]:
-        """Return chunks of neighbouring items: items with the same model are neighbours."""
+        """Return chunks of neighboring items: items with the same model are neighbors."""
         size = ceil_div(len(items), self.slots) if items else 1
         return [list(items[start : start + size]) for start in range(0, len(items), size)]
 

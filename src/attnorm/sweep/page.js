@@ -1,7 +1,7 @@
 (() => {
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
-const SVG = "http://www.w3.org/2000/svg", WIDTH = 900, HEIGHT = 400, COLOURS = 8;
+const SVG = "http://www.w3.org/2000/svg", WIDTH = 900, HEIGHT = 400, COLORS = 8;
 const INSIDE = { left: 70, right: 210, top: 14, bottom: 44 };
 const select = name => document.getElementById(name);
 const shown = value => typeof value === "number" ? +value.toPrecision(4) : value;
@@ -60,7 +60,7 @@ function draw() {
   });
   svg.append(element("text", { x: (INSIDE.left + WIDTH - INSIDE.right) / 2, y: HEIGHT - 4, "text-anchor": "middle" }, axis));
   lines.forEach((each, index) => {
-    const group = element("g", { class: `k${index % COLOURS}` });
+    const group = element("g", { class: `k${index % COLORS}` });
     const own = rows.filter(row => (row[line] ?? "") === each);
     const means = places.map(place => {
       const here = own.filter(row => (row[axis] ?? "") === place).map(row => row[number]);

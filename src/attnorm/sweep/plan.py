@@ -121,7 +121,7 @@ def require_known(where: str, table: Mapping[str, Any], known: Any) -> None:
 
 
 def expand(task: Task, grid: Mapping[str, Any], options: Mapping[str, Any], folder: Path) -> tuple[Item, ...]:
-    """Return one item per combination of the grid; items with the same model are neighbours.
+    """Return one item per combination of the grid; items with the same model are neighbors.
 
     Raises:
         ValueError: A wrong value, a value twice, or too many combinations.

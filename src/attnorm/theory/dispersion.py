@@ -398,11 +398,11 @@ def proposition31_tight(
     product = torch.linalg.qr(query_weight.mT).R @ _for_each_head(key_weight, query_weight.shape[-3], dim=-3)
     seen_keys = torch.ones_like(key_inputs[..., 0], dtype=torch.bool) if mask is None else mask.any(-2)
     key_inputs = torch.where(seen_keys.unsqueeze(-1), key_inputs, 0.0)
-    centre = key_inputs.sum(-2, keepdim=True) / seen_keys.sum(-1).clamp(min=1)[..., None, None]
+    center = key_inputs.sum(-2, keepdim=True) / seen_keys.sum(-1).clamp(min=1)[..., None, None]
     size = _largest_singular(product)
     return torch.minimum(
         _bound_spread(size, query_inputs, key_inputs, scaling, mask),
-        _bound_spread(size, query_inputs, key_inputs - centre, scaling, mask),
+        _bound_spread(size, query_inputs, key_inputs - center, scaling, mask),
     )
 
 

@@ -78,8 +78,8 @@ def largest_gaps(rows: SelectedRows, sizes: Sequence[int]) -> Tensor:
     The keys outside all these sets are compared once; what is outside a smaller set only is a selected key itself.
     """
     seen_keys = rows.visible.any(-2).to(rows.vectors.dtype).unsqueeze(-1)
-    centre = (seen_keys * rows.vectors).sum(-2, keepdim=True) / seen_keys.sum(-2, keepdim=True).clamp(min=1)
-    rows = replace(rows, vectors=rows.vectors - centre)  # nearer to 0 the inner products lose fewer digits
+    center = (seen_keys * rows.vectors).sum(-2, keepdim=True) / seen_keys.sum(-2, keepdim=True).clamp(min=1)
+    rows = replace(rows, vectors=rows.vectors - center)  # nearer to 0 the inner products lose fewer digits
     farthest = _farthest_outside(rows)
     if any(rows.top_n > N for N in sizes):
         points = rows.chosen_vectors
@@ -138,10 +138,10 @@ def theorem1_fixed_tight(rows: SelectedRows) -> Tensor:
     A = rows.mass
     usable = A != 0
     safe = torch.where(usable, A, 1.0).unsqueeze(-1)
-    centre = rows.context / safe
+    center = rows.context / safe
     along = rows.along_context / safe
-    spread = rows.weights.abs() * rows.distances_to(centre, torch.ones_like(rows.weights), along)
-    shift = (safe - rows.weights).abs() * _norm(centre).unsqueeze(-1)
+    spread = rows.weights.abs() * rows.distances_to(center, torch.ones_like(rows.weights), along)
+    shift = (safe - rows.weights).abs() * _norm(center).unsqueeze(-1)
     return rows.per_row(sum_where(spread + shift, rows.outside), usable)
 
 

@@ -273,9 +273,9 @@ class PopulationMoments:
 def population_moments(rows: SelectedRows) -> PopulationMoments:
     """Moments of the visible vectors of each row, from inner products: O(L^2) numbers, whatever the number of rows."""
     seen_keys = rows.visible.any(-2).to(rows.vectors.dtype).unsqueeze(-1)
-    # Moments about any common centre give the same; near the mean the subtractions below lose no digits.
-    centre = (seen_keys * rows.vectors).sum(-2, keepdim=True) / seen_keys.sum(-2, keepdim=True).clamp(min=1)
-    x = rows.vectors - centre
+    # Moments about any common center give the same; near the mean the subtractions below lose no digits.
+    center = (seen_keys * rows.vectors).sum(-2, keepdim=True) / seen_keys.sum(-2, keepdim=True).clamp(min=1)
+    x = rows.vectors - center
     share = rows.visible.to(x.dtype) / rows.n.clamp(min=1).unsqueeze(-1)
 
     def mean(values: Tensor) -> Tensor:
@@ -285,11 +285,11 @@ def population_moments(rows: SelectedRows) -> PopulationMoments:
     with_mean = share @ gram
     offset = mean(with_mean)
     squared = gram.diagonal(dim1=-2, dim2=-1).unsqueeze(-2) - 2 * with_mean + offset.unsqueeze(-1)
-    along_centre = (centre @ x.mT).expand_as(with_mean)
-    along = with_mean - offset.unsqueeze(-1) + along_centre - mean(along_centre).unsqueeze(-1)
+    along_center = (center @ x.mT).expand_as(with_mean)
+    along = with_mean - offset.unsqueeze(-1) + along_center - mean(along_center).unsqueeze(-1)
     return PopulationMoments(
         n=rows.n,
-        mean_squared=(share @ x + centre).square().sum(-1),
+        mean_squared=(share @ x + center).square().sum(-1),
         variance=mean(squared),
         overlap=(mean(share @ gram**2) - 2 * mean(with_mean**2) + offset**2).clamp(min=0),
         fourth=mean(squared**2),
@@ -328,7 +328,7 @@ def permuted_norm_moments(power_sums: tuple[Tensor, ...], moments: PopulationMom
     three = (two * (n - 2)).clamp(min=1)
     four = (three * (n - 3)).clamp(min=1)
 
-    centred = S2 * T / n - a11 * T / two
+    centered = S2 * T / n - a11 * T / two
     line = S2 * W / n - a11 * W / two
     cross = S3 * B / n - 3 * a21 * B / two + 2 * a111 * B / three
     square = (
@@ -337,8 +337,8 @@ def permuted_norm_moments(power_sums: tuple[Tensor, ...], moments: PopulationMom
         + a211 * (2 * (2 * A - T**2) + 4 * (2 * A - F)) / three
         + a1111 * (T**2 + 2 * F - 6 * A) / four
     )
-    variance = 4 * S1**2 * line + 4 * S1 * cross + square - centred**2
-    return S1**2 * m.mean_squared + centred, variance.clamp(min=0)
+    variance = 4 * S1**2 * line + 4 * S1 * cross + square - centered**2
+    return S1**2 * m.mean_squared + centered, variance.clamp(min=0)
 
 
 def anisotropic_bounds(

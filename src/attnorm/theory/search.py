@@ -264,7 +264,7 @@ def _quantiles(ratios: list[Tensor]) -> tuple[float, float, float] | None:
 
 
 def _ascend(ratio: Callable[[ClaimCase], Tensor], case: ClaimCase) -> ClaimCase:
-    """Maximise the log ratio by gradient ascent over all numbers of the case; keep the best point of each row."""
+    """Maximize the log ratio by gradient ascent over all numbers of the case; keep the best point of each row."""
     free = [t.clone().requires_grad_() for t in _numbers(case)]
     optimizer = torch.optim.Adam(free, lr=0.1)
     best, best_ratio = case, torch.full_like(case.dial, -torch.inf)

@@ -1,4 +1,4 @@
-"""The report for every reader: names for a screen reader, contrast, print, and colour that never stands alone."""
+"""The report for every reader: names for a screen reader, contrast, print, and color that never stands alone."""
 
 import re
 from itertools import pairwise, product
@@ -7,7 +7,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from attnorm.report import page as report
-from attnorm.report.views import SCALE, VERDICT_COLOURS, VERDICTS
+from attnorm.report.views import SCALE, VERDICT_COLORS, VERDICTS
 from tests.report.html.conftest import Open
 from tests.report.html.sample import sample
 
@@ -18,8 +18,8 @@ NAMED = {
 STYLE = report.HERE / "style"
 CONTRAST = """(pairs) => {
     const box = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
-    const light = (colour) => {
-        box.fillStyle = colour;
+    const light = (color) => {
+        box.fillStyle = color;
         box.fillRect(0, 0, 1, 1);
         const [r, g, b] = [...box.getImageData(0, 0, 1, 1).data].slice(0, 3).map((value) => {
             const c = value / 255;
@@ -35,16 +35,16 @@ CONTRAST = """(pairs) => {
 
 
 def resolved(page: Page, *names: str, of: str = "body") -> list[str]:
-    """The colours behind the page's variables, under its present theme."""
+    """The colors behind the page's variables, under its present theme."""
     script = """([of, names]) => {
         const probe = document.createElement("i");
         document.querySelector(of).append(probe);
-        const colours = names.map((name) => {
+        const colors = names.map((name) => {
             probe.style.color = `var(${name})`;
             return getComputedStyle(probe).color;
         });
         probe.remove();
-        return colours;
+        return colors;
     }"""
     return page.evaluate(script, [of, list(names)])
 
@@ -58,9 +58,9 @@ def test_text_stands_out_from_its_ground(open_report: Open, dark: bool) -> None:
     page = open_report(sample(), dark=dark)
     inks = ("--ink", "--soft", "--accent", "--second", "--third", "--fourth", "--fifth")
     names = (*inks, "--paper", "--raised", "--accent-wash")
-    colour = dict(zip(names, resolved(page, *names), strict=True))
+    color = dict(zip(names, resolved(page, *names), strict=True))
     pairs = [*product(inks, ("--paper", "--raised")), ("--ink", "--accent-wash")]
-    found = dict(zip(pairs, contrasts(page, [[colour[ink], colour[ground]] for ink, ground in pairs]), strict=True))
+    found = dict(zip(pairs, contrasts(page, [[color[ink], color[ground]] for ink, ground in pairs]), strict=True))
     assert {pair: contrast for pair, contrast in found.items() if contrast < 4.5} == {}
     verdicts = contrasts(page, [resolved(page, "--v-ink", "--v", of=f"dl .{word.style}") for word in VERDICTS])
     assert [word.name for word, contrast in zip(VERDICTS, verdicts, strict=True) if contrast < 4.5] == []
@@ -123,15 +123,15 @@ def test_paper_is_white_and_nothing_is_cut_off(open_report: Open) -> None:
     assert len(page.pdf(format="A4")) > 20_000
 
 
-def test_every_verdict_has_a_mark_of_its_own_and_colours_that_page_and_figures_share() -> None:
+def test_every_verdict_has_a_mark_of_its_own_and_colors_that_page_and_figures_share() -> None:
     assert len({word.mark for word in VERDICTS}) == len(VERDICTS)
-    style = (STYLE / "colours.css").read_text(encoding="utf-8")
+    style = (STYLE / "colors.css").read_text(encoding="utf-8")
     for word in VERDICTS:
         rule = re.search(rf"\.{word.style} \{{(.*)\}}", style)
         assert rule is not None
         first = [
             value.split(",")[0].removeprefix("light-dark(") for value in re.findall(r"--v(?:-ink)?: ([^;]+);", rule[1])
         ]
-        assert tuple(first) == VERDICT_COLOURS[word.name]
-    script = (STYLE.parent / "script" / "colour.js").read_text(encoding="utf-8")
+        assert tuple(first) == VERDICT_COLORS[word.name]
+    script = (STYLE.parent / "script" / "color.js").read_text(encoding="utf-8")
     assert tuple(re.findall(r'"(#[0-9a-f]{6})"', script.split("\n")[1])) == SCALE

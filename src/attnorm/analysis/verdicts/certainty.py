@@ -331,10 +331,10 @@ def _quantiles(values: np.ndarray, shares: Sequence[float]) -> list[np.ndarray]:
     above = [np.minimum(low + 1, last) for low in below]
     ordered = np.partition(values, np.unique([below, above])) if len(values) else values  # NaN comes last
     found = []
-    for position, *neighbours in zip(positions, below, above, strict=True):
-        low, high = (np.take_along_axis(ordered, index[:, None], 1)[:, 0] for index in neighbours)
+    for position, *neighbors in zip(positions, below, above, strict=True):
+        low, high = (np.take_along_axis(ordered, index[:, None], 1)[:, 0] for index in neighbors)
         with np.errstate(invalid="ignore"):
-            found.append(np.where(low == high, low, low + (position - neighbours[0]) * (high - low)))
+            found.append(np.where(low == high, low, low + (position - neighbors[0]) * (high - low)))
     return found
 
 

@@ -38,7 +38,7 @@ _OVER_LENGTHS = tuple(name for name in _HEAD if name != "length")
 
 
 @dataclass(frozen=True)
-class Judgement:
+class Judgment:
     """The verdict on one head, before its confidence is considered."""
 
     verdict: str | None  # None: the head has no number to judge by
@@ -91,24 +91,24 @@ def judge_all(
     return plain, windows.set_column(index, WINDOWS.field("verdict"), pa.array(by_window, pa.string()))
 
 
-def judge_head(case: HeadCase) -> Judgement:
+def judge_head(case: HeadCase) -> Judgment:
     """Judge one head by its numbers, without regard to their uncertainty."""
     broken = case.row.get("broken_rows") or 0
     if broken:
         rows = f"{broken:,} measured row{'s' * (broken != 1)}"
         words = f"{rows} had logits or weights that are not finite; all means leave out such rows."
-        return Judgement("broken", ("broken",), words)
+        return Judgment("broken", ("broken",), words)
     for verdict, evidence in silent(case):
-        return Judgement(verdict, (verdict,), _sentence(case, evidence))
+        return Judgment(verdict, (verdict,), _sentence(case, evidence))
     if case.number("entropy_ratio") is None:
-        return Judgement(None, (), "Not judged: no row with at least two visible keys.")
+        return Judgment(None, (), "Not judged: no row with at least two visible keys.")
     findings = [finding for rule in RULES for finding in rule(case)]
     words_by_verdict = {name: words for name, words in findings if name != OPEN}
     flags = tuple(name for name in VERDICTS if name in words_by_verdict and name != "healthy")
     verdict = flags[0] if flags else "healthy"
     unknown = "; ".join(words for name, words in findings if name == OPEN)
     evidence = words_by_verdict.get(verdict) or describe_selection(case)
-    return Judgement(verdict, flags, _sentence(case, f"{evidence}{'. Not judged: ' if unknown else ''}{unknown}"))
+    return Judgment(verdict, flags, _sentence(case, f"{evidence}{'. Not judged: ' if unknown else ''}{unknown}"))
 
 
 def _sentence(case: HeadCase, evidence: str) -> str:
@@ -181,23 +181,23 @@ def saturation(row: Row, top_n: Sequence[Row], thresholds: Thresholds) -> Satura
 
 def _verdict_columns(case: HeadCase, certainty: Certainty, saturated: Saturation) -> dict[str, Any]:
     """Return the values of VERDICT_COLUMNS for one head."""
-    judgement, thresholds = judge_head(case), case.thresholds
-    if "silent" in judgement.flags:
+    judgment, thresholds = judge_head(case), case.thresholds
+    if "silent" in judgment.flags:
         saturated = Saturation("not judged", "its weights sum to almost nothing")
-    settled = judgement.verdict in (None, "broken")
+    settled = judgment.verdict in (None, "broken")
     unsure = certainty.confidence < thresholds.confidence or certainty.agreement < thresholds.agreement  # False for NaN
-    verdict = UNDECIDED if unsure and not settled else judgement.verdict
-    words = "" if settled else _describe_certainty(judgement.verdict, certainty, undecided=verdict == UNDECIDED)
-    evidence = judgement.evidence
+    verdict = UNDECIDED if unsure and not settled else judgment.verdict
+    words = "" if settled else _describe_certainty(judgment.verdict, certainty, undecided=verdict == UNDECIDED)
+    evidence = judgment.evidence
     if verdict == UNDECIDED:
-        evidence = f"Undecided, leaning to {judgement.verdict}. {evidence}"
+        evidence = f"Undecided, leaning to {judgment.verdict}. {evidence}"
     evidence += words
     return {
         "verdict": verdict,
-        "flags": list(judgement.flags),
+        "flags": list(judgment.flags),
         "evidence": evidence,
-        "leaning": judgement.verdict,
-        "confidence": 1.0 if judgement.verdict == "broken" else certainty.confidence,
+        "leaning": judgment.verdict,
+        "confidence": 1.0 if judgment.verdict == "broken" else certainty.confidence,
         "agreement": certainty.agreement,
         "deciding": None if settled else certainty.deciding,
         "deciding_value": certainty.value,

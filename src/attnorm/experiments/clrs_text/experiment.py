@@ -422,7 +422,7 @@ def _draw_accuracy(results: ClrsResults, drawn: Drawn, about: str) -> Figure:
         axes.tick_params(labelbottom=index + columns >= count)
     handles, labels = grid.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper left", bbox_to_anchor=(0.02, 1.0), ncols=2, fontsize=8)
-    figure.supxlabel("problem size (grey: those of the training)", fontsize=9, y=(0.3 + further) / height)
+    figure.supxlabel("problem size (gray: those of the training)", fontsize=9, y=(0.3 + further) / height)
     figure.supylabel("right answers (%)", fontsize=9, x=0.005)
     note(figure, "\n".join(lines))
     figure.subplots_adjust(
@@ -481,7 +481,7 @@ def _draw_entropies(results: ClrsResults, groups: list[Drawn], about: str) -> Fi
             panel(axes, next(letters), title)
         row[0].legend(loc="best", fontsize=7)
     for axes in grid[-1]:
-        axes.set_xlabel("problem size (grey: those of the training)")
+        axes.set_xlabel("problem size (gray: those of the training)")
     note(figure, about)
     figure.subplots_adjust(left=0.07, right=0.98, top=1 - 0.35 / height, bottom=0.7 / height, wspace=0.2, hspace=0.3)
     return figure

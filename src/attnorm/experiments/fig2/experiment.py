@@ -211,7 +211,7 @@ def paper_figure(result: Result, setting: str) -> Figure:
     figure.legend(handles, labels, loc="upper left", bbox_to_anchor=(0.05, 0.995), ncols=3)
     handles, labels = c.get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper right", bbox_to_anchor=(0.995, 0.995), ncols=1)
-    spread = f"grey: quartiles over {result.at_panel.heads} heads; bars in (c): 95 % of resampled heads"
+    spread = f"gray: quartiles over {result.at_panel.heads} heads; bars in (c): 95 % of resampled heads"
     note(figure, f"{setting}; {spread}")
     return figure
 

@@ -291,9 +291,9 @@ def _draw_early_sign(axes: Axes, early: EarlySign) -> None:
 
 
 def _draw_separability(axes: Axes, cooled: Cooled) -> None:
-    low, centre, high = np.nanquantile(cooled.separability, (0.25, 0.5, 0.75), axis=1)
+    low, center, high = np.nanquantile(cooled.separability, (0.25, 0.5, 0.75), axis=1)
     axes.fill_between(TEMPERATURES, low, high, color=INK, alpha=0.15, linewidth=0)
-    axes.plot(TEMPERATURES, centre, **MEASURED, label="median head, quartiles")
+    axes.plot(TEMPERATURES, center, **MEASURED, label="median head, quartiles")
     axes.set(ylim=(0, 1.35), yticks=[0, 0.25, 0.5, 0.75, 1])
     axes.axvline(1, ymax=BELOW_LEGEND, **DASHED)
     axes.set(xscale="log", xlabel="temperature, 1 = as trained", ylabel=f"distinguishable, $N_s/N$, N = {TOP_N}")

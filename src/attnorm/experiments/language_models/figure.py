@@ -15,14 +15,14 @@ from attnorm.experiments.language_models.results import LMContender, main_runs, 
 from attnorm.figures import INK, PALE, letter, note, tidy
 from attnorm.models.layer_normalizer import SOFTMAX
 
-# Styles of lengths or texts: colour, marker and fill differ.
+# Styles of lengths or texts: color, marker and fill differ.
 LOOKS: tuple[dict[str, Any], ...] = (
     {"color": INK, "marker": "o", "markersize": 5.5},
     {"color": "#0a6ab4", "marker": "s", "markersize": 5, "markerfacecolor": "white"},
     {"color": "#d9731a", "marker": "^", "markersize": 5.5},
 )
 LINES = ("-", "--", ":", "-.")
-COLOURS = (INK, "#0a6ab4", "#d9731a", "#3a8f5c", "#9b4f96", "#8b939d")
+COLORS = (INK, "#0a6ab4", "#d9731a", "#3a8f5c", "#9b4f96", "#8b939d")
 FAR_OFF = 1.2  # times the median: larger losses are written at the edge
 SMOOTHED = 15  # entries per mean
 CLOSE = (0.03, 3.0)  # of entropy ratio and % of keys: the left one of two such points has its number on the left
@@ -176,7 +176,7 @@ def course_figure(lines: Sequence[Mapping[str, Any]]) -> Figure:
     panels = figure.subplots(1, 2 if softmax else 1, squeeze=False)[0]
     short = _short_names(run["normalizer"] for run in runs)
     for number, run in enumerate(runs):
-        look = {"color": COLOURS[number % len(COLOURS)], "linestyle": LINES[number // 3 % len(LINES)]}
+        look = {"color": COLORS[number % len(COLORS)], "linestyle": LINES[number // 3 % len(LINES)]}
         losses = _losses_by_tokens(run)
         panels[0].plot([count / 1e6 for count in losses], list(losses.values()), label=short[run["normalizer"]], **look)
         if softmax and run["normalizer"] != SOFTMAX:

@@ -149,7 +149,7 @@ def _largest(lines: Sequence[Line], name: str) -> float | None:
 def most_informative_length(models: Sequence[LMContender]) -> int | None:
     """Return the length at which shares of keys found are farthest from none and all; None if not measured.
 
-    It maximises the sum of p (1 - p). A model that finds no key at any length does not count.
+    It maximizes the sum of p (1 - p). A model that finds no key at any length does not count.
     """
     shares_found = [model.keys_found for model in models if model.keys_found]
     lengths = shares_found[0] if shares_found else ()

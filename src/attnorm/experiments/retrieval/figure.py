@@ -69,7 +69,7 @@ def accuracy(lines: Sequence[RetrievalLine], about: str) -> Figure:
         _list_beside(axes, [line for line in section_lines if line.row.tested_with == OWN])
         axes.legend(loc="upper right" if section == "paper" else "lower left", fontsize=7.5)
         panel(axes, "ab"[index], title)
-    note(figure, f"{about}. Bars: 95 % confidence. Grey: other normalizers, trained and tested with themselves.")
+    note(figure, f"{about}. Bars: 95 % confidence. Gray: other normalizers, trained and tested with themselves.")
     return figure
 
 
@@ -83,9 +83,9 @@ def parts(lines: Sequence[RetrievalLine], about: str) -> Figure:
     for index, label in enumerate(dict.fromkeys(line.label for line in part_lines)):
         curve = [line for line in part_lines if line.label == label]
         edge = label in ("paper's recipe", "our recipe")
-        colour = INK if edge else "#3f8fcf" if label.startswith("+") else "#d9731a"
+        color = INK if edge else "#3f8fcf" if label.startswith("+") else "#d9731a"
         line_style = "-" if edge else line_styles[index % 4]
-        axes.plot(*_points(curve), color=colour, linewidth=2.2 if edge else 1.2, linestyle=line_style,
+        axes.plot(*_points(curve), color=color, linewidth=2.2 if edge else 1.2, linestyle=line_style,
                   marker="os^vDPX*"[index % 8], markersize=4)  # fmt: skip
     _label_ends(axes, part_lines)
     axes.set_title("What each part of the recipe contributes; softmax throughout", loc="left")
@@ -172,7 +172,7 @@ def tasks(lines: Sequence[RetrievalLine], about: str) -> Figure:
     names = sorted(several, key=lambda name: (name != BASELINE, -by_section["ours"][name].accuracy))
     figure = Figure(figsize=(6.6, 0.3 * len(names) + 1.7), layout="constrained")
     axes = figure.subplots()
-    for section, (title, colour, marker) in TASKS.items():
+    for section, (title, color, marker) in TASKS.items():
         points = [
             (index, by_section[section][name].row) for index, name in enumerate(names) if name in by_section[section]
         ]
@@ -180,9 +180,9 @@ def tasks(lines: Sequence[RetrievalLine], about: str) -> Figure:
             continue
         axes.errorbar(
             [100 * row.accuracy.value for _, row in points], [index for index, _ in points],
-            xerr=[100 * (row.accuracy.half_width or 0) for _, row in points], color=colour, marker=marker,
+            xerr=[100 * (row.accuracy.half_width or 0) for _, row in points], color=color, marker=marker,
             linestyle="none", markersize=5, elinewidth=1.0, label=f"{title}, {points[0][1].size:,} items",
-            markerfacecolor=colour if section == "ours" else "white",
+            markerfacecolor=color if section == "ours" else "white",
         )  # fmt: skip
     axes.axvline(CHANCE, color=PALE, linewidth=0.8, linestyle=(0, (1, 3)))
     axes.set_yticks(range(len(names)), [_name(name) for name in names])
@@ -257,14 +257,14 @@ def _label_ends(axes: Axes, lines: Sequence[RetrievalLine]) -> None:
         ends[line.label] = (100 * line.accuracy, line.row.size)
     ordered = sorted(ends, key=lambda label: -ends[label][0])
     heights = [ends[label][0] / 102 for label in ordered]
-    centres = place_labels(heights, [LINE_HEIGHT] * len(ordered), highest=1.0)
-    raised = max(0.0, 0.01 - min(centres, default=0.0))
-    for label, height, centre in zip(ordered, heights, (centre + raised for centre in centres), strict=True):
-        axes.plot([1.002, 1.02, 1.05], [height, height, centre], transform=axes.transAxes, color=PALE, linewidth=0.6,
+    centers = place_labels(heights, [LINE_HEIGHT] * len(ordered), highest=1.0)
+    raised = max(0.0, 0.01 - min(centers, default=0.0))
+    for label, height, center in zip(ordered, heights, (center + raised for center in centers), strict=True):
+        axes.plot([1.002, 1.02, 1.05], [height, height, center], transform=axes.transAxes, color=PALE, linewidth=0.6,
                   clip_on=False)  # fmt: skip
         weight = "bold" if label in (BASELINE, "our recipe") else "normal"
         label_text = f"{ends[label][0]:4.1f}  {_name(label)}"
-        axes.text(1.06, centre, label_text, transform=axes.transAxes, fontsize=7.5, va="center", fontweight=weight)
+        axes.text(1.06, center, label_text, transform=axes.transAxes, fontsize=7.5, va="center", fontweight=weight)
 
 
 def _name(label: str) -> str:

@@ -38,7 +38,7 @@ from attnorm.experiments.retrieval.plan import (
 )
 from attnorm.normalizers.contract import Normalizer
 from attnorm.training.retrieval.data import CLASSES
-from attnorm.training.retrieval.evaluate import OWN, Mean, Record, RetrievalRow, mean_of, summarise
+from attnorm.training.retrieval.evaluate import OWN, Mean, Record, RetrievalRow, mean_of, summarize
 from attnorm.training.retrieval.model import normalizer_for
 
 HALF = 0.5  # of the weight
@@ -51,7 +51,7 @@ MARKS = (
     "p < 0.05 after Holm's correction over the rows at that size."
 )
 
-Key = tuple[str, str]  # normalizer as labelled, tested with
+Key = tuple[str, str]  # normalizer as labeled, tested with
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def lines_of(entries: Sequence[TrainingRecords]) -> list[RetrievalLine]:
         sizes = sorted({record["size"] for entry in members for record in entry.records})
         differences = compare_with(first.tested_with(OWN), others, sizes) if first else {}
         for entry in members:
-            for row in summarise(entry.records):
+            for row in summarize(entry.records):
                 key = (entry.training.label, row.tested_with)
                 lines.append(RetrievalLine(entry.training, row, differences.get((key, row.size))))
     return lines

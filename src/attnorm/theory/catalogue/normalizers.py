@@ -146,7 +146,7 @@ def _distances(case: ClaimCase) -> Tensor:
     return torch.arange(case.keys - 1, -1, -1, dtype=torch.float64)
 
 
-def _penalised(case: ClaimCase) -> tuple[Tensor, Tensor, Tensor]:
+def _penalized(case: ClaimCase) -> tuple[Tensor, Tensor, Tensor]:
     """Logits without and with a penalty on the distance, and its slope (rows, 1).
 
     On some rows the farthest key stands as high as the bound allows, and the penalty parts all other keys.
@@ -163,16 +163,16 @@ def _penalised(case: ClaimCase) -> tuple[Tensor, Tensor, Tensor]:
 
 def _farthest(case: ClaimCase) -> Tensor:
     """The largest distance with weight, against the reach."""
-    logits, penalised, slope = _penalised(case)
-    weights: Tensor = kneemax(knee=KNEE)(penalised / case.temperature)
+    logits, penalized, slope = _penalized(case)
+    weights: Tensor = kneemax(knee=KNEE)(penalized / case.temperature)
     reach = (_spread(logits) + 2 * case.temperature * (1 + KNEE)) / slope[:, 0]
     return at_most(torch.where(weights > 0, _distances(case), 0.0).amax(-1), reach)
 
 
 def _beyond(case: ClaimCase) -> Tensor:
     """Softmax's mass at a distance of at least top_n, against the geometric series."""
-    logits, penalised, slope = _penalised(case)
-    weights = torch.softmax(penalised / case.temperature, -1)
+    logits, penalized, slope = _penalized(case)
+    weights = torch.softmax(penalized / case.temperature, -1)
     ratio = torch.exp(-slope[:, 0] / case.temperature)
     bound = torch.exp(_spread(logits) / case.temperature - case.top_n * slope[:, 0] / case.temperature) / (1 - ratio)
     return at_most(weights[:, : max(0, case.keys - case.top_n)].sum(-1), bound)

@@ -298,7 +298,7 @@ def rise_in_words(rise: dict[str, float]) -> str:
 def _data(run: dict[str, Any], result: dict[str, Any]) -> str:
     lines = [f"- {kind}: `{text['name']}`, SHA-256 `{text['sha256']}`" for kind, text in _texts(run)]
     passes = result["tokens"] / result["training_tokens_in_text"]
-    note = result["note"] or "Source and licence of the text were not stated when the model was trained."
+    note = result["note"] or "Source and license of the text were not stated when the model was trained."
     return f"""
 ## Data
 

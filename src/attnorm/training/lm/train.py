@@ -96,7 +96,7 @@ def train_lm(
         max_minutes: Stop training after this time, counted from the call; then evaluate and export. The same call
             continues later.
         sample_tokens: Tokens of generated text in sample.txt.
-        note: Source and licence of the text, for the model card.
+        note: Source and license of the text, for the model card.
         command: The command line, for the model card.
 
     Raises:

@@ -98,7 +98,7 @@ class RetrievalRecipe:
         usual = {field.name: field.default for field in fields(self)}
         return {name: value for name, value in asdict(self).items() if name in OF_THE_PAPER or value != usual[name]}
 
-    def penalised(self, step: int) -> bool:
+    def penalized(self, step: int) -> bool:
         """Return whether a step, counted from 0, has the leak penalty."""
         return self.leak_penalty > 0 and step >= self.leak_from * self.steps
 
@@ -252,11 +252,11 @@ def training_batches(
         if recipe.squeezed:
             sets = _squeeze_priorities(sets, recipe.squeezed, seeds, block)
         steps = range(block * STEPS_AT_ONCE, min((block + 1) * STEPS_AT_ONCE, recipe.steps))
-        other = _other_classes(sets, seeds, block) if recipe.penalised(steps[-1]) else None
+        other = _other_classes(sets, seeds, block) if recipe.penalized(steps[-1]) else None
         for i, step in enumerate(steps):
             if step < first:
                 continue
-            classes = other[i] if other is not None and recipe.penalised(step) else None
+            classes = other[i] if other is not None and recipe.penalized(step) else None
             yield Batch(sets.items[i], sets.query[i], sets.visible[i], sets.label[i], classes)
 
 

@@ -286,7 +286,7 @@ class RetrievalRow:
         return asdict(self)
 
 
-def summarise(records: Sequence[Record]) -> list[RetrievalRow]:
+def summarize(records: Sequence[Record]) -> list[RetrievalRow]:
     """Return one row per normalizer, test and size, in the order of their first records."""
     groups: dict[tuple[str, str, int], list[Record]] = {}
     for record in records:

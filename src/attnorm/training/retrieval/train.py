@@ -407,9 +407,9 @@ def _loss(models: Retrievers, batch: Batch, recipe: RetrievalRecipe) -> tuple[Te
 def _standardized(logits_SBN: Tensor, visible_SBN: Tensor, deviation: float) -> Tensor:
     """Scale every set's logits to mean 0 and this standard deviation; equal logits stay equal."""
     n = visible_SBN.sum(-1, keepdim=True)
-    centred = logits_SBN - (logits_SBN * visible_SBN).sum(-1, keepdim=True) / n
-    variance = (centred.square() * visible_SBN).sum(-1, keepdim=True) / n
-    return deviation * centred * (variance + _SMALLEST_VARIANCE).rsqrt()
+    centered = logits_SBN - (logits_SBN * visible_SBN).sum(-1, keepdim=True) / n
+    variance = (centered.square() * visible_SBN).sum(-1, keepdim=True) / n
+    return deviation * centered * (variance + _SMALLEST_VARIANCE).rsqrt()
 
 
 def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

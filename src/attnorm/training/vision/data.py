@@ -1,4 +1,4 @@
-"""Labelled images: an archive with one folder per class, or generated textures that need no download."""
+"""Labeled images: an archive with one folder per class, or generated textures that need no download."""
 
 import io
 import tarfile
@@ -15,7 +15,7 @@ LARGEST_SHIFT = 1 / 8  # of the side, in training
 
 
 @dataclass(frozen=True)
-class LabelledImages:
+class LabeledImages:
     """Images with labels. pixels: uint8 (N, 3, side, side). labels: (N,) indices of `classes`."""
 
     pixels: Tensor
@@ -29,14 +29,14 @@ class LabelledImages:
     def side(self) -> int:
         return self.pixels.shape[-1]
 
-    def to(self, device: torch.device) -> "LabelledImages":
-        return LabelledImages(self.pixels.to(device), self.labels.to(device), self.classes)
+    def to(self, device: torch.device) -> "LabeledImages":
+        return LabeledImages(self.pixels.to(device), self.labels.to(device), self.classes)
 
 
 @dataclass(frozen=True)
 class ImageSplits:
-    train: LabelledImages
-    test: LabelledImages
+    train: LabeledImages
+    test: LabeledImages
 
 
 def read_archive(path: Path) -> ImageSplits:
@@ -65,7 +65,7 @@ def read_archive(path: Path) -> ImageSplits:
             f"{classes['train']} in train and {classes['test']} in test."
         )
     names = tuple(classes["train"])
-    train, test = (_labelled(pictures[split], names, path) for split in SPLITS)
+    train, test = (_labeled(pictures[split], names, path) for split in SPLITS)
     return ImageSplits(train, test)
 
 
@@ -79,26 +79,26 @@ def _picture(contents: bytes, name: str) -> np.ndarray:
         raise ValueError(f"expected an image that Pillow reads, got {name}.") from None
 
 
-def _labelled(pairs: list[tuple[str, np.ndarray]], classes: tuple[str, ...], path: Path) -> LabelledImages:
+def _labeled(pairs: list[tuple[str, np.ndarray]], classes: tuple[str, ...], path: Path) -> LabeledImages:
     sizes = {picture.shape[:2] for _, picture in pairs}
     if len(sizes) != 1 or len(set(next(iter(sizes)))) != 1:
         raise ValueError(f"expected square images of one size in {path}, got {sorted(sizes)[:4]}.")
     pixels = torch.from_numpy(np.stack([picture for _, picture in pairs])).permute(0, 3, 1, 2).contiguous()
     labels = torch.tensor([classes.index(label) for label, _ in pairs])
-    return LabelledImages(pixels, labels, classes)
+    return LabeledImages(pixels, labels, classes)
 
 
 TEXTURES = ("stripes", "columns", "checks", "rings")  # a mirrored or shifted image stays in its class
 
 
 def generated_textures(train: int, test: int, side: int, seed: int = 0) -> ImageSplits:
-    """Coloured textures in noise; the class is the texture. Phase, width, colour and contrast are random."""
+    """Colored textures in noise; the class is the texture. Phase, width, color and contrast are random."""
     random = np.random.default_rng(seed)
     first, second = (_textures(count, side, random) for count in (train, test))
     return ImageSplits(first, second)
 
 
-def _textures(count: int, side: int, random: np.random.Generator) -> LabelledImages:
+def _textures(count: int, side: int, random: np.random.Generator) -> LabeledImages:
     labels = random.integers(len(TEXTURES), size=count)
     y, x = np.mgrid[:side, :side] / side - 0.5
     turns = 2 * np.pi * random.uniform(1.5, 2.5, size=(count, 1, 1))
@@ -106,10 +106,10 @@ def _textures(count: int, side: int, random: np.random.Generator) -> LabelledIma
     stripes, columns = np.sin(turns * y + phase[0]), np.sin(turns * x + phase[1])
     rings = np.sin(turns * np.hypot(x, y) * 2 + phase[0])
     wave = np.choose(labels[:, None, None], [stripes, columns, stripes * columns, rings])
-    colour = random.uniform(20, 90, size=(count, 3, 1, 1))
+    color = random.uniform(20, 90, size=(count, 3, 1, 1))
     noise = random.normal(0, 15, size=(count, 3, side, side))
-    pixels = np.clip(128 + colour * wave[:, None] + noise, 0, 255).astype(np.uint8)
-    return LabelledImages(torch.from_numpy(pixels), torch.from_numpy(labels), TEXTURES)
+    pixels = np.clip(128 + color * wave[:, None] + noise, 0, 255).astype(np.uint8)
+    return LabeledImages(torch.from_numpy(pixels), torch.from_numpy(labels), TEXTURES)
 
 
 def as_model_input(pixels: Tensor) -> Tensor:

@@ -116,7 +116,7 @@ def _build_pyramid(settings: VisionSettings, classes: tuple[str, ...], side: int
         raise ValueError(f"expected widths that are multiples of the heads, got {widths} and {heads} heads by stage.")
     config = SegformerConfig(
         num_encoder_blocks=STAGES, depths=depths, sr_ratios=[1] * STAGES, hidden_sizes=widths,
-        # Windows overlap their neighbours by half, as in SOFT and SegFormer.
+        # Windows overlap their neighbors by half, as in SOFT and SegFormer.
         patch_sizes=[2 * settings.patch - 1 if settings.patch > 1 else 3] + [3] * (STAGES - 1),
         strides=[settings.patch] + [2] * (STAGES - 1), num_attention_heads=heads, mlp_ratios=[4] * STAGES,
         drop_path_rate=0.0, classifier_dropout_prob=0.0,

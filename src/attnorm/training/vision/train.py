@@ -28,7 +28,7 @@ from attnorm.text import visible
 from attnorm.training.device import MemoryPeak
 from attnorm.training.lm.attention import whole_windows
 from attnorm.training.run import LARGEST_GRADIENT, STEPS_BEFORE, WeightUpdate
-from attnorm.training.vision.data import ImageSplits, LabelledImages, as_model_input, shifted_and_mirrored
+from attnorm.training.vision.data import ImageSplits, LabeledImages, as_model_input, shifted_and_mirrored
 from attnorm.training.vision.model import STAGES, VisionSettings, build_model
 
 UNTIMED_STEPS = STEPS_BEFORE + 1  # the first steps compile kernels, one captures a graph
@@ -163,7 +163,7 @@ def _logits(model: Any, pixels: Tensor, settings: VisionSettings) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(model: Any, images: LabelledImages, settings: VisionSettings) -> Record:
+def evaluate(model: Any, images: LabeledImages, settings: VisionSettings) -> Record:
     """Return how many images are classified right, the mean loss, and images per second in inference."""
     model.eval()
     correct = loss = torch.zeros((), device=images.pixels.device)

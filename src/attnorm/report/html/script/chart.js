@@ -129,13 +129,13 @@ function drawn(spec, series, format) {
 function drawSeries(drawing, series, x, y) {
   const ends = [];
   for (const one of [...series].reverse()) {
-    const colour = one.look.split(" ")[0];
+    const color = one.look.split(" ")[0];
     drawing.append(s("path", { class: `series ${one.look}`, d: path(one.xs, one.ys, x, y) }));
     const places = one.xs.map((_, i) => i).filter((i) => Number.isFinite(one.ys[i]) && Number.isFinite(y(one.ys[i])));
     for (const i of one.points || places.length === 1 ? places : []) {
-      drawing.append(s("circle", { class: `point ${colour}`, cx: x(one.xs[i]), cy: y(one.ys[i]), r: 2.8 }));
+      drawing.append(s("circle", { class: `point ${color}`, cx: x(one.xs[i]), cy: y(one.ys[i]), r: 2.8 }));
     }
-    const look = one === series[0] ? `${colour} strong` : colour;
+    const look = one === series[0] ? `${color} strong` : color;
     if (places.length) ends.push({ y: y(one.ys[places.at(-1)]), text: one.label || one.name, look });
   }
   const { width, height, right, top, bottom } = BOX;

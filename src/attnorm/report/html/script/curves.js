@@ -112,7 +112,7 @@ function separabilityChart(row) {
     title: "Separability against N",
     unit: "share of the N keys that are distinguishable",
     how:
-      "Above the grey band, the selected keys are more distinguishable than with permuted weights; inside it, they are " +
+      "Above the gray band, the selected keys are more distinguishable than with permuted weights; inside it, they are " +
       "not. The moment bounds are a heuristic at the radius of the data.",
     absent: notMeasured("--metrics vectors"),
     x: setAxis(xs),

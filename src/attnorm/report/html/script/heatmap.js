@@ -40,7 +40,7 @@ function cell(row) {
   } else if (Number.isFinite(value)) {
     const part = partOf(state.metric, value);
     element.className = "cell";
-    element.style.backgroundColor = scaleColour(part);
+    element.style.backgroundColor = scaleColor(part);
     element.style.color = inkOn(part);
     element.textContent = brief(state.metric, value);
   } else {
@@ -126,7 +126,7 @@ map.addEventListener("keydown", (event) => {
   if (next >= 0) focusCell(next);
 });
 
-// The colour scale with a histogram of the heads.
+// The color scale with a histogram of the heads.
 function drawLegend() {
   const box = document.getElementById("legend");
   if (state.metric === "verdict") {
@@ -161,7 +161,7 @@ function scaleDrawing(metric, values) {
   counts.forEach((many, i) => {
     const tall = many ? Math.max(2, (34 * many) / most) : 0;
     const bar = { x: i * step, y: 36 - tall, width: step - 1, height: tall, fill: "currentColor", opacity: 0.45 };
-    const ground = { x: i * step, y: 38, width: step + 0.5, height: 10, fill: scaleColour((i + 0.5) / bins) };
+    const ground = { x: i * step, y: 38, width: step + 0.5, height: 10, fill: scaleColor((i + 0.5) / bins) };
     drawing.append(s("rect", bar), s("rect", ground));
   });
   const ticks = logarithmic ? [low, Math.sqrt(low * high), high] : [low, (low + high) / 2, high];

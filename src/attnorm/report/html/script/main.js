@@ -5,9 +5,9 @@ function drawControls() {
   const names = { length: lengthText, kind: (kind) => source.kindNames[kind] || kind };
   const name = (field, value) => (names[field] || String)(value);
   const options = [...metrics.values()].map((metric) => h("option", { value: metric.name }, metric.label));
-  const colourBy = h("select", { id: "choose-metric" }, options);
-  colourBy.addEventListener("change", () => change({ metric: colourBy.value }, "metric"));
-  form.replaceChildren(h("label", { for: "choose-metric" }, "Color by", colourBy));
+  const colorBy = h("select", { id: "choose-metric" }, options);
+  colorBy.addEventListener("change", () => change({ metric: colorBy.value }, "metric"));
+  form.replaceChildren(h("label", { for: "choose-metric" }, "Color by", colorBy));
   for (const field of KEY) {
     const values = choicesOf(field);
     if (values.length < 2) {

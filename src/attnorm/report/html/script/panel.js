@@ -13,10 +13,10 @@ function drawPanel() {
     return;
   }
   const word = verdictOf(row);
-  const judgement = h("span", { class: "label" }, mark(word), ` ${word.label}`);
+  const judgment = h("span", { class: "label" }, mark(word), ` ${word.label}`);
   const also = alsoTrue(row, word);
   panel.replaceChildren(
-    h("h3", { id: "panel-title", tabindex: -1 }, headName(row), " ", judgement),
+    h("h3", { id: "panel-title", tabindex: -1 }, headName(row), " ", judgment),
     h("p", { class: "evidence" }, evidenceOf(row) || word.meaning),
     also ? h("p", { class: "also" }, `Also: ${also}.`) : "",
     heads.beside[row] ? h("p", { class: "also" }, heads.beside[row]) : "",

@@ -139,7 +139,7 @@ function textBox(elements, tokens, { show, pin, first, readers }) {
   return box;
 }
 
-// The square root makes small weights visible; text stays readable on the darkest colour.
+// The square root makes small weights visible; text stays readable on the darkest color.
 function shade(element, key, weight) {
   if (!element) return;
   element.classList.add("read");

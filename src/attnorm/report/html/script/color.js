@@ -1,4 +1,4 @@
-// One colour scale from dark to light with even steps in lightness, and a readable text colour for it.
+// One color scale from dark to light with even steps in lightness, and a readable text color for it.
 const STOPS = ["#2a1a5e", "#34438c", "#2c6a94", "#25908c", "#4bb573", "#a3d04d", "#f6e34b"].map((hex) =>
   [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)),
 );
@@ -9,7 +9,7 @@ function mixed(part) {
   return STOPS[low].map((value, i) => Math.round(value + (at - low) * (STOPS[low + 1][i] - value)));
 }
 
-function scaleColour(part) {
+function scaleColor(part) {
   return `rgb(${mixed(part).join(" ")})`;
 }
 
