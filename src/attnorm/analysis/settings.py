@@ -18,7 +18,7 @@ from attnorm.text import did_you_mean
 
 GROUPS = ("core", "gradient", "vectors", "sensitivity", "coverage")
 PROBED_GROUPS = ("circuits", "output")  # measured by passes of their own on a loaded model; "all" leaves them out
-USUAL_GROUPS = "core"  # all that verdicts need; analyze then takes at most twice the plain forward pass on a CPU
+USUAL_GROUPS = "core"  # all that verdicts need; analyze then takes about twice the plain forward pass on a CPU
 Vectors = Literal["values", "inputs"]
 Rows = int | Literal["auto", "all", "last"]
 Windows = int | Literal["auto"]

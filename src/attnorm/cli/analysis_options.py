@@ -63,8 +63,8 @@ Metrics = Annotated[
     str | None,
     typer.Option(
         metavar="GROUP,GROUP,...",
-        help="Groups of metrics to measure (default: core). core: all that the verdicts need; takes at most "
-        "twice the time of the plain forward pass on a CPU. vectors (separability, saturation), "
+        help="Groups of metrics to measure (default: core). core: all that the verdicts need; takes about "
+        "twice the time of the plain forward pass on one CPU thread. vectors (separability, saturation), "
         "sensitivity and coverage take longer. all: these four. Two groups are not part of all: circuits "
         "(induction, previous-token and retrieval heads; needs extra forward passes) and output (rank of "
         "the output layer's logits).",
