@@ -80,11 +80,11 @@ def require_same_run(
 
     here, there: settings of this call, and of the folder.
     message: the start of the message, for example "out contains another run".
-    remedy: the end of the message.
+    remedy: the last sentence of the message, without its full stop.
     """
     different = differences(here, there, show)
     if different:
-        raise ValueError(f"{message}: {'; '.join(different)}. {remedy}")
+        raise ValueError(f"{message}: {'; '.join(different)}. {remedy}.")
 
 
 def differences(here: Mapping[str, Any], there: Mapping[str, Any], show: Callable[[Any], str] = str) -> list[str]:

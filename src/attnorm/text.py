@@ -174,6 +174,11 @@ def format_keys(count: float) -> str:
     return f"{count if float(count).is_integer() else rounded:,.0f}"
 
 
+def count_words(count: int, noun: str) -> str:
+    """Return "1 head" or "3 heads"."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def minus_sign(text: str) -> str:
     """Replace the hyphen of a negative number by a minus sign."""
     return text.replace("-", "−")

@@ -199,7 +199,7 @@ def test_the_summary_has_the_verdict_the_model_and_the_notes(analysis: Analysis)
     text = analysis.summary()
     assert text.startswith(analysis.verdict.headline)
     assert "GPT2LMHeadModel" in text
-    assert "a, b; 24, 48 tokens; model, ssmax" in text
+    assert "a, b; 24, 48 tokens; normalizers: model, ssmax" in text
     assert analysis.verdict.advice
     assert all(f"- {advice.heading}. {advice.text}" in text for advice in analysis.verdict.advice)
     assert "Note: distances" in text

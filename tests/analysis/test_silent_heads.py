@@ -59,7 +59,7 @@ def test_terminal_comparison_and_report_name_them(tiny: attnorm.Analysis, tmp_pa
     text = console.export_text()
     assert "The weights sum to almost 0, so the head reads no key." in text
     assert "Prune silent heads" in text
-    listed = text.partition("What some of the sharpest heads read")[2].partition("What to try")[0]
+    listed = text.partition("What the sharpest head of some layers reads")[2].partition("What to try")[0]
     silent = {(row["layer"], row["head"]) for row in tiny.heads.to_pylist() if row["verdict"] == "silent"}
     assert "layer 2 head" in listed
     assert not [head for head in silent if f"layer {head[0]} head {head[1]} " in listed]

@@ -799,7 +799,7 @@ def test_top_k_advice_survives_runs_that_share_no_n() -> None:
         row["verdict"] = "dispersed-forced" if (row["head"] == 0) == (row["text"] == "a") else "healthy"
     chosen = [row for row in heads if row["verdict"] == "dispersed-forced"]
     rows = {name: tables[name].to_pylist() for name in ("top_n", "coverage", "sensitivity")}
-    (advice,) = (one for one in advise(chosen, {"heads": heads, **rows}, synthetic_manifest()) if "top-k" in one.title)
+    (advice,) = (one for one in advise(chosen, {"heads": heads, **rows}, synthetic_manifest()) if "topk" in one.title)
     assert advice.what_if == ()
     assert advice.command is not None
 

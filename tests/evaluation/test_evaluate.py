@@ -196,7 +196,7 @@ def test_lengths_beyond_a_rotary_model_warn_with_its_limit(bundled: Any) -> None
 
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=10, max_position_embeddings=32, **sizes))
-    with pytest.warns(UserWarning, match="32 tokens, got length 64"):
+    with pytest.warns(UserWarning, match="32 positions in its config, got lengths 64"):
         warn_of_lengths(LoadedModel(model, None, "tiny"), [Item("perplexity", 16), Item("perplexity", 64)])
 
 

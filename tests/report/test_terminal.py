@@ -67,7 +67,7 @@ def test_a_head_over_an_image_reads_patches() -> None:
     analysis = attnorm.analyze(  # 4 x 4 patches after the class token
         vit(), {"pixel_values": pixels}, metrics="core", normalizers=["softmax1"]
     )
-    read = shown(analysis_summary(analysis)).partition("sharpest heads read")[2].partition("What to try")[0]
+    read = shown(analysis_summary(analysis)).partition("head of some layers reads")[2].partition("What to try")[0]
     assert "weight with softmax1)" in read
     assert " 11 (row 3, column 3) " in read, "the row: the patch in the middle"
     assert "(no text)" not in read
@@ -94,7 +94,7 @@ def test_what_ifs_are_shown_where_they_were_measured() -> None:
 
 def test_cautions_stand_apart_and_nothing_that_stays_zero_is_told() -> None:
     text = " ".join(shown(analysis_summary(made(normalizers=("model", "ssmax", "entmax15")))).split())
-    tried, expected = text.index("What to try"), text.index("What not to expect")
+    tried, expected = text.index("What to try"), text.index("What does not help")
     assert tried < text.index("sparse normalizer") < expected < text.index("A lower temperature does not help")
     assert " 0 -> 0" not in text
 

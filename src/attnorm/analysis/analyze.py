@@ -123,11 +123,11 @@ def analyze(
         vectors: Vectors for distances and separability: "values" or layer "inputs".
         vector_rows: Number of longest rows with the costly metrics (default: 64; if `rows` is a number, 16, and fewer
             above 1,024 keys, down to 4).
-        metrics: "core" has all that verdicts need and takes about twice the time of the plain forward pass on a CPU.
-            The groups vectors (distances, separability, saturation), sensitivity and coverage, or "all", take several
-            times as long. "circuits" is not in "all": it runs the model on random tokens and needles up to the longest
-            length, and adds induction, previous-token and retrieval scores. Nor is "output", the rank of the output
-            layer's logits (output_bottleneck).
+        metrics: "core" has all that verdicts need and takes about twice the time of the plain forward pass on one CPU
+            thread. The groups vectors (distances, separability, saturation), sensitivity and coverage, or "all", take
+            several times as long. "circuits" is not in "all": it runs the model on random tokens and needles up to the
+            longest length, and adds induction, previous-token and retrieval scores. Nor is "output", the rank of the
+            output layer's logits (output_bottleneck).
         temperatures: Divisors of the logits for the group sensitivity.
         larger: A larger model with the same tokenizer; with the group output, it estimates the rank that the text
             needs.

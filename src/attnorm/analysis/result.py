@@ -330,7 +330,7 @@ def _needs(package: str, method: str) -> Any:
 def text_summary(heads: pa.Table, manifest: Mapping[str, Any], verdict: ModelVerdict) -> str:
     lines = [verdict.headline, "", *_describe_run(heads, manifest), "", _counts(verdict)]
     lines += ["", *(f"- {sentence}" for sentence in verdict.sentences)] if verdict.sentences else []
-    for title, cautions in (("What to try:", False), ("What not to expect:", True)):
+    for title, cautions in (("What to try:", False), ("What does not help:", True)):
         items = [f"- {advice.heading}. {advice.text}" for advice in verdict.advice if advice.caution == cautions]
         lines += ["", title, *items] if items else []
     lines += ["", *(f"Note: {note}" for note in manifest["notes"])] if manifest["notes"] else []
@@ -366,7 +366,7 @@ def _describe_run(heads: pa.Table, manifest: Mapping[str, Any]) -> list[str]:
     model, settings = manifest["model"], manifest["settings"]
     revision = f" at {model['revision'][:12]}" if model.get("revision") else ""
     texts = _list_values([text["name"] for text in manifest["texts"]])
-    measured = f"{texts}; {measured_on(heads, manifest)}; {_list_values(settings['normalizers'])}"
+    measured = f"{texts}; {measured_on(heads, manifest)}; normalizers: {_list_values(settings['normalizers'])}"
     rows = settings["rows"] or "different between runs"  # None: merged
     return [
         f"Model: {model['name']}{revision}, {model.get('dtype')}, on {model.get('device')}",

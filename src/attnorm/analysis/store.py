@@ -137,7 +137,8 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise DamagedFileError(f"{path} was not written by attnorm: {error}. Choose another folder.") from error
+        reason = str(error).rstrip(".")
+        raise DamagedFileError(f"{path} was not written by attnorm: {reason}. Choose another folder.") from error
     if not isinstance(content, dict):
         raise DamagedFileError(f"{path} was not written by attnorm: it contains no JSON object. Choose another folder.")
     return without_digest(path, content)
@@ -163,7 +164,8 @@ def read_table(path: Path, digest: str | None = None) -> pa.Table:
     try:
         return pq.ParquetFile(io.BytesIO(content)).read()  # read_table would look for a folder of files first: 1 ms
     except (pa.ArrowException, OSError) as error:
-        raise DamagedFileError(f"{path} is damaged: {error}. Delete it and run the analysis again.") from error
+        reason = str(error).rstrip(".")
+        raise DamagedFileError(f"{path} is damaged: {reason}. Delete it and run the analysis again.") from error
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -201,7 +203,7 @@ def without_digest(path: Path, content: dict[str, Any]) -> dict[str, Any]:
     if digest != content[_SEAL]:
         raise DamagedFileError(
             f"{path} is damaged or was edited: expected the SHA-256 digest {content[_SEAL]}, got {digest}. "
-            f"Choose another folder, or delete {path} and run the same analysis again with this one"
+            f"Choose another folder, or delete {path} and run the same analysis again with this one."
         )
     return plain
 

@@ -73,8 +73,9 @@ def dispersion(
     if out is not None:
         from attnorm.bench.figures import save_dispersion_figure
 
-        for path in save_dispersion_figure(measured, out):
-            say(f"wrote {path}")
+        with failures(writes_to=out):
+            for path in save_dispersion_figure(measured, out):
+                say(f"wrote {path}")
 
 
 def frontier(
@@ -104,8 +105,9 @@ def frontier(
     if out is not None:
         from attnorm.claims.figures import save_frontier_figure
 
-        for path in save_frontier_figure(placed, out):
-            say(f"wrote {path}")
+        with failures(writes_to=out):
+            for path in save_frontier_figure(placed, out):
+                say(f"wrote {path}")
 
 
 def verify(
@@ -166,7 +168,7 @@ def verify(
     if figure is not None:
         from attnorm.claims.figures import save_tightness_figure
 
-        with usage_errors():
+        with failures(writes_to=figure):
             for path in save_tightness_figure(findings, figure):
                 say(f"wrote {path}")
     if not table_stands(findings):

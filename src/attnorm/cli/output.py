@@ -181,6 +181,8 @@ def _message(error: OSError, writes_to: Path | None = None) -> str:
     if not error.strerror:
         return str(error)
     where = error.filename if error.filename is not None else writes_to
+    if writes_to is not None and str(where).endswith(".tmp"):  # of an atomic write
+        where = writes_to
     message = error.strerror if where is None else f"{error.strerror}: {where}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{message}. Free some space, or choose a folder on another disk with --out"

@@ -34,6 +34,7 @@ from attnorm.normalizers.adaptive_temperature import EntropyRule
 from attnorm.normalizers.block import is_exporting
 from attnorm.normalizers.contract import Normalizer, ScaleRule, Sink
 from attnorm.normalizers.softmax import Softmax
+from attnorm.text import count_words
 
 # A smaller scale, 0 or a negative one is multiplied into q beforehand. SDPA hides future keys by -inf before it scales,
 # so it would compute -inf times 0 or times a negative number; and the logit of a sink is divided by the scale.
@@ -204,8 +205,8 @@ def _prepend_sink_key(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, sink: Sin
     logit = sink.logit if sink.logit.dim() == 0 else sink.logit[:, None, None]
     if sink.logit.dim() == 1 and sink.logit.shape[0] != q.shape[1]:
         raise ValueError(
-            f"the sink has logits for {sink.logit.shape[0]} heads, but q has {q.shape[1]} heads. Build it with "
-            f"heads={q.shape[1]}."
+            f"the sink has logits for {count_words(sink.logit.shape[0], 'head')}, but q has "
+            f"{count_words(q.shape[1], 'head')}. Build it with heads={q.shape[1]}."
         )
     # Two coordinates hold the logit, so that half precision keeps its digits. It must be finite: other keys multiply
     # it by 0.

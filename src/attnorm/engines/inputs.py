@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 from attnorm.normalizers.block import Positions, check_mask, check_positions_and_states, is_exporting
 from attnorm.normalizers.contract import Normalizer, ScaleRule
+from attnorm.text import count_words
 
 if TYPE_CHECKING:
     Refused: TypeAlias = Never
@@ -203,7 +204,8 @@ def head_numbers(numbers: Tensor, inputs: Inputs, owner: str = "the normalizer h
     """
     heads = inputs.q_BHQD.shape[1]
     if numbers.dim() == 1 and numbers.shape[0] != heads:
-        raise ValueError(f"{owner} for {numbers.shape[0]} heads, but q has {heads} heads. Build it with heads={heads}.")
+        own, given = count_words(numbers.shape[0], "head"), count_words(heads, "head")
+        raise ValueError(f"{owner} for {own}, but q has {given}. Build it with heads={heads}.")
     return numbers.to(inputs.q_BHQD.device, torch.float32).expand(heads).contiguous()
 
 

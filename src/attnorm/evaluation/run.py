@@ -161,7 +161,7 @@ def warn_of_lengths(loaded: LoadedModel, items: Sequence[Item]) -> None:
     if impossible:
         raise ValueError(f"expected lengths up to {limit}, the positions of {loaded.name}, got {named}. Shorten them.")
     warnings.warn(
-        f"{loaded.name} was trained for {limit} tokens, got length {named}. Low scores at such lengths may come "
+        f"{loaded.name} has {limit} positions in its config, got lengths {named}. Low scores at such lengths may come "
         "from the model and not from the normalizer.",
         stacklevel=3,
     )

@@ -75,6 +75,7 @@ THIRD_POWER = tl.constexpr(COLUMNS.index("third_power"))
 FOURTH_POWER = tl.constexpr(COLUMNS.index("fourth_power"))
 
 _LARGEST_EXPONENT = tl.constexpr(300.0)  # exp of more would overflow when it is squared
+_LOW = tl.constexpr(-1e30)  # metrics.call.LOW
 _FAR = tl.constexpr(60.0)  # metrics.row_statistics.FAR
 
 
@@ -130,6 +131,7 @@ def softmax_statistics(
     smallest = tl.load(sums + SMALLEST * total + at, mask=inside, other=0.0)
     max_logit, min_logit = tl.maximum(first, largest), tl.minimum(first, smallest)
     sound = (tl.abs(max_logit - min_logit) < float("inf")) & (log_all == log_all)  # no infinite logit, no NaN
+    sound = sound & (max_logit > _LOW)
     missing = (visible < 1) | (sound == 0)
     tl.store(count + at, visible.to(tl.int64), mask=inside)
     tl.store(broken + at, ((sound == 0) & (visible > 0)).to(tl.uint8), mask=inside)
@@ -348,6 +350,7 @@ def weight_statistics(sums, out, more, count, broken, total, MORE: tl.constexpr,
     max_logit = tl.where((n > 1) & (largest != largest), largest, max_logit)
     min_logit = tl.where((n > 1) & (smallest < first), smallest, first)
     sound = (tl.abs(max_logit - min_logit) < float("inf")) & (tl.abs(whole) < float("inf"))  # no infinity, no NaN
+    sound = sound & (max_logit > _LOW)
     missing = (n < 1) | (sound == 0)
     tl.store(count + at, n.to(tl.int64), mask=inside)
     tl.store(broken + at, ((sound == 0) & (n > 0)).to(tl.uint8), mask=inside)

@@ -260,13 +260,13 @@ class Soft(Mechanism):
         if causal and self.points is None:
             raise ValueError(
                 "expected causal=False for 'soft' with landmarks that pool all tokens, got causal=True. Use "
-                f"causal=False, learned landmarks (learned={q.shape[-1]}) or 'gaussian'"
+                f"causal=False, learned landmarks (learned={q.shape[-1]}) or 'gaussian'."
             )
         per_query = mask is not None and mask.dim() > 1 and mask.shape[-2] > 1
         if mask is not None and per_query and self.points is None:
             raise ValueError(
                 "expected a mask of shape (B, 1, 1, keys) for 'soft' with landmarks that pool tokens, got "
-                f"{tuple(mask.shape)}. Learned landmarks (learned={q.shape[-1]}) and 'gaussian' take any mask"
+                f"{tuple(mask.shape)}. Learned landmarks (learned={q.shape[-1]}) and 'gaussian' take any mask."
             )
         if mask is not None and self.stride is not None:
             raise ValueError(f"expected whole images with stride={self.stride}, got a mask. Use landmarks= with masks.")

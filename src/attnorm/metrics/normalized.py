@@ -14,6 +14,7 @@ from attnorm.normalizers.block import Positions, RowsBlock
 from attnorm.normalizers.contract import Mechanism, Normalizer, ScaleRule, Sink, remember
 from attnorm.normalizers.registry import is_shared, resolve
 from attnorm.normalizers.softmax import Softmax
+from attnorm.text import count_words
 
 MODEL = "model"
 # A name, an object, or None for the normalizer that the model runs.
@@ -76,9 +77,8 @@ class MeasuredNormalizer:
 def _check_heads(numbers: int, call: AttentionCall) -> None:
     heads = call.query_BHQD.shape[1]
     if numbers != heads:
-        raise ValueError(
-            f"the normalizer has parameters for {numbers} heads, but q has {heads} heads. Build it with heads={heads}."
-        )
+        own, given = count_words(numbers, "head"), count_words(heads, "head")
+        raise ValueError(f"the normalizer has parameters for {own}, but q has {given}. Build it with heads={heads}.")
 
 
 class NoRowsError(TypeError, ValueError):

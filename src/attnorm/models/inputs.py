@@ -107,7 +107,7 @@ def needs_tokenizer(loaded: LoadedModel) -> Any:
             reads, kind = MEDIA_INPUTS[main_input]
             raise ValueError(
                 f"{loaded.name} reads {reads} and has no tokenizer for text. Give --{kind} FILE on the command line, "
-                f'or attnorm.models.inputs.Media(Path(FILE), "{kind}") in Python'
+                f'or attnorm.models.inputs.Media(Path(FILE), "{kind}") in Python.'
             )
         raise ValueError(
             f"{loaded.name}: expected a tokenizer, got none ({loaded.tokenizer_problem or 'none was given'}). "

@@ -78,7 +78,7 @@ def layer_groups(recipe: Any) -> dict[tuple[int, ...], Any]:
         assigned.update(layers)
         groups[layers] = normalizer
     if not groups:
-        raise ValueError('expected layers and normalizers, e.g. {"0-3": "softmax", "4-7": "entmax15"}, got none')
+        raise ValueError('expected layers and normalizers, e.g. {"0-3": "softmax", "4-7": "entmax15"}, got none.')
     return groups
 
 

@@ -122,7 +122,7 @@ def _other_samples(path: Path) -> tuple[np.ndarray, int]:
     try:
         samples, rate = soundfile.read(path)
     except soundfile.LibsndfileError as error:
-        raise ValueError(f"cannot read the sound {path}: {error}. Convert it to WAV.") from None
+        raise ValueError(f"cannot read the sound {path}: {str(error).rstrip('.')}. Convert it to WAV.") from None
     return np.asarray(samples), int(rate)
 
 

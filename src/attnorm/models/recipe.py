@@ -263,7 +263,9 @@ def read_recipe_file(file: Path) -> tuple[dict[str, Recipe], dict[str, str], str
         recipes = {path: validate_recipe(path, part) for path, part in modules.items()}
         digests = dict(map(_digest, weights.items()))
     except RecipeError as error:
-        raise ValueError(f"{file} is damaged: {error}. Copy it again or save the model again.") from None
+        raise ValueError(
+            f"{file} is damaged: {str(error).rstrip('.')}. Copy it again or save the model again."
+        ) from None
     digest = content.get("values")
     return recipes, digests, digest if isinstance(digest, str) else None
 

@@ -225,7 +225,9 @@ def _check_location(directory: str | os.PathLike[str]) -> None:
         raise NotADirectoryError(f"expected a folder, got the file {path}. {hint}")
     if can_only_be_a_folder(directory) and not (os.fspath(directory).strip() and path.is_dir()):
         name = os.fspath(directory)
-        raise FileNotFoundError(f"expected a folder, got {name!r}, which does not exist; {did_you_mean(name)}{hint}")
+        guess = did_you_mean(name)
+        between = f"; {guess}" if guess else ". "
+        raise FileNotFoundError(f"expected a folder, got {name!r}, which does not exist{between}{hint}")
 
 
 def _unwrap(model: Any) -> PreTrainedModel:

@@ -462,7 +462,7 @@ def _lightning_callback_class() -> Any:
             return importlib.import_module(f"{package}.callbacks").Callback
         except ImportError:
             continue
-    raise ImportError("lightning() needs Lightning, which is not installed. Run: pip install lightning.")
+    raise ImportError("lightning() needs Lightning, which is not installed. Run: pip install lightning")
 
 
 def keep_off_the_terminal(callbacks: Iterable[TrainerCallback], prefix: str) -> None:

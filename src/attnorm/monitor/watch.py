@@ -163,8 +163,8 @@ class History(Sequence[Measurement]):
         if self._measurements and not points:
             labels = ", ".join(self._measurements[-1].layers)
             raise KeyError(
-                f"expected a head that was measured, got {kind or ''} layer {layer} head {head}. Measured "
-                f"layers: {labels}"
+                f"expected a head that was measured, got {f'{kind} ' if kind else ''}layer {layer} "
+                f"head {head}. Choose one of these layers: {labels}."
             )
         return points
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from attnorm.normalizers.block import Block, Positions
+from attnorm.text import count_words
 
 RowSum = Literal["one", "at most one", "free"]
 JacobianForm = Literal["diagonal", "threshold", "quotient"]
@@ -500,11 +501,12 @@ def per_head(parameter: Tensor, logits: Tensor) -> Tensor:
     """Reshape the parameter so that it broadcasts to logits (..., heads, Q, K)."""
     if parameter.dim() == 0:
         return parameter
-    heads = logits.shape[-3] if logits.dim() > 2 else None
+    heads = logits.shape[-3] if logits.dim() > 2 else 0
     if heads != parameter.shape[0]:
+        own, given = count_words(parameter.shape[0], "head"), count_words(heads, "head")
         raise ValueError(
-            f"expected logits (..., {parameter.shape[0]}, queries, keys) for a normalizer with parameters for "
-            f"{parameter.shape[0]} heads, got {heads or 'no'} heads. Build it with heads={heads}."
+            f"expected logits (..., {parameter.shape[0]}, queries, keys) for a normalizer with parameters for {own}, "
+            f"got {given} in the shape {tuple(logits.shape)}. Build it with heads={heads or None}."
         )
     return parameter[:, None, None]
 

@@ -60,7 +60,8 @@ class NormalizerEntry:
             factory: Factory = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as error:
             raise ImportError(
-                f"the normalizer at {self.target!r} cannot be loaded: {error}. Repair or uninstall its package."
+                f"the normalizer at {self.target!r} cannot be loaded: {str(error).rstrip('.')}. Repair or uninstall its "
+                "package."
             ) from error
         return factory
 
@@ -384,7 +385,7 @@ def check_options(name: str, factory: Factory, options: Mapping[str, Any]) -> No
         signature.bind(**options)
     except TypeError as error:
         accepted = ", ".join(signature.parameters) or "no options"
-        raise TypeError(f"normalizer {name!r}: {error}. It accepts {accepted}") from None
+        raise TypeError(f"normalizer {name!r}: {str(error).rstrip('.')}. It accepts {accepted}.") from None
     for option, value in options.items():
         parameter = signature.parameters.get(option)
         types = [] if parameter is None else _accepted_types(parameter.annotation)

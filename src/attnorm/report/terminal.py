@@ -64,7 +64,7 @@ def analysis_summary(analysis: Analysis) -> RenderableType:
         parts += [Text(), worst]
     if (read := _reads_table(analysis, heads)) is not None:
         parts += [Text(), read]
-    for title, cautions in (("What to try", False), ("What not to expect", True)):
+    for title, cautions in (("What to try", False), ("What does not help", True)):
         advice = [item for item in verdict.advice if item.caution == cautions]
         parts += [Text(), Text(title, style="bold"), *_advice(advice)] if advice else []
     parts += [Text(f"note: {note}", style="dim") for note in analysis.manifest.get("notes", [])]
@@ -225,7 +225,7 @@ def _reads_table(analysis: Analysis, heads: Sequence[Row]) -> Table | None:
         return None
     names = dict.fromkeys(row["normalizer"] for row, _ in top_keys_per_head if row["normalizer"] != "model")
     weight = f"weight with {', '.join(names)}" if names else "weight"
-    title = f"What some of the sharpest heads read in the last recorded row (position, token or patch, {weight})"
+    title = f"What the sharpest head of some layers reads in the last recorded row (position, token or patch, {weight})"
     table = titled_table(title, "head", "query", "keys with the largest weights")
     for row, reading in sorted(top_keys_per_head, key=lambda read: (read[1].layer, read[1].head)):
         picture = (analysis.manifest.get("pictures") or {}).get(row["text"])

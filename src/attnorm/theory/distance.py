@@ -63,8 +63,9 @@ def theorem1_fixed_printed(rows: SelectedRows) -> Tensor:
     proper = (rows.weights.amin(-1) >= 0) & ((total - 1).abs() < 1e-4)
     if not bool(proper.any()):
         raise ValueError(
-            "the printed Theorem 1 needs weights >= 0 that sum to 1, got a row that sums to "
-            f"{float(total.flatten()[0])}. Use theorem1_fixed_tight, which needs neither"
+            "the printed Theorem 1 needs weights of at least 0 that sum to 1, got a row with a smallest weight of "
+            f"{float(rows.weights.amin(-1).flatten()[0]):.3g} and the sum {float(total.flatten()[0]):.6g}. "
+            "Use theorem1_fixed_tight, which needs neither."
         )
     d1 = largest_gaps(rows, (rows.top_n,))[..., 0]
     squares = rows.squares.unsqueeze(-2).expand(rows.weights.shape).gather(-1, rows.indices)

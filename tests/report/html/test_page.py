@@ -141,7 +141,7 @@ def test_a_sentence_cannot_end_its_element() -> None:
 
 def test_cautions_stand_below_what_to_try() -> None:
     page = report.render(sample())
-    tried, expected = page.index(">What to try</h2>"), page.index(">What not to expect</h2>")
+    tried, expected = page.index(">What to try</h2>"), page.index(">What does not help</h2>")
     assert {one.caution for one in sample().verdict.advice} == {True, False}
     for advice in sample().verdict.advice:
         place = page.index(f"<h3>{advice.title}")

@@ -19,7 +19,6 @@ from attnorm.analysis.verdicts.what_if import (
     WhatIf,
     advise_normalizer,
     compare_medians,
-    count_words,
     head_key,
     own_normalizer,
     pair_heads,
@@ -28,7 +27,7 @@ from attnorm.analysis.verdicts.what_if import (
     select_verdicts,
     stand_in,
 )
-from attnorm.text import format_keys, format_percent
+from attnorm.text import count_words, format_keys, format_percent
 
 MANY_PARKED = 0.25  # share of sink-dominated heads from which there is advice about them
 
@@ -75,7 +74,7 @@ def _top_k(model_heads: Rows, top_n: Rows, manifest: Mapping[str, Any]) -> Advic
     unselective_heads = _unselective_heads(model_heads, DISPERSED)
     if not unselective_heads:
         return None
-    title = "Let the k of top-k grow more slowly than the length"
+    title = "If you use topk: choose k by the weight, not in proportion to the length"
     measured = _same_heads(top_n, unselective_heads)
     longest = max(row["n_high"] for row in model_heads)
     sizes = sorted({row["top_n"] for row in measured if 1 < row["top_n"] < longest and number(row, "mass") is not None})

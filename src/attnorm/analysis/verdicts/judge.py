@@ -246,7 +246,7 @@ def _deciding_words(column: str) -> str:
 
 
 def _format_number(value: float) -> str:
-    return minus_sign(f"{value:.2f}") if abs(value) >= 0.005 else f"{value:.1g}"
+    return minus_sign(f"{value:.2f}" if abs(value) >= 0.005 else f"{value:.1g}")
 
 
 def _as_arrays(heads: pa.Table, cases: Sequence[HeadCase]) -> HeadArrays:

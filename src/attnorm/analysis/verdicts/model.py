@@ -38,6 +38,7 @@ from attnorm.analysis.verdicts.thresholds import (
     thresholds_of,
 )
 from attnorm.analysis.verdicts.what_if import Advice, own_normalizer, stand_in
+from attnorm.metrics.sampling import AUTO_ROWS
 from attnorm.text import format_keys, format_percent, minus_sign
 
 FEW_KEYS = 128  # below it entropy, slopes and separability are mostly chance
@@ -91,7 +92,9 @@ def headline(
 
 def _heads_beyond(limit: Ceiling, total: int) -> str:
     """Describe how many heads are beyond their horizon; heads may have none."""
-    if limit.heads == 1 and total > 1:
+    if total == 1:
+        return f"the head is {'' if limit.beyond else 'not '}beyond its horizon"
+    if limit.heads == 1:
         return f"the only head with a horizon is {'' if limit.beyond else 'not '}beyond it"
     count = {0: "none", limit.heads: "all"}.get(limit.beyond, f"{limit.beyond}")
     if limit.heads < total:
@@ -277,7 +280,7 @@ def saturation_sentences(heads: Sequence[Row], manifest: Mapping[str, Any], thre
     answers = Counter(row.get("saturation") or "not judged" for row in heads)
     if all(number(row, "saturation_excess") is None for row in heads):
         measured = "vectors" in (manifest.get("settings", {}).get("metrics") or ())
-        why = "no head uses enough keys" if measured else "needs --metrics vectors"
+        why = "no head uses enough keys" if measured else "needs the metric group vectors"
         return [f"Saturation: not judged ({why})."]
     powers = [power for row in heads if (power := number(row, "saturation_power")) is not None]
     typical = f"; median power of the test: {format_percent(median(powers))}" if powers else ""
@@ -313,7 +316,9 @@ def too_short(heads: Sequence[Row]) -> list[str]:
 
 def caveats(heads: Sequence[Row], changing: int, manifest: Mapping[str, Any]) -> list[str]:
     sentences, word = [], input_word(manifest)
-    all_rows = manifest.get("settings", {}).get("rows") == "all"
+    chosen = manifest.get("settings", {}).get("rows")
+    longest = max((row["n_high"] for row in heads), default=0)
+    all_rows = chosen == "all" or (chosen == "auto" and longest <= AUTO_ROWS)
     if changing:
         subject = "1 head gets" if changing == 1 else f"{changing} heads get"
         sentences.append(

@@ -192,11 +192,11 @@ def dispersed(case: HeadCase) -> Findings:
         normalizer = case.runs or "this normalizer"
         yield "dispersed", f"{words}. How sharp {normalizer} could be on these logits is not known"
     elif case.n > horizon:
-        limit = "with more keys, no key can get half of the weight"
-        yield "dispersed-forced", f"{words}. Its horizon is {_horizon_words(case, horizon)}: {limit}"
+        limit = f"With the logit spread of these rows, its horizon is {_horizon_words(case, horizon)}"
+        yield "dispersed-forced", f"{words}. {limit}: no key can get half of the weight"
     else:
-        limit = "up to this length, one key could get half of the weight"
-        yield "dispersed-by-choice", f"{words}. Its horizon is {_horizon_words(case, horizon)}: {limit}"
+        limit = f"With the logit spread of these rows, its horizon is {_horizon_words(case, horizon)}"
+        yield "dispersed-by-choice", f"{words}. {limit}: one key could get half of the weight"
 
 
 RULES = (sink_dominated, frozen, sensitive, dispersed)

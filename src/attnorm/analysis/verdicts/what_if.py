@@ -14,6 +14,7 @@ from attnorm.analysis.verdicts.rules import judged_suffix
 from attnorm.analysis.verdicts.thresholds import DIFFERS, DISPERSED, VERDICTS, Thresholds, thresholds_of
 from attnorm.normalizers.contract import Properties
 from attnorm.normalizers.registry import available, get
+from attnorm.text import count_words
 
 Rows = Sequence[Row]
 
@@ -324,7 +325,3 @@ def properties_of(name: str | None) -> Properties | None:
         return None if name is None else get(name).properties
     except (ValueError, TypeError):
         return None
-
-
-def count_words(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"
