@@ -60,8 +60,8 @@ class NormalizerEntry:
             factory: Factory = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as error:
             raise ImportError(
-                f"the normalizer at {self.target!r} cannot be loaded: {str(error).rstrip('.')}. Repair or uninstall its "
-                "package."
+                f"the normalizer at {self.target!r} cannot be loaded: {str(error).rstrip('.')}. Repair or "
+                "uninstall its package."
             ) from error
         return factory
 
