@@ -42,7 +42,7 @@ def test_settings_that_differ_are_named_and_equal_ones_are_not() -> None:
         "text is a.txt here and there, but with another content"
     ]
     require_same_run(here, dict(here), "out contains another run", "Remedy")
-    with pytest.raises(ValueError, match=r"^out\b.*seed.*\b1\b.*\b0\b.*Remedy$"):
+    with pytest.raises(ValueError, match=r"^out\b.*seed.*\b1\b.*\b0\b.*Remedy\.$"):
         require_same_run(here, there, "out contains another run", "Remedy")
 
 

@@ -506,7 +506,7 @@ def per_head(parameter: Tensor, logits: Tensor) -> Tensor:
         own, given = count_words(parameter.shape[0], "head"), count_words(heads, "head")
         raise ValueError(
             f"expected logits (..., {parameter.shape[0]}, queries, keys) for a normalizer with parameters for {own}, "
-            f"got {given} in the shape {tuple(logits.shape)}. Build it with heads={heads or None}."
+            f"got {given}. Build it with heads={heads or None}."
         )
     return parameter[:, None, None]
 
