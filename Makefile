@@ -58,7 +58,7 @@ nightly: $(INSTALLED)
 	$(BIN)/python tools/mutate.py --sample 200 --stop-after 7200 --out mutants
 
 bench: $(INSTALLED)
-	$(BIN)/attnorm bench $(ARGS)
+	$(BIN)/attnorm lab bench $(ARGS)
 
 clean:
 	rm -rf .venv demo site dist build .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from attnorm.bench.timing import run_and_read_json
+from attnorm_lab.bench.timing import run_and_read_json
 
 
 class Forked:

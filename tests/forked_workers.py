@@ -16,14 +16,14 @@ from multiprocessing import forkserver, util
 
 import pytest
 
-from attnorm.sweep import engines
+from attnorm_lab.runs import engines
 
 IMPORTED = [
-    "attnorm.sweep.run",
+    "attnorm_lab.runs.run",
     "attnorm.analysis.analyze",
     "attnorm.report.page",
-    "attnorm.training.lm",
-    "attnorm.training.retrieval.train",
+    "attnorm_lab.training.lm",
+    "attnorm_lab.training.retrieval.train",
 ]
 
 

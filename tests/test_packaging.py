@@ -117,17 +117,17 @@ loaded = {"before": sorted(before)}
 for name in (
     "attnorm",
     "attnorm.cli",
-    "attnorm.experiments.retrieval.plan",
-    "attnorm.training.lm.train",
-    "attnorm.training.needle",
-    "attnorm.training.retrieval.train",
-    "attnorm.experiments.language_models.stages",
-    "attnorm.experiments.clrs_text.workspace",
+    "attnorm_lab.experiments.retrieval.plan",
+    "attnorm_lab.training.lm.train",
+    "attnorm_lab.training.needle",
+    "attnorm_lab.training.retrieval.train",
+    "attnorm_lab.experiments.language_models.stages",
+    "attnorm_lab.experiments.clrs_text.workspace",
     "attnorm.analysis.analyze",
     "attnorm.report.plots",
 ):
     __import__(name)
-    if name == "attnorm.experiments.retrieval.plan":
+    if name == "attnorm_lab.experiments.retrieval.plan":
         sys.modules[name].plan()
     loaded[name] = sorted(set(sys.modules) - before)
     if name == "attnorm":
@@ -161,7 +161,7 @@ def test_no_normalizer_is_loaded_that_was_not_asked_for(loaded: dict[str, set[st
 def test_the_commands_load_neither_the_compiler_nor_transformers_to_show_their_help(
     loaded: dict[str, set[str]],
 ) -> None:
-    assert "attnorm.cli.machine" in loaded["attnorm.cli"]
+    assert "attnorm.cli.doctor" in loaded["attnorm.cli"]
     heavy = {"torch._dynamo", "matplotlib", "pyarrow", "scipy", "transformers", "triton"}
     assert not heavy & loaded["attnorm.cli"]
 
@@ -170,21 +170,21 @@ def test_a_measurement_loads_neither_the_catalogue_of_claims_nor_scipys_distribu
     loaded: dict[str, set[str]],
 ) -> None:
     assert "attnorm.theory.selection" in loaded["attnorm.analysis.analyze"]
-    unneeded = {"attnorm.theory.catalogue", "attnorm.theory.search", "scipy.stats"}
+    unneeded = {"attnorm_lab.errata.catalogue", "attnorm_lab.errata.search", "scipy.stats"}
     if "sklearn" in loaded["attnorm.analysis.analyze"]:  # transformers loads it if installed, and it scipy.stats
         unneeded.remove("scipy.stats")
     assert not unneeded & loaded["attnorm.analysis.analyze"]
 
 
 def test_a_machine_that_only_trains_needs_no_library_for_figures_and_tables(loaded: dict[str, set[str]]) -> None:
-    assert not {"matplotlib", "pyarrow", "scipy"} & loaded["attnorm.experiments.retrieval.plan"]
-    assert "attnorm.experiments.language_models.stages" in loaded["attnorm.experiments.clrs_text.workspace"]
-    assert not {"matplotlib", "pyarrow"} & loaded["attnorm.experiments.clrs_text.workspace"]
+    assert not {"matplotlib", "pyarrow", "scipy"} & loaded["attnorm_lab.experiments.retrieval.plan"]
+    assert "attnorm_lab.experiments.language_models.stages" in loaded["attnorm_lab.experiments.clrs_text.workspace"]
+    assert not {"matplotlib", "pyarrow"} & loaded["attnorm_lab.experiments.clrs_text.workspace"]
 
 
 def test_accelerate_is_imported_only_to_train(loaded: dict[str, set[str]]) -> None:
-    assert "attnorm.training.needle" in loaded["attnorm.training.retrieval.train"]
-    assert "accelerate" not in loaded["attnorm.training.retrieval.train"]
+    assert "attnorm_lab.training.needle" in loaded["attnorm_lab.training.retrieval.train"]
+    assert "accelerate" not in loaded["attnorm_lab.training.retrieval.train"]
 
 
 def test_figures_need_neither_pyplot_nor_a_display(loaded: dict[str, set[str]]) -> None:

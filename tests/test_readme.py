@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 import attnorm
 from attnorm.analysis.settings import passage
-from attnorm.bench.dispersion import dispersion, percent
 from attnorm.cli import app
 from attnorm.cli.normalizers import describe_all, promises
 from attnorm.normalizers import registry
 from attnorm.normalizers.registry import BUILT_IN
+from attnorm_lab.bench.dispersion import dispersion, percent
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -33,10 +33,10 @@ NOT_RUN = {
     "make docs": "tests/docs builds the site",
     "make demo": "creates .venv and installs; what it runs afterwards is in tests/cli",
     ". .venv/bin/activate": "the tests run inside it already",
-    "attnorm bench": "takes half an hour; tests/bench runs it with --quick",
-    "attnorm frontier": "tests/cli/test_verify.py runs it",
+    "attnorm lab bench": "takes half an hour; tests/bench runs it with --quick",
+    "attnorm lab frontier": "tests/cli/test_verify.py runs it",
     "attnorm doctor": "tests/cli/test_commands.py runs it",
-    "attnorm dispersion": "takes ten seconds; tests/cli runs it on a few normalizers",
+    "attnorm lab dispersion": "takes ten seconds; tests/cli runs it on a few normalizers",
     "python -c": "needs the normalizer that the reader has just written; run in its place below",
 }
 
@@ -116,7 +116,7 @@ OTHERS = [c for c in commands(README + CONTRIBUTING + BENCHMARKS + GUIDE) if not
 @pytest.mark.parametrize("command", sorted({*OTHERS}))
 def test_commands_in_the_documents_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # some write where they stand
-    monkeypatch.setattr("attnorm.experiments.fig4.QUICK_LENGTH", 64)  # a quarter of the tokens
+    monkeypatch.setattr("attnorm_lab.experiments.fig4.QUICK_LENGTH", 64)  # a quarter of the tokens
     reason = next((reason for start, reason in NOT_RUN.items() if command.startswith(start)), None)
     if reason is not None:
         pytest.skip(reason)

@@ -18,7 +18,7 @@ from attnorm.kernels.one_pass import _forward_tile as forward_tile
 from attnorm.kernels.threshold import tiles as tiles_of
 from attnorm.metrics.fused_rows import output_tile
 from attnorm.normalizers.contract import Normalizer
-from attnorm.training.lm.attention import _runs_on_kernels, fastest_attention
+from attnorm_lab.training.lm.attention import _runs_on_kernels, fastest_attention
 
 FOLDED: dict[str, dict[str, Any]] = {
     "ssmax": {"s": 0.43},

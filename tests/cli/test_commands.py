@@ -14,10 +14,10 @@ from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 import attnorm
-from attnorm.bench import suites
-from attnorm.bench.results import Benchmarks, Ratio
-from attnorm.bench.timing import this_machine
 from attnorm.cli import app, machine
+from attnorm.machine import this_machine
+from attnorm_lab.bench import suites
+from attnorm_lab.bench.results import Benchmarks, Ratio
 from tests.clean_interpreter import run_in_clean_interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,7 +97,7 @@ def test_doctor_exits_with_1_when_a_promise_breaks(monkeypatch: pytest.MonkeyPat
 
 
 def test_dispersion_prints_json_and_writes_both_figures(tmp_path: Path, few: None) -> None:
-    result = runner.invoke(app, ["dispersion", "--out", str(tmp_path / "new"), "--draws", "2", "--json"])
+    result = runner.invoke(app, ["lab", "dispersion", "--out", str(tmp_path / "new"), "--draws", "2", "--json"])
     assert result.exit_code == 0, result.output
     measured = json.loads(result.stdout)
     verdicts = {curve["label"]: curve["verdict"] for curve in measured["curves"]}
@@ -107,7 +107,7 @@ def test_dispersion_prints_json_and_writes_both_figures(tmp_path: Path, few: Non
 
 
 def test_dispersion_prints_a_table(few: None) -> None:
-    result = runner.invoke(app, ["dispersion", "--draws", "1", "--gap", "4"])
+    result = runner.invoke(app, ["lab", "dispersion", "--draws", "1", "--gap", "4"])
     assert result.exit_code == 0, result.output
     assert "One key scores 4" in result.stdout
     for word in ("softmax", "131,072", "stays", "fades", "not measured: soft"):
@@ -117,16 +117,16 @@ def test_dispersion_prints_a_table(few: None) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["dispersion", "--gap", "-1"], "gap"),
-        (["dispersion", "--noise", "-0.5"], "noise"),
-        (["dispersion", "--draws", "0"], "draws"),
-        (["bench", "speed"], "speed"),
-        (["bench", "cuda-decodin"], "Did you mean 'cuda-decoding'?"),
-        (["bench", "normalizers", "--threads", "0"], "threads"),
-        (["bench", "--json", "--markdown"], "--markdown"),
+        (["lab", "dispersion", "--gap", "-1"], "gap"),
+        (["lab", "dispersion", "--noise", "-0.5"], "noise"),
+        (["lab", "dispersion", "--draws", "0"], "draws"),
+        (["lab", "bench", "speed"], "speed"),
+        (["lab", "bench", "cuda-decodin"], "Did you mean 'cuda-decoding'?"),
+        (["lab", "bench", "normalizers", "--threads", "0"], "threads"),
+        (["lab", "bench", "--json", "--markdown"], "--markdown"),
         (["normalizer"], "normalizer"),
         (["normalizers", "entmx"], "'entmax'"),
-        *((["train", task], "--out DIR") for task in ("clrs", "retrieval")),
+        *((["lab", "train", task], "--out DIR") for task in ("clrs", "retrieval")),
     ],
 )
 def test_wrong_usage_exits_with_2_and_says_why(arguments: list[str], complaint: str) -> None:
@@ -138,18 +138,18 @@ def test_wrong_usage_exits_with_2_and_says_why(arguments: list[str], complaint: 
 def test_bench_exits_with_1_when_a_promise_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Ratio(topic="t", what="tortoise", against="hare", ours_ms=9, theirs_ms=3, speedup=1 / 3, target=2.0)
     monkeypatch.setattr(suites, "compare_normalizers", lambda **_: iter([slow]))
-    result = runner.invoke(app, ["bench", "normalizers"])
+    result = runner.invoke(app, ["lab", "bench", "normalizers"])
     assert result.exit_code == 1
     assert "2x faster: missed" in result.stdout
 
 
 def test_bench_without_a_suite_says_first_what_it_runs_and_how_to_run_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suites, "run_benchmarks", lambda *_, **__: Benchmarks(machine=this_machine()))
-    said = " ".join(runner.invoke(app, ["bench"]).stderr.split())
-    assert re.match(r"Running \d+ suites: normalizers, attention, .*many minutes.*attnorm bench NAME", said)
+    said = " ".join(runner.invoke(app, ["lab", "bench"]).stderr.split())
+    assert re.match(r"Running \d+ suites: normalizers, attention, .*many minutes.*attnorm lab bench NAME", said)
     assert ("Skipping cuda-attention" in said) is not torch.cuda.is_available()
-    assert "Running" not in runner.invoke(app, ["bench", "normalizers"]).stderr
-    assert "Leave it out to measure" in runner.invoke(app, ["bench", "normalizers", "--quick"]).stderr
+    assert "Running" not in runner.invoke(app, ["lab", "bench", "normalizers"]).stderr
+    assert "Leave it out to measure" in runner.invoke(app, ["lab", "bench", "normalizers", "--quick"]).stderr
 
 
 def test_an_interrupted_bench_says_where_finished_comparisons_are(
@@ -161,7 +161,7 @@ def test_an_interrupted_bench_says_where_finished_comparisons_are(
 
     monkeypatch.setattr(suites, "compare_normalizers", cut_short)
     for options, kept in (["--out", str(tmp_path)], str(tmp_path / "results.jsonl")), ([], "--out DIR"):
-        result = runner.invoke(app, ["bench", "normalizers", *options])
+        result = runner.invoke(app, ["lab", "bench", "normalizers", *options])
         assert result.exit_code == 130
         assert "hare: 3.00x the speed of tortoise (race)" in result.stderr
         assert kept in result.stderr
@@ -171,11 +171,11 @@ def test_an_interrupted_bench_says_where_finished_comparisons_are(
 def test_bench_prints_json_and_markdown(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = Ratio(topic="t", what="hare", against="tortoise", ours_ms=1, theirs_ms=3, speedup=3.0, target=2.0)
     monkeypatch.setattr(suites, "compare_normalizers", lambda **_: iter([fast]))
-    as_json = runner.invoke(app, ["bench", "normalizers", "--json", "--threads", "1"])
+    as_json = runner.invoke(app, ["lab", "bench", "normalizers", "--json", "--threads", "1"])
     assert as_json.exit_code == 0
     assert json.loads(as_json.stdout)["ratios"][0]["met"] is True
     assert json.loads(as_json.stdout)["machine"]["threads"] == 1
-    as_markdown = runner.invoke(app, ["bench", "normalizers", "--markdown"])
+    as_markdown = runner.invoke(app, ["lab", "bench", "normalizers", "--markdown"])
     assert "| hare | tortoise | 1.0 | 3.0 | 3x faster | 2x faster: met |" in as_markdown.stdout
 
 
@@ -197,4 +197,4 @@ def test_the_installed_command_keeps_stdout_for_results() -> None:
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """The dispersion of a few normalizers only: all of them are measured in tests/bench."""
-    monkeypatch.setattr("attnorm.bench.dispersion.available", lambda: ["softmax", "sparsemax", "local", "soft"])
+    monkeypatch.setattr("attnorm_lab.bench.dispersion.available", lambda: ["softmax", "sparsemax", "local", "soft"])

@@ -1,4 +1,4 @@
-"""Help of `attnorm train` repeats the defaults of the settings that the trainers use."""
+"""Help of `attnorm lab train` repeats the defaults of the settings that the trainers use."""
 
 from dataclasses import MISSING, fields
 from typing import Any
@@ -7,13 +7,13 @@ import pytest
 import typer
 
 from attnorm.cli import app
-from attnorm.cli.train_tasks import given
-from attnorm.training.clrs.train import ClrsRecipe
-from attnorm.training.lm.model import LMSettings
-from attnorm.training.needle import NeedleTask
-from attnorm.training.retrieval.data import RetrievalRecipe
-from attnorm.training.retrieval.evaluate import SIZES
-from attnorm.training.vision.model import VisionSettings
+from attnorm_lab.cli.train_tasks import given
+from attnorm_lab.training.clrs.train import ClrsRecipe
+from attnorm_lab.training.lm.model import LMSettings
+from attnorm_lab.training.needle import NeedleTask
+from attnorm_lab.training.retrieval.data import RetrievalRecipe
+from attnorm_lab.training.retrieval.evaluate import SIZES
+from attnorm_lab.training.vision.model import VisionSettings
 
 SETTINGS = {
     "lm": LMSettings, "needle": NeedleTask, "vision": VisionSettings, "retrieval": RetrievalRecipe, "clrs": ClrsRecipe,

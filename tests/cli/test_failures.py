@@ -15,7 +15,7 @@ from attnorm.cli import app
 from attnorm.cli.output import _safe_messages, failures
 from tests.analysis.synthetic import synthetic_manifest, synthetic_tables
 from tests.cli.saved_model import save_model, save_text
-from tests.experiments.toy_experiments import Toy
+from tests_lab.experiments.toy_experiments import Toy
 
 FillDisk = Callable[[str], None]
 
@@ -112,7 +112,7 @@ def test_a_stage_of_reproduce_names_its_folder(tmp_path: Path, monkeypatch: pyte
     def full(*_: object, **__: object) -> bool:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("attnorm.cli.reproduce._run_stage", full)
+    monkeypatch.setattr("attnorm_lab.cli.reproduce._run_stage", full)
     printed = stopped("reproduce", "language-models", "--stage", "main", "--out", str(tmp_path / "models"))
     assert f"No space left on device: {tmp_path / 'models'}. Free some space" in printed
 

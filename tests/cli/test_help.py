@@ -34,7 +34,7 @@ def parse(words: list[str]) -> Any:
 
 
 def test_all_commands_are_walked() -> None:
-    assert {"attnorm", "attnorm analyze", "attnorm train", "attnorm train lm", "attnorm stability"} <= set(ALL)
+    assert {"attnorm", "attnorm analyze", "attnorm lab train", "attnorm lab train lm", "attnorm lab stability"} <= set(ALL)
 
 
 @pytest.mark.parametrize("name", ALL)

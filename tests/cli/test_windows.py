@@ -142,7 +142,7 @@ def test_compare_repeats_windows_and_bos_of_the_folder(
 def test_stability_measures_every_passage_and_counts_seeds_of_the_same_numbers_once(
     tmp_path: Path, model: str, text: str
 ) -> None:
-    command = ["stability", model, "--text", text, "--passages", "2", "--seeds", "0,1", "--lengths", "16"]
+    command = ["lab", "stability", model, "--text", text, "--passages", "2", "--seeds", "0,1", "--lengths", "16"]
     command += ["--windows", "2", "--out", str(tmp_path / "runs")]
     found = ran(*command, "--json")
     assert (found["runs"], found["heads"], found["passages"], found["seeds"]) == (2, 2, 2, [0, 1])
@@ -195,7 +195,7 @@ def test_stability_starts_windows_with_bos_on_request(tmp_path: Path, with_bos: 
     ],
 )
 def test_wrong_usage_of_stability_exits_with_2(model: str, text: str, words: list[str], named: str) -> None:
-    given = ["stability", model, *(["--text", text] if words else []), *words]
+    given = ["lab", "stability", model, *(["--text", text] if words else []), *words]
     result = runner.invoke(app, given)
     assert result.exit_code == 2
     assert named in result.output

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from attnorm.search.plan import read_search_plan
-from attnorm.sweep.plan import read_plan
-from tests.training.conftest import write_text
+from attnorm_lab.runs.plan import read_plan
+from attnorm_lab.runs.search.plan import read_search_plan
+from tests_lab.training.conftest import write_text
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "scaling.md").read_text()
 PLANS = re.findall(r"^```toml\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)

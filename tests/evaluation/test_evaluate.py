@@ -12,9 +12,9 @@ import attnorm
 from attnorm.cli import app
 from attnorm.evaluation import run as evaluation_run
 from attnorm.evaluation.result import Evaluation, Scores, side_by_side
+from attnorm.evaluation.windows import validation_windows
 from attnorm.models.load import load
-from attnorm.training.lm.data import validation_windows
-from attnorm.training.lm.evaluate import validation_loss
+from attnorm_lab.training.lm.evaluate import validation_loss
 
 runner = CliRunner()
 

@@ -12,8 +12,8 @@ from transformers import DynamicCache
 
 import attnorm
 from attnorm.models.patch_state import normalizer_of, patched_modules
-from attnorm.training.lm.model import LMSettings, build_model
-from attnorm.training.run import make_optimizer
+from attnorm_lab.training.lm.model import LMSettings, build_model
+from attnorm_lab.training.run import make_optimizer
 from tests.models.tiny import tiny
 
 WIDTH, HEADS = 16, 4

@@ -7,8 +7,7 @@ from rich.console import Console, RenderableType
 
 import attnorm
 from attnorm.analysis.compare import compare
-from attnorm.cli import machine
-from attnorm.cli.machine import examine, health_tables
+from attnorm.cli.doctor import examine, health_tables
 from attnorm.cli.normalizers import describe_all, normalizer_table
 from attnorm.cli.output import ByWidth
 from attnorm.report.terminal import analysis_summary, comparison_tables

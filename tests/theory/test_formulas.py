@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from attnorm import theory
-from attnorm.theory import dispersion, distance, frontier, geometry, gradient
+from attnorm.theory import dispersion, distance, geometry, gradient
 from attnorm.theory.selection import SelectedRows, select
+from attnorm_lab.errata import frontier
 
 TEMPERATURES = (0.07, 0.3, 1.0, 2.5)
 DISTANCES = (0.0, 0.004, 0.5, 3.0)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attnorm.normalizers.registry import get
-from attnorm.theory import frontier as fr
 from attnorm.theory.gradient import entmax_worst_norm, threshold_jacobian_norm
+from attnorm_lab.errata import frontier as fr
 from tests.theory.reference.threshold_maps import entmax, kneemax, kneemax_slopes
 
 LENGTHS = (10**2, 10**3, 10**4, 10**5, 10**6)

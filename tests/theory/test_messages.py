@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from attnorm.theory import distance, frontier, gradient
+from attnorm.theory import distance, gradient
 from attnorm.theory.selection import select
+from attnorm_lab.errata import frontier
 
 
 def test_a_row_that_does_not_sum_to_one_is_named_by_its_sum() -> None:

@@ -21,14 +21,13 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from attnorm.evaluation.pass_keys import CHARACTERS, DEPTHS, Wording, answer_logits, puzzles_at, shortest_window
 from attnorm.evaluation.result import Scores
+from attnorm.evaluation.windows import validation_windows
 from attnorm.models.describe import longest_context
 from attnorm.models.forward_pass import predicts_next_token, reading, run
 from attnorm.models.load import LoadedModel
 from attnorm.text import did_you_mean
-from attnorm.training.lm.data import validation_windows
-from attnorm.training.needle import NeedleTask, answer_logits
-from attnorm.training.pass_keys import Wording, puzzles_at, shortest_window
 
 PERPLEXITY, PASS_KEY = "perplexity", "pass-key"
 OWN = (PERPLEXITY, PASS_KEY)
@@ -136,7 +135,7 @@ def check_text(loaded: LoadedModel, tokens: TokenIds, item: Item) -> None:
         return
     needed = item.length + 2  # a window, the token after it, and one more
     if item.task == PASS_KEY:
-        needed, least = item.length + 1, shortest_window(_wording(loaded), NeedleTask().characters)
+        needed, least = item.length + 1, shortest_window(_wording(loaded), CHARACTERS)
         if item.length < least:
             raise ValueError(
                 f"expected lengths of at least {least} for {PASS_KEY}, got {item.length}. Remove that length."
@@ -172,14 +171,14 @@ def score_perplexity(loaded: LoadedModel, tokens: TokenIds, length: int, limit: 
 @torch.inference_mode()
 def score_pass_keys(loaded: LoadedModel, tokens: TokenIds, length: int, limit: int, seed: int) -> Scores:
     """1 for each key whose every character is the likeliest token, over depths from 0.1 to 0.9."""
-    task, wording = NeedleTask(), _wording(loaded)
+    wording = _wording(loaded)
     scores, names = [], []
-    for number, depth in enumerate(task.depths):
-        count = len(range(number, limit, len(task.depths)))
+    for number, depth in enumerate(DEPTHS):
+        count = len(range(number, limit, len(DEPTHS)))
         if not count:
             continue
         puzzles = puzzles_at(
-            tokens, wording, characters=task.characters, seed=seed, count=math.ceil(count), length=length + 1,
+            tokens, wording, characters=CHARACTERS, seed=seed, count=math.ceil(count), length=length + 1,
             depth=depth,
         )  # fmt: skip
         for start in range(count):

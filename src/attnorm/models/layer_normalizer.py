@@ -5,8 +5,8 @@ A layer recipe names one normalizer per layer or group of layers, as a mapping o
     {"0-3": "softmax", "4-7": "entmax:alpha=1.3"}     layers count from 0; both ends of a range belong to it
 
 Layers that a recipe leaves out, or names `softmax`, keep the softmax of the model. A recipe file has the same mapping
-in its table [layers]; `learning_rate` above it is the rate that `attnorm train lm --recipe FILE` uses. Files of
-`attnorm search` state the defaults that changed; those of earlier versions are read with the earlier defaults.
+in its table [layers]; `learning_rate` above it is the rate that `attnorm lab train lm --recipe FILE` uses. Files of
+`attnorm lab search` state the defaults that changed; those of earlier versions are read with the earlier defaults.
 
 `build` starts a normalizer close to softmax, for all or some heads. The file of each normalizer declares its warm start
 (WarmStart). Options that the user gives override it.
@@ -37,7 +37,7 @@ from attnorm.text import did_you_mean
 
 SOFTMAX = "softmax"
 SUFFIX = ".toml"
-SEARCH_NOTE = "attnorm search, trial"  # the first comment of a file that `attnorm search` wrote starts so
+SEARCH_NOTE = "attnorm lab search, trial"  # the first comment of a file that `attnorm lab search` wrote starts so
 MAX_LAYERS = 10_000
 RANGE = re.compile(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?")
 

@@ -375,7 +375,7 @@ def _check_architecture(part: Normalizer | Mechanism) -> None:
     if isinstance(part, Mechanism) and part.another_architecture and not getattr(part, "second", None):
         raise ValueError(
             f"{part.name!r} {part.another_architecture}, another architecture than that of trained models. Build "
-            "it with attnorm.attention and train it (differential_v2: attnorm train lm --normalizer "
+            "it with attnorm.attention and train it (differential_v2: attnorm lab train lm --normalizer "
             "differential_v2)"
         )
 

@@ -240,7 +240,7 @@ def check_readable(module: nn.Module, mechanism: Forget | DifferentialV2, place:
     if isinstance(mechanism, DifferentialV2) and type(module).__name__ not in PLAIN_QUERIES:
         raise ValueError(
             f"expected {', '.join(PLAIN_QUERIES)} for 'differential_v2', got {type(module).__name__} in {place}. "
-            "Train a small model with it: attnorm train lm --normalizer differential_v2."
+            "Train a small model with it: attnorm lab train lm --normalizer differential_v2."
         )
     if isinstance(mechanism, DifferentialV2) and mechanism.head_width != (wide := getattr(module, "head_dim", None)):
         raise ValueError(f"expected head_width={wide}, that of {place}, got head_width={mechanism.head_width}.")

@@ -1,0 +1,292 @@
+"""The frontier of weight against gradient: the law holds for every map, and each map lies where its formula says."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attnorm.theory.gradient import entmax_worst_norm
+from attnorm_lab.errata import frontier as fr
+from attnorm_lab.errata.catalogue.claim import ClaimCase
+from attnorm_lab.errata.catalogue.normalizers import CLAIMS
+from tests.theory.reference.threshold_maps import entmax, kneemax
+
+
+def entmax_contender(name: str, alpha: float, scale: Callable[[int], float] = lambda n: 1.0) -> fr.FrontierContender:
+    """alpha-entmax(scale(n) z) with its exact Lipschitz constant."""
+    return fr.FrontierContender(
+        name,
+        lambda weight, n: fr.entmax_gap(weight, n, alpha) / scale(n),
+        lambda n: entmax_worst_norm(n, alpha) * scale(n),
+    )
+
+
+SOFTMAX = entmax_contender("softmax", 1.0)
+ENTMAX15 = entmax_contender("entmax15", 1.5)
+SPARSEMAX = entmax_contender("sparsemax", 2.0)
+SSMAX = entmax_contender("ssmax", 1.0, lambda n: 0.168 * math.log(n))
+ASENTMAX = entmax_contender("asentmax", 1.5, lambda n: 1 + 0.55 * math.log(n + 1) ** 0.5)
+KNEEMAX = fr.FrontierContender("kneemax", fr.kneemax_gap, lambda n: 0.5)
+ALL = (SOFTMAX, ENTMAX15, SPARSEMAX, SSMAX, ASENTMAX, KNEEMAX)
+
+
+@given(st.integers(2, 10**7), st.floats(0, 1))
+@settings(max_examples=100)
+def test_no_map_pays_less_than_the_law(n: int, position: float) -> None:
+    weight = 1 / n + position * (1 - 1 / n)
+    for contender in ALL:
+        effort = contender.gap(weight, n) * contender.lipschitz(n)
+        assert effort >= fr.frontier_effort(n, weight) * (1 - 1e-9) - 1e-12
+
+
+def mixture(z: Tensor) -> Tensor:
+    return (torch.softmax(3 * z, -1) + entmax(z, 2.0)) / 2
+
+
+@pytest.mark.parametrize(
+    ("row_map", "constant"),
+    [
+        (lambda z: torch.softmax(z, -1), 0.5),
+        (lambda z: entmax(z, 1.5), 1.0),
+        (lambda z: entmax(z, 2.0), 1.0),
+        (kneemax, 0.5),
+        (mixture, (1.5 + 1) / 2),
+    ],
+)
+@pytest.mark.parametrize("n", [2, 5, 40])
+def test_the_law_holds_for_maps_that_are_run(row_map: Callable[[Tensor], Tensor], constant: float, n: int) -> None:
+    for gap in torch.linspace(0, 4, 30).tolist():
+        assert fr.two_level_weight(row_map, gap, n) <= fr.frontier_weight(n, constant * gap) + 1e-12
+
+
+def test_sparsemax_attains_the_law() -> None:
+    for n in (2, 10, 10**6):
+        for weight in (1 / n, 0.5, 0.9, 1.0):
+            point = fr.frontier([SPARSEMAX], [n], [weight])[0]
+            assert point.effort == pytest.approx(point.least_effort, rel=1e-12, abs=1e-12)
+    assert fr.two_level_weight(lambda z: entmax(z, 2.0), 0.3, 10) == pytest.approx(fr.frontier_weight(10, 0.3))
+
+
+@pytest.mark.parametrize(
+    ("contender", "n", "effort"),
+    [(SOFTMAX, 1024, 4.56), (SOFTMAX, 131072, 6.99), (SPARSEMAX, 1024, 0.90), (SPARSEMAX, 131072, 0.90)],
+)
+def test_published_efforts_for_weight_0_9(contender: fr.FrontierContender, n: int, effort: float) -> None:
+    assert fr.frontier([contender], [n], [0.9])[0].effort == pytest.approx(effort, abs=0.005)
+
+
+def test_published_efforts_of_entmax15_use_the_cap_and_not_its_exact_constant() -> None:
+    for n, with_cap, exact in [(1024, 1.88, 1.631), (131072, 1.90, 1.841)]:
+        point = fr.frontier([ENTMAX15], [n], [0.9])[0]
+        assert point.gap * 1.0 == pytest.approx(with_cap, abs=0.005)
+        assert point.effort == pytest.approx(exact, abs=0.0005)
+
+
+def test_the_table_is_data_in_a_fixed_order() -> None:
+    points = fr.frontier([SOFTMAX, KNEEMAX], [10, 100], [0.5, 0.9])
+    assert [(p.name, p.n, p.weight) for p in points[:3]] == [
+        ("softmax", 10, 0.5),
+        ("softmax", 10, 0.9),
+        ("softmax", 100, 0.5),
+    ]
+    assert len(points) == 8
+    assert all(p.excess == pytest.approx(p.effort / p.least_effort) for p in points)
+
+
+def test_a_temperature_or_length_scale_moves_no_map_on_the_frontier() -> None:
+    for n in (10, 1000):
+        softmax, ssmax = (fr.frontier([c], [n], [0.7])[0] for c in (SOFTMAX, SSMAX))
+        assert softmax.effort == pytest.approx(ssmax.effort)
+        assert softmax.gap != pytest.approx(ssmax.gap)
+
+
+@pytest.mark.parametrize("n", [2, 7, 3000])
+@pytest.mark.parametrize("weight", [0.6, 0.97])
+def test_root_finding_on_a_map_equals_the_closed_form(n: int, weight: float) -> None:
+    maps: list[tuple[fr.FrontierContender, Callable[[Tensor], Tensor]]] = [
+        (SOFTMAX, lambda z: torch.softmax(z, -1)),
+        (ENTMAX15, lambda z: entmax(z, 1.5)),
+        (KNEEMAX, kneemax),
+    ]
+    for contender, row_map in maps:
+        assert fr.gap_to_keep(row_map, weight, n) == pytest.approx(contender.gap(weight, n), rel=1e-9)
+
+
+def test_a_gap_for_weight_one_is_finite_only_for_sparse_maps() -> None:
+    assert fr.gap_to_keep(lambda z: entmax(z, 2.0), 1.0, 50) == pytest.approx(1, abs=1e-9)
+    assert fr.gap_to_keep(kneemax, 1.0, 50) == pytest.approx(2 * (1 + 1 / 50), abs=1e-6)
+    assert fr.softmax_gap(1.0, 50) == math.inf
+    assert fr.gap_to_keep(torch.zeros_like, 0.5, 50) == math.inf
+    assert fr.gap_to_keep(lambda z: torch.softmax(z, -1), 1 / 50, 50) == 0
+
+
+def test_a_gap_near_zero_is_found() -> None:
+    needed = fr.softmax_gap(0.2501, 4)
+    assert 0 < needed < 1e-3
+    assert fr.gap_to_keep(lambda z: torch.softmax(z, -1), 0.2501, 4) == pytest.approx(needed, rel=1e-6)
+
+
+def test_a_measured_constant_comes_close_from_below() -> None:
+    def root_entmax(z: Tensor) -> Tensor:  # differentiable entmax15 on two-level rows: the threshold is detached
+        p = entmax(z.detach(), 1.5)
+        root = torch.where(p > 0, z / 2 - (z.detach() / 2 - p.sqrt()), 0.0)
+        u = p.sqrt()
+        tau = (u / u.sum(-1, keepdim=True) * (z - z.detach()) / 2).sum(-1, keepdim=True)
+        return torch.where(p > 0, (root - tau).square(), 0.0)
+
+    measured = fr.measured_lipschitz(root_entmax, 100)
+    exact = entmax_worst_norm(100, 1.5)
+    assert exact * 0.999 <= measured <= exact * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: fr.frontier_weight(1, 0.5), "at least 2, got 1"),
+        (lambda: fr.frontier_weight(5, -0.5), "must not be negative, got -0.5"),
+        (lambda: fr.frontier_effort(10, 0.05), r"\[0.1, 1\], got 0.05"),
+        (lambda: fr.softmax_gap(1.2, 10), "got 1.2"),
+        (lambda: fr.kneemax_weight(-1.0, 10), "got -1.0"),
+    ],
+)
+def test_bad_input_is_named(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(("gap", "checked"), [(11.0, True), (17.0, True), (19.0, False)])
+def test_the_gap_of_softmax_is_checked_down_to_a_millionth_beside_the_leader(gap: float, checked: bool) -> None:
+    keys = 64
+    dial, nothing = torch.tensor([gap], dtype=torch.float64), torch.zeros(1, keys, 2, dtype=torch.float64)
+    case = ClaimCase(nothing[..., 0], nothing, 1.0, 1, dial, torch.tensor([0]), torch.zeros(1, 2, 2, 2))
+    (claim,) = [each for each in CLAIMS if each.id == "gap-for-weight"]
+    assert claim.ratio is not None
+    assert bool(claim.ratio(case).isfinite().all()) is checked
+
+
+def tried(weight: float, *, at: float, near: float = 1.0, jumps: float = 0.0, dtype: torch.dtype | None = None) -> Any:
+    """The gap found for a map whose leader gets the weight gap / at, at most 1, and the gaps that were tried."""
+    gaps: list[float] = []
+
+    def row_map(logits: Tensor) -> Tensor:
+        gap = float(logits[0, 0])
+        gaps.append(gap)
+        assert logits.dtype == (dtype or torch.float64)
+        assert logits[0, 1:].tolist() == [0.0, 0.0, 0.0]
+        return torch.full_like(logits, (0.25 if gap < at else 1.0 - jumps) if jumps else min(1.0, gap / at))
+
+    options = {} if dtype is None else {"dtype": dtype}
+    return fr.gap_to_keep(row_map, weight, 4, near=near, **options), gaps
+
+
+def test_the_search_for_a_gap_doubles_until_the_weight_is_reached() -> None:
+    found, gaps = tried(0.5, at=20.0)
+    assert found == pytest.approx(10, rel=1e-11)
+    assert gaps[:6] == [0, 1, 2, 4, 8, 16]
+    assert gaps[6:8] == [8, 16]  # the root lies between the last two
+    found, gaps = tried(0.5, at=20.0, near=9.0, dtype=torch.float32)
+    assert gaps[:3] == [0, 9, 18]
+    assert found == pytest.approx(10, rel=1e-6)
+
+
+def test_the_search_for_a_gap_ends_at_two_to_the_twentieth() -> None:
+    assert tried(0.5, at=2.0**21)[0] == 2.0**20
+    assert tried(0.5, at=2.0**21 * 1.0001)[0] == math.inf
+    assert tried(0.5, at=2.0**21 * 1.02, near=1.5)[0] == math.inf
+    assert len(tried(0.5, at=2.0**30)[1]) == 22  # 0 and the powers from 1 to 2^20
+
+
+def test_a_gap_of_weight_one_is_halved_down_to_a_millionth_of_a_millionth() -> None:
+    found, gaps = tried(1.0, at=3.0)
+    assert gaps[:6] == [0, 1, 2, 4, 3, 2.5]
+    assert 3 <= found <= 3 * (1 + 1.5e-12)
+    assert len(gaps) == 4 + math.ceil(math.log2(2 / (1e-12 * 3)))
+
+
+def test_weights_that_reach_one_up_to_rounding_count_as_one() -> None:
+    calls = iter([0.0, 1.0, *[1.0 - 1e-15, 1.0 - 2.0**-49] * 40])
+
+    def row_map(logits: Tensor) -> Tensor:
+        return torch.full_like(logits, next(calls))
+
+    assert fr.gap_to_keep(row_map, 1.0, 4) == pytest.approx(1 / 3)  # upper and lower halves are left out in turn
+
+
+@pytest.mark.parametrize("options", [{}, {"widest": 8.0, "points": 5, "rounds": 2}])
+def test_the_gaps_at_which_a_lipschitz_constant_is_measured(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Tensor] = []
+    peak = 3.0
+
+    def norm(row_map: object, logits: Tensor, *, tolerance: float, generator: torch.Generator) -> Tensor:
+        assert tolerance == 1e-6
+        assert generator.initial_seed() == 0
+        seen.append(logits)
+        return values(logits)
+
+    def values(logits: Tensor) -> Tensor:
+        return 1 / (1 + (logits[:, 0] - peak).abs()) + logits[:, 1] / 100
+
+    monkeypatch.setattr(fr, "power_iteration_norm", norm)
+    found = fr.measured_lipschitz(lambda z: z, 5, **options)
+    widest, points, rounds = (options.get(name, usual) for name, usual in
+                              (("widest", 32.0), ("points", 25), ("rounds", 3)))  # fmt: skip
+    assert len(seen) == 2 * rounds
+    best = 0.0
+    for i, logits in enumerate(seen):
+        leaders = 1 if i < rounds else 2
+        assert (logits[:, :leaders] == logits[:, :1]).all()
+        assert not logits[:, leaders:].any()
+        if i % rounds == 0:
+            steps = [10 ** (-4 + k / (points - 2) * (math.log10(widest) + 4)) for k in range(points - 1)]
+            expected = [0.0, *steps]
+        else:
+            before = seen[i - 1][:, 0]
+            top = int(values(seen[i - 1]).argmax())
+            low, high = float(before[max(0, top - 1)]), float(before[min(len(before) - 1, top + 1)])
+            expected = [low + (high - low) * k / 6 for k in range(7)]
+        assert logits[:, 0].tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+        best = max(best, *values(logits).tolist())
+    assert found == best
+
+
+@pytest.mark.parametrize(("peak", "kept"), [(0.0, 0), (32.0, -1)])
+def test_zooms_at_the_ends_of_the_grid_stay_inside(peak: float, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+
+    def norm(row_map: object, logits: Tensor, **_: object) -> Tensor:
+        seen.append(logits[:, 0])
+        return -(logits[:, 0] - peak).abs()
+
+    monkeypatch.setattr(fr, "power_iteration_norm", norm)
+    fr.measured_lipschitz(lambda z: z, 5)
+    first, second = seen[:2]
+    assert second[kept] == pytest.approx(peak)
+    assert second[-1 - kept] == pytest.approx(float(first[1] if kept == 0 else first[-2]))
+
+
+def test_the_sides_of_the_limits_of_weights_and_gaps() -> None:
+    for n in (2, 5):
+        assert fr.frontier_effort(n, 1 / n) == pytest.approx(0, abs=1e-15)
+        assert fr.frontier_effort(n, 1.0) == 1
+        assert fr.frontier_weight(n, 0.0) == 1 / n
+        assert fr.kneemax_weight(0.0, n) == pytest.approx(1 / n)
+        assert fr.kneemax_weight(2 + 2 / n, n) == 1
+        assert fr.kneemax_weight(2 + 2 / n - 1e-3, n) < 1
+    assert fr.kneemax_gap(0.25, 4) == pytest.approx(0, abs=1e-15)  # both keys at the knee
+    assert fr.kneemax_gap(0.625, 4, 0.5) == pytest.approx(2 * (0.625 + 0.125 - (0.125 + 0.125)))
+    assert fr.kneemax_gap(0.85, 4, 1.0) == pytest.approx(2 * (0.85 + 0.25 - 2 * math.sqrt(0.25 * 0.05)))
+
+
+def test_an_effort_of_zero_is_on_the_frontier() -> None:
+    (point,) = fr.frontier([SPARSEMAX], [4], [0.25])
+    assert (point.least_effort, point.excess) == (0, 1)
+    (point,) = fr.frontier([fr.FrontierContender("three", lambda weight, n: 3.0, lambda n: 5.0)], [4], [0.5])
+    assert point.effort == 15
+    assert point.excess == pytest.approx(45)

@@ -1,0 +1,165 @@
+"""Training in two processes: the same losses as one process, and every file written once.
+
+torchrun and `accelerate launch` tell a process its rank by environment variables. In every run two processes get
+them from the test, as forks of it; at night the launchers start them.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from attnorm_lab.training.device import Processes
+from attnorm_lab.training.lm.train import train_lm
+from tests.fork_script import forked
+from tests_lab.training.conftest import tiny
+
+Train = Callable[..., dict[str, Any]]
+RECIPE = '[layers]\n"1" = "ssmax"\n'
+OPTIONS = "--architecture llama --layers 2 --heads 2 --width 32 --context 32 --vocab 300 --batch 8 --lr 0.01 --warmup 5"
+TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2"
+ACCELERATE = "-m accelerate.commands.launch --cpu --multi_gpu --num_processes 2 --num_machines 1 --main_process_port 0"
+
+
+# faulthandler prints where a process hangs.
+RANK = """
+import faulthandler, os
+os.environ.update({variables})
+faulthandler.dump_traceback_later(600)
+from attnorm.cli import app
+app(standalone_mode=False)
+"""
+
+MONITORED = """
+import sys, torch, attnorm
+from torch import distributed
+from tests.models.tiny import llama, tokens
+distributed.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(llama().train())
+with attnorm.AttentionMonitor(every=1).step(model) as found:
+    model(tokens(), labels=tokens()).loss.backward()
+print(f"rank {distributed.get_rank()}: {bool(found)}", flush=True)
+distributed.destroy_process_group()
+"""
+
+
+def launch(launcher: str, texts: tuple[Path, Path], out: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    call = [*launcher.split(), "-m", "attnorm", "lab", "train", "lm", str(texts[0]), "--valid", str(texts[1])]
+    options = [*OPTIONS.split(), "--out", str(out), "--device", "cpu", *more]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.run(
+        [sys.executable, *call, *options], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def run_two(texts: tuple[Path, Path], out: Path, *more: str) -> str:
+    """Train in two forks of this process with the environment variables of torchrun; what they print."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    call = ["lab", "train", "lm", str(texts[0]), "--valid", str(texts[1]), *OPTIONS.split(), "--out", str(out), *more]
+    scripts = [RANK.format(variables={**common, "RANK": rank, "LOCAL_RANK": rank}) for rank in ("0", "1")]
+    with forked(scripts[0], *call) as first, forked(scripts[1], *call) as second:
+        assert [first.wait(), second.wait()] == [0, 0]
+        return first.stdout.read() + second.stdout.read()
+
+
+def curve(out: Path) -> list[tuple[int, float, float | None]]:
+    entries = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [(entry["step"], entry["loss"], entry.get("valid_loss")) for entry in entries]
+
+
+@pytest.mark.timeout(1800)  # catches a hang, on a busy machine too
+@pytest.mark.parametrize("launcher", [None, pytest.param(TORCHRUN, marks=pytest.mark.nightly)])
+def test_two_processes_train_as_one(
+    launcher: str | None, texts: tuple[Path, Path], encoded: Path, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(RECIPE)
+    settings = tiny(architecture="llama", recipe={"1": "ssmax"}, steps=20)
+    alone = train_lm(
+        [texts[0]], texts[1], tmp_path / "one", settings, data=encoded, device="cpu", evaluate_every=10,
+        checkpoint_every=10,
+    )  # fmt: skip
+    more = ("--recipe", str(recipe), "--steps", "20", "--eval-every", "10", "--checkpoint-every", "10", "--json")
+    if launcher is None:
+        printed = run_two(texts, tmp_path / "two", "--device", "cpu", *more)
+    else:
+        done = launch(launcher, texts, tmp_path / "two", *more)
+        assert done.returncode == 0, done.stderr
+        printed = done.stdout
+    together = json.loads(printed)  # printed by one process
+    assert together["run"] == alone["run"]
+    one, two = curve(tmp_path / "one"), curve(tmp_path / "two")
+    assert [step for step, *_ in two] == [step for step, *_ in one] == [10, 20]  # logged once
+    for (_, loss, valid), (_, other, other_valid) in zip(one, two, strict=True):
+        assert abs(loss - other) <= 1e-5
+        assert valid is None or abs(valid - other_valid) <= 1e-5
+    (checkpoint,) = (tmp_path / "two" / "checkpoints").iterdir()
+    assert checkpoint.name == "step-00000020"
+    ours, theirs = (
+        load_file(tmp_path / name / "checkpoints" / checkpoint.name / "model.safetensors") for name in ("one", "two")
+    )
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) < 1e-4
+
+
+@pytest.mark.nightly
+def test_accelerate_launch_does_the_same(texts: tuple[Path, Path], train: Train, tmp_path: Path) -> None:
+    train(tmp_path / "one", architecture="llama", steps=20)
+    done = launch(ACCELERATE.replace("--multi_gpu ", ""), texts, tmp_path / "two", "--steps", "20")
+    assert done.returncode == 0, done.stderr
+    for (_, loss, _), (_, other, _) in zip(curve(tmp_path / "one"), curve(tmp_path / "two"), strict=True):
+        assert abs(loss - other) <= 1e-5
+
+
+def test_a_batch_that_cannot_be_shared_and_other_launchers_are_refused(
+    texts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"WORLD_SIZE": "3", "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert Processes.launched() == Processes(1, 3, 1)
+    with pytest.raises(ValueError, match="--batch 9"):
+        train_lm([texts[0]], texts[1], tmp_path / "run", tiny(batch=8), device="cpu")
+    monkeypatch.delenv("RANK")
+    with pytest.raises(ValueError, match="WORLD_SIZE is 3"):
+        train_lm([texts[0]], texts[1], tmp_path / "run", tiny(batch=9), device="cpu")
+    assert not (tmp_path / "run").exists()
+
+
+def test_every_process_refuses_a_folder_with_other_files(
+    texts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it waits for the others, which would wait for ever, and before anything is written."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("mine")
+    with pytest.raises(ValueError, match="no training run"):
+        train_lm([texts[0]], texts[1], tmp_path / "run", tiny(batch=8), device="cpu")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.tex"]
+
+
+def test_shares_of_a_batch_are_disjoint_and_complete() -> None:
+    batch = torch.arange(6)
+    assert sorted(torch.cat([Processes(rank, 3).share(batch) for rank in range(3)]).tolist()) == batch.tolist()
+
+
+@pytest.mark.nightly
+def test_the_monitor_measures_in_one_of_two_processes(tmp_path: Path) -> None:
+    (tmp_path / "monitored.py").write_text(MONITORED)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([*sys.path])}
+    call = [sys.executable, *TORCHRUN.split(), str(tmp_path / "monitored.py")]
+    done = subprocess.run(call, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert {"rank 0: True", "rank 1: False"} <= set(done.stdout.splitlines()), done.stdout + done.stderr
