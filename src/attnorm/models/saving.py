@@ -170,7 +170,7 @@ def from_pretrained(
     attnorm_names = rf"\.({NORMALIZER}|{RECIPE})\.|{SAVED_OUTPUT.pattern}"
     with expecting_weights(loaded_class, attnorm_names), warnings.catch_warnings():
         warnings.filterwarnings(
-            "ignore", "(?s).*attnorm_replaced_softmax"
+            "ignore", "(?s).*attnorm: these adapters"
         )  # a warning of PEFT about an entry that models/peft_adapters.py writes
         model: PreTrainedModel = loaded_class.from_pretrained(directory, **options)
     restore_normalizers(model, directory, **files)
