@@ -155,6 +155,13 @@ def test_values_of_a_config_that_no_model_can_have(folder: Path, changed: dict[s
         load(folder)
 
 
+def test_a_config_of_many_megabytes_is_not_parsed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnorm.models.load.AutoConfig", None)
+    change_config(folder, comment="a" * (17 << 20))
+    with pytest.raises(CannotLoad, match=r"at most 16,777,216 bytes, got 17,.*config"):
+        load(folder)
+
+
 def test_as_many_layers_as_tensors_are_accepted(tmp_path: Path) -> None:
     tiny("llama", num_hidden_layers=3).save_pretrained(tmp_path)
     load(tmp_path, device="cpu")

@@ -24,6 +24,7 @@ MODULES = re.compile(r"(^|_)(layers?|blocks?|depths?|experts)$|(block|expert)_co
 LABELS = re.compile("^num_labels$")
 # Models that share weights between layers, or stack those of all experts, have fewer tensors than modules.
 MOST_MODULES, MOST_LABELS = 1000, 1_000_000
+MOST_BYTES = 16 << 20  # of a config.json; 22,000 labels are 1 MiB
 
 GGUF_VERSIONS = (2, 3)
 STRING, ARRAY = 8, 9  # types of metadata; the others are numbers of fixed size
@@ -34,13 +35,18 @@ ALIGNMENT = "general.alignment"
 
 def check_config(folder: Path) -> None:
     """Raise CannotLoad if the config.json of a folder asks for more modules than its weights can fill."""
+    file = folder / "config.json"
+    if not file.is_file():  # transformers explains it
+        return
+    if (size := file.stat().st_size) > MOST_BYTES:
+        raise CannotLoad(f"expected at most {MOST_BYTES:,} bytes, got {size:,} in {file}. Download it again.")
     try:
-        config = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError):  # transformers explains these
+        config = json.loads(file.read_bytes())
+    except ValueError:  # the same
         return
     tensors = 0
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as weights:
+    for shard in folder.glob("*.safetensors"):
+        with safe_open(shard, framework="pt") as weights:
             tensors += len(weights.keys())
     _check_counts(config, tensors, f"config.json of {folder}")
 
