@@ -167,5 +167,5 @@ def test_without_accelerate_one_is_told_what_to_install(
     }
     done = CliRunner().invoke(app, ["train", command, *arguments[command], "--device", "cpu"], env={"COLUMNS": "200"})
     assert done.exit_code == 2
-    assert "pip install accelerate" in done.output
+    assert "pip install 'attnorm[train]'" in done.output
     assert not Path(out).exists()
