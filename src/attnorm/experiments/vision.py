@@ -285,7 +285,7 @@ def comparisons_of(records: Sequence[Record]) -> dict[tuple[int, str, str], Seed
         if not name.endswith("softmax")
     ]
     with_kernel = [(tokens, "soft", "gaussian") for tokens, name in groups if name == "soft"]
-    compared = {}
+    compared: dict[tuple[int, str, str], SeedComparison] = {}
     for family in (with_softmax, with_kernel):
         sides = {
             (tokens, name, rival): (_by_seed(groups[tokens, name]), _by_seed(groups[tokens, rival]))
