@@ -78,6 +78,14 @@ def test_seeds_and_questions_that_both_vary_give_few_false_alarms(of_seeds: floa
     assert all((one.low > 0 or one.high < 0) == (one.p < 0.05) for one in found)
 
 
+def test_one_question_leaves_the_seeds_and_none_leaves_nothing() -> None:
+    one = difference_over_seeds_and_questions([[1.0], [0.5], [0.75]])
+    seeds = stats.ttest_1samp([1.0, 0.5, 0.75], 0.0)
+    assert (one.p, one.low, one.high) == pytest.approx((seeds.pvalue, *seeds.confidence_interval(0.95)))
+    assert difference_over_seeds_and_questions([[], []]).p == 1.0
+    assert difference_over_seeds_and_questions([[1.0, 1.0], [1.0, 1.0]]).p == 0.5
+
+
 def test_a_difference_of_all_seeds_and_questions_is_found() -> None:
     draw = np.random.default_rng(0)
     found = difference_over_seeds_and_questions(0.5 + 0.3 * draw.normal(size=(3, 32)))

@@ -112,13 +112,16 @@ def difference_over_seeds_and_questions(differences: Any) -> Difference:
     from scipy import stats
 
     values = np.asarray(differences, dtype=np.float64)
+    if not values.size:
+        return Difference(0.0, 0.0, 0.0, 1.0)
     mean = float(values.mean())
-    squares = [float(means.var(ddof=1)) / len(means) for means in (values.mean(1), values.mean(0))]
+    by_one = [means for means in (values.mean(1), values.mean(0)) if len(means) > 1]  # a single one has no spread
+    squares = [float(means.var(ddof=1)) / len(means) for means in by_one]
     error = math.sqrt(sum(squares))
     if error < 1e-12:  # equal for every seed and question
         return Difference(mean, mean, mean, 2.0 ** (1 - len(values)) if mean else 1.0)
     freedom = sum(squares) ** 2 / sum(
-        square**2 / (count - 1) for square, count in zip(squares, values.shape, strict=True)
+        square**2 / (len(means) - 1) for square, means in zip(squares, by_one, strict=True)
     )
     half_width = float(stats.t.ppf(0.975, freedom)) * error
     p = 2 * float(stats.t.sf(abs(mean) / error, freedom))
