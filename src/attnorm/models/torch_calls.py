@@ -39,6 +39,7 @@ from attnorm.models.private_names import (
     in_backward_pass,
     without_innermost_mode,
 )
+from attnorm.models.threads import uncompiled_meanwhile
 from attnorm.models.torch_functions import (
     read_flex_attention,
     read_multi_head_attention,
@@ -181,7 +182,7 @@ def watch_torch(on_call: OnCall, model: nn.Module | None = None) -> Iterator[Cal
         restore.callback(_only_one.release)
         sites = CallSites(model)
         restore.enter_context(sites.followed())
-        restore.enter_context(torch.compiler.set_stance("force_eager"))
+        restore.enter_context(uncompiled_meanwhile())
         restore.enter_context(warnings.catch_warnings())
         # The hooks of call_sites fire once more for a compiled model's wrapper, which is as it should be.
         warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
