@@ -44,6 +44,7 @@ from attnorm.models.source import (
     is_gguf,
     unreachable,
 )
+from attnorm.models.threads import exclusive
 from attnorm.models.untrusted import check_config, check_gguf, ignore_foreign_kernels
 
 __all__ = ["BUNDLED", "CannotLoad", "LoadedModel", "load"]
@@ -93,6 +94,13 @@ def load(
         raise ValueError(f"expected a transformers model, a hub name or a folder, got {model!r}")
     _check_device(device)
     precision = _parse_dtype(dtype)
+    return _load(model, tokenizer, precision, device, revision, trust_remote_code)
+
+
+@exclusive(alone=True)
+def _load(
+    model: str | Path, tokenizer: Any, precision: Any, device: str | None, revision: str | None, trust_remote_code: bool
+) -> LoadedModel:
     source, name, local_only = find(model)
     options = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local_only}
     with _explain_errors(name, source, local_only), silence_transformers():

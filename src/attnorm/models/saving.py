@@ -37,6 +37,7 @@ from attnorm.models.patch_state import (
 from attnorm.models.private_names import expecting_weights, find_file, uncompiled
 from attnorm.models.recipe import FORMAT, RECIPE, SavedNormalizer, read_normalizers, remove_format_1, values_digest
 from attnorm.models.source import can_only_be_a_folder, did_you_mean, hub_answers
+from attnorm.models.threads import exclusive
 from attnorm.models.untrusted import check_config, ignore_foreign_kernels
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.registry import entries, get
@@ -117,6 +118,7 @@ def ordinary_files(folder: Path) -> Iterator[None]:
                 weights.chmod(config.stat().st_mode)
 
 
+@exclusive(alone=True)
 def from_pretrained(
     directory: str | os.PathLike[str], *, model_class: type[Any] | None = None, **options: Any
 ) -> PreTrainedModel:
