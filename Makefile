@@ -4,7 +4,8 @@
 #   make lint      the first three only
 #   make format    let ruff rewrite what it can
 #   make nightly   the checks too long for every commit: every normalizer compiled, random examples,
-#                  kills, annotations checked in every call, and a sample of mutants of the code
+#                  kills, annotations checked in every call, a sample of mutants of the code, and test-lowest
+#   make test-lowest  a part of the tests with the lowest versions that pyproject.toml allows, in .venv-lowest
 #   make test-gpu  the tests that run on a GPU where there is one
 #   make docs      the documentation as a site: open site/index.html, no server or network needed
 #   make bench     speed and memory against what one would use instead
@@ -16,6 +17,8 @@ ARGS ?=
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+OPTIONAL := train,lightning,media,frames,slurm,search,onnx,bench
+SMOKE := $(addprefix tests/,cli/test_commands.py normalizers/test_registry.py attention/test_learned_parts.py models/test_patch.py)
 GPU_TESTS = $(shell grep -rlE --include='test_*.py' '\bDEVICE\b|cuda\.is_available' tests)
 LINT = $(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy && $(BIN)/lint-imports --no-logo
 NOT_COMPILED := tests?|testing|transformers/models|pip|debugpy|onnxruntime|onnxscript|IPython|jedi|prompt_toolkit|mypyc?|pygments/lexers|ray|aiohttp|grpc|ipykernel|jupyter_client|parso|pymdownx|sympy/physics|torchgen|tornado|traitlets|watchdog|wcwidth|werkzeug|ziamath|zmq
@@ -25,7 +28,7 @@ export PIP_NO_INPUT := 1
 # Some containers set it. Without cached bytecode every test process compiles the package and rewrites the tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test test-gpu lint format demo docs nightly bench clean
+.PHONY: test test-gpu test-lowest lint format demo docs nightly bench clean
 
 # mypy takes one core for half a minute: beside the tests, not before them. Their output waits in the pipe until lint has
 # ended, so the last line is pytest's.
@@ -38,6 +41,15 @@ test: $(INSTALLED)
 # -v names each test at once, also if a time limit ends the run.
 test-gpu: $(INSTALLED)
 	$(BIN)/pytest -v $(GPU_TESTS) $(ARGS)
+
+# Every "name>=version" becomes name==version: a bound that no release meets, or not together with the others, is an error.
+# Needs an interpreter for which the lowest versions have wheels: PYTHON=python3.11.
+test-lowest: LOWEST := .venv-lowest
+test-lowest:
+	@$(PYTHON) -m venv $(LOWEST)
+	@grep -oE '"[[:alnum:]_.-]+>=[0-9.]+' pyproject.toml | sed 's/"//; s/>=/==/' >$(LOWEST)/lowest.txt
+	$(LOWEST)/bin/pip install --quiet --constraint $(LOWEST)/lowest.txt --editable '.[$(OPTIONAL),test]'
+	$(LOWEST)/bin/pytest $(SMOKE) $(ARGS)
 
 lint: $(INSTALLED)
 	$(LINT)
@@ -56,12 +68,13 @@ nightly: $(INSTALLED)
 	HYPOTHESIS_PROFILE=explore $(BIN)/pytest -n $(WORKERS) -m "nightly or further_case" --timeout 900 $(ARGS)
 	ATTNORM_CHECK_ANNOTATIONS=everywhere $(BIN)/pytest -n $(WORKERS) $(ARGS)
 	$(BIN)/python tools/mutate.py --sample 200 --stop-after 7200 --out mutants
+	$(MAKE) test-lowest
 
 bench: $(INSTALLED)
 	$(BIN)/attnorm lab bench $(ARGS)
 
 clean:
-	rm -rf .venv demo site dist build .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv .venv-lowest demo site dist build .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { \

@@ -1,10 +1,7 @@
 """What README, CONTRIBUTING and the docs say works when it is typed in, and no normalizer is missing from them."""
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from importlib.resources import files
 from pathlib import Path
 
@@ -50,14 +47,6 @@ def commands(text: str) -> list[str]:
     found = re.findall(r"^```bash\n(.*?)^```|(?<=\| )`(attnorm [^`]+)`(?= \|)", text, flags=re.MULTILINE | re.DOTALL)
     lines = [line for block, cell in found for line in (block or cell).replace("\\\n", "").splitlines()]
     return [command for line in lines if (command := line.partition("#")[0].strip())]
-
-
-def run(command: str, **environment: str) -> str:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    variables = {**os.environ, "PATH": path, **environment}
-    done = subprocess.run(command, shell=True, cwd=ROOT, env=variables, capture_output=True, text=True)
-    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-    return done.stdout
 
 
 @pytest.mark.as_installed

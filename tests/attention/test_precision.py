@@ -1,22 +1,28 @@
 """Errors in half and single precision are at most twice those of the plain computation in the same dtype.
 
+In double precision nothing is lost in parameters that have single precision, as those of a usual module.
+
 Both are measured against float64 on the same rounded inputs. Plain: logits, weights and output as whole arrays of the
 dtype, the weights computed in float32, as attention is usually written. One allowance: the backward pass of torch's
 fused kernel in float32 makes up to four times the plain error (root mean square), and we cannot repair it.
 """
 
+import copy
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import attnorm
-from attnorm.attention import Engine
+from attnorm.attention import ENGINES, Engine
 from attnorm.engines import flex, fused
 from attnorm.engines.inputs import validate_inputs
-from tests.attention.calls import Call, calling, learned, outputs_and_gradients
-from tests.attention.reference import HEADS, TYPICAL, Case
+from attnorm.normalizers.registry import BUILT_IN
+from tests.attention import reference
+from tests.attention.calls import Call, assert_all_close, calling, learned, outputs_and_gradients
+from tests.attention.reference import CASES, HEADS, TYPICAL, WIDTH, Case
 
 every_case = pytest.mark.parametrize("case", TYPICAL, ids=lambda case: case.id)
 
@@ -136,3 +142,84 @@ def test_flex_attention_leaves_a_learned_scale_in_half_precision_to_another_engi
         assert flex.applies(call, normalizer) is taken
         with torch.no_grad():
             assert flex.applies(call, normalizer)
+
+
+LEARNING = [case for case in CASES if learned(case.make())]
+# Options with which a mechanism has parameters, and how many heads the keys and the values have.
+MECHANISMS: list[tuple[str, dict[str, Any], int, int]] = [
+    ("differential", {"width": 6}, HEADS, HEADS // 2),
+    ("differential_v2", {"heads": HEADS // 2}, HEADS // 2, HEADS // 2),
+    ("differential_v2", {"heads": HEADS // 2, "width": WIDTH}, HEADS // 2, HEADS // 2),
+    ("tda", {"heads": HEADS // 2}, HEADS, HEADS // 2),
+    ("forget", {"heads": HEADS}, HEADS, HEADS),
+    ("forget", {"heads": HEADS, "width": WIDTH}, HEADS, HEADS),
+    ("soft", {"landmarks": 3, "learned": 6, "heads": HEADS}, HEADS, HEADS),
+    ("laser", {"normalizer": "ssmax"}, HEADS, HEADS),
+]
+# The scale 1/sqrt(6) is no power of two, so that a division by it rounds.
+DOUBLE = {
+    "causal": Call(queries=7, keys=7, width=6, options={"causal": True}),
+    "one query": Call(queries=1, keys=7, width=6, options={"causal": True}),
+}
+# Far below a rounding of float32, and above what definitions by bisection leave in float64.
+NO_DIGIT_LOST = torch.finfo(torch.float32).eps / 1000
+
+
+def in_both_dtypes(module: torch.nn.Module) -> tuple[Any, Any]:
+    """The module with random parameters in float32, and with the same values in float64."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    single = module.float()
+    return single, copy.deepcopy(single).double()
+
+
+def test_everything_that_learns_is_called_in_double_precision() -> None:
+    tried = {case.name for case in LEARNING} | {name for name, *_ in MECHANISMS}
+    assert {name for name in BUILT_IN if learned(attnorm.get(name))} <= tried
+
+
+@pytest.mark.parametrize("case", LEARNING, ids=lambda case: case.id)
+@pytest.mark.parametrize("name", DOUBLE)
+def test_float64_calls_lose_no_digits_in_float32_parameters(case: Case, name: str) -> None:
+    call = DOUBLE[name]
+    normalizer, exact = in_both_dtypes(case.make())
+    tensors, ran = call.tensors(), set()
+
+    def definition(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+        states = hidden if case.hidden_width else None
+        return reference.attention(case, exact, q, k, v, **call.options, hidden_states=states)
+
+    expected = outputs_and_gradients(definition, tensors)
+    for engine in ENGINES:
+        try:
+            found = outputs_and_gradients(calling(case, normalizer, call.options, engine=engine), tensors)
+        except ValueError:  # the engine does not take this call
+            continue
+        assert_all_close(found, expected, atol=NO_DIGIT_LOST)
+        ran.add(engine)
+    assert {"auto", "blocked"} <= ran
+    q, k, _, hidden = tensors
+    states = hidden if case.hidden_width else None
+    options = {**call.options, "hidden_states": states}
+    ours, theirs = (attnorm.attention_statistics(q, k, n, **options).jacobian_norm for n in (normalizer, exact))
+    torch.testing.assert_close(ours, theirs, rtol=NO_DIGIT_LOST, atol=NO_DIGIT_LOST, equal_nan=True)
+
+
+@pytest.mark.parametrize(("name", "options", "key_heads", "value_heads"), MECHANISMS, ids=lambda value: str(value))
+def test_float64_mechanisms_lose_no_digits_in_float32_parameters(
+    name: str, options: dict[str, Any], key_heads: int, value_heads: int
+) -> None:
+    mechanism, exact = in_both_dtypes(attnorm.get(name, **options))
+    q, k, v, hidden = DOUBLE["causal"].tensors()
+    tensors = [q, k[:, :key_heads], v[:, :value_heads], hidden]
+
+    def calling_it(mechanism: Any) -> Any:
+        def call(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+            states = hidden if mechanism.reads_hidden_states else None
+            return attnorm.attention(q, k, v, mechanism, causal=True, hidden_states=states)
+
+        return call
+
+    found, expected = (outputs_and_gradients(calling_it(each), tensors) for each in (mechanism, exact))
+    assert_all_close(found, expected, atol=NO_DIGIT_LOST)

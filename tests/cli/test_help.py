@@ -34,7 +34,9 @@ def parse(words: list[str]) -> Any:
 
 
 def test_all_commands_are_walked() -> None:
-    assert {"attnorm", "attnorm analyze", "attnorm lab train", "attnorm lab train lm", "attnorm lab stability"} <= set(ALL)
+    assert {"attnorm", "attnorm analyze", "attnorm lab train", "attnorm lab train lm", "attnorm lab stability"} <= set(
+        ALL
+    )
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -55,14 +55,14 @@ def test_lambda_starts_at_the_papers_values() -> None:
         mechanism = Differential(depth=depth)
         with torch.no_grad():
             mechanism.vectors.zero_()
-        assert mechanism.share.item() == pytest.approx(start)
+        assert mechanism.share(torch.float32).item() == pytest.approx(start)
 
 
 def test_the_row_sum_is_one_minus_lambda() -> None:
     q, k, _ = tensors_of(CALLS["causal"])
     mechanism = Differential(head_norm=False).double()
     output = attnorm.attention(q, k, torch.ones(2, 2, 7, 1, dtype=torch.float64), mechanism, causal=True)
-    torch.testing.assert_close(output, (1 - mechanism.share).expand_as(output))
+    torch.testing.assert_close(output, (1 - mechanism.share(torch.float64)).expand_as(output))
 
 
 def test_garbage_in_padding_reaches_nothing_and_empty_rows_are_zeros() -> None:
@@ -86,7 +86,7 @@ def test_errors_are_at_most_twice_those_of_the_plain_computation(dtype: torch.dt
     exact = attnorm.attention(q.double(), k.double(), v.double(), mechanism, causal=True)
     visible = torch.ones(61, 61, dtype=torch.bool).tril()
     weights = attnorm.normalize(q @ k.transpose(-1, -2) / math.sqrt(32), "softmax", visible)
-    difference = weights[:, 0::2] - mechanism.share.to(dtype) * weights[:, 1::2]
+    difference = weights[:, 0::2] - mechanism.share(dtype) * weights[:, 1::2]
     plain = torch.nn.functional.rms_norm(difference @ v, (32,), eps=1e-5) * (1 - mechanism.start)
     ours = attnorm.attention(q, k, v, mechanism, causal=True)
     assert ours.dtype == dtype

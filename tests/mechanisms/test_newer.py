@@ -166,7 +166,7 @@ def test_tda_is_the_difference_of_thresholded_cosines(name: str, head_norm: bool
 
 
 def test_tda_starts_at_one_half_and_names_what_does_not_fit() -> None:
-    assert attnorm.get("tda").share.item() == 0.5
+    assert attnorm.get("tda").share(torch.float32).item() == 0.5
     q, k, v = torch.randn(3, 1, 4, 6, 4).unbind()
     with pytest.raises(ValueError, match=r"pairs.*4, 6, 4"):
         attnorm.attention(q, k, v, "tda")

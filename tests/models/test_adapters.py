@@ -1,7 +1,7 @@
 """Adapters of a patched model: PEFT saves them, and the normalizers with them."""
 
 import copy
-import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from tests.models.tiny import llama, quiet_logits, tokens
 peft = pytest.importorskip("peft")
 
 LORA = {"task_type": "CAUSAL_LM", "r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
-ADAPTER_MARK = "attnorm_replaced_softmax_so_load_with_attnorm_from_pretrained"
+MARKED = "attnorm: these adapters"
 
 
 @pytest.fixture
@@ -63,28 +63,32 @@ def test_a_plain_load_by_peft_warns_and_ours_does_not(
     model.save_pretrained(tmp_path / "adapters")
     recwarn.clear()
     from_pretrained(tmp_path / "adapters", model_class=AutoModelForCausalLM)
-    assert not [one for one in recwarn if ADAPTER_MARK in str(one.message)]
+    assert not [one for one in recwarn if MARKED in str(one.message)]
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    with pytest.warns(UserWarning, match=ADAPTER_MARK):
+    with pytest.warns(UserWarning, match=f"{MARKED}.*Do not upgrade PEFT") as told:
         softmax = peft.PeftModel.from_pretrained(plain, tmp_path / "adapters")
     assert not torch.equal(said(softmax), said(model))
+    call = re.search(r"Call (.*\)\)) instead", next(str(one.message) for one in told if MARKED in str(one.message)))
+    assert call is not None
+    restored = eval(call[1], {"attnorm": attnorm, "folder": tmp_path / "adapters", "base_model": plain})
+    assert torch.equal(said(restored), said(model))
 
 
 def test_a_process_without_attnorm_is_warned(base: PreTrainedModel, tmp_path: Path) -> None:
     adapted(base).save_pretrained(tmp_path / "adapters")
     script = "import sys, peft; peft.PeftConfig.from_pretrained(sys.argv[1]); assert 'attnorm' not in sys.modules"
     done = run_in_clean_interpreter(script, str(tmp_path / "adapters"))
-    assert ADAPTER_MARK in done.stderr
+    assert MARKED in done.stderr
 
 
 def test_the_mark_is_gone_with_the_normalizer(base: PreTrainedModel, tmp_path: Path) -> None:
     model = adapted(base)
     model.save_pretrained(tmp_path / "adapters")
     config = tmp_path / "adapters" / "adapter_config.json"
-    assert ADAPTER_MARK in json.loads(config.read_text())
+    assert MARKED in config.read_text()
     unpatch(model)
     model.save_pretrained(tmp_path / "adapters")
-    assert ADAPTER_MARK not in json.loads(config.read_text())
+    assert MARKED not in config.read_text()
 
 
 def test_they_fit_the_base_model_before_peft_gets_it(base: PreTrainedModel, tmp_path: Path) -> None:
@@ -127,7 +131,7 @@ def test_a_model_that_was_patched_before_peft_got_it(base: PreTrainedModel, tmp_
     patch(base, "ssmax")
     model = peft.get_peft_model(base, peft.LoraConfig(**LORA))
     model.save_pretrained(tmp_path / "adapters")
-    assert ADAPTER_MARK in json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert MARKED in (tmp_path / "adapters" / "adapter_config.json").read_text()
     loaded = from_pretrained(tmp_path / "adapters", model_class=AutoModelForCausalLM)
     assert torch.equal(said(loaded), said(model))
 

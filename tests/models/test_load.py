@@ -1,9 +1,13 @@
 """load(): a model from a folder, from memory or from the package; plain words where there is none."""
 
 import json
+import os
+import pickle
 import re
+import shlex
 import shutil
 import socket
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +19,9 @@ from transformers import LlamaConfig, PreTrainedModel, ViTConfig, modeling_utils
 
 from attnorm.models import source
 from attnorm.models.forward_pass import run
-from attnorm.models.load import CannotLoad, _check_weights, _explain_error, _model_class, load
+from attnorm.models.load import CannotLoad, _explain_error, _model_class, load
+from attnorm.models.patch import patch
+from attnorm.models.patch_state import patched_modules
 from attnorm.models.saving import _saved_class
 from tests.models.families import ids, tiny, tiny_tokenizer
 
@@ -167,8 +173,11 @@ def test_a_file_instead_of_its_folder(folder: Path) -> None:
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
-    with pytest.raises(CannotLoad, match=r"no config\.json"):
+    with pytest.raises(
+        CannotLoad, match=r"without config\.json\. Give a folder .*, a hub name .*, or 'bundled'"
+    ) as told:
         load(tmp_path)
+    assert str(told.value).count(tmp_path.name) == 1
 
 
 def test_a_folder_without_weights(folder: Path) -> None:
@@ -177,25 +186,103 @@ def test_a_folder_without_weights(folder: Path) -> None:
         load(folder)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "weights.pt"])
-def test_pickles_are_not_opened(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
+class Touch:
+    """A pickle of this object creates a file when it is read without care."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.path,)
+
+
+def pickle_weights(folder: Path, weights: object) -> Path:
+    """Replace the safetensors of a folder by a pickle."""
     (folder / "model.safetensors").unlink()
-    (folder / name).write_bytes(b"cos\nsystem\n(S'touch attnorm-was-here'\ntR.")
-    with pytest.raises(CannotLoad, match=r"only safetensors.*pickle"):
+    torch.save(weights, folder / "pytorch_model.bin")
+    return folder / "pytorch_model.bin"
+
+
+def test_a_pickle_of_tensors_is_loaded_and_the_printed_command_converts_it(folder: Path, tmp_path: Path) -> None:
+    pickle_weights(folder, load_file(folder / "model.safetensors"))
+    with pytest.warns(UserWarning, match=r"weights_only=True\).*python -c ") as told:
+        loaded = load(folder, device="cpu")
+    with torch.no_grad():
+        assert torch.equal(loaded.model(ids()).logits, tiny("llama")(ids()).logits)
+    _, option, code = shlex.split(str(told[0].message).partition(" once: ")[2])
+    assert option == "-c"
+    with pytest.warns(UserWarning, match="python -c"):
+        exec(code, {})
+    with warnings.catch_warnings(action="error"):
+        converted = load(folder, device="cpu").model
+    assert all(map(torch.equal, loaded.model.parameters(), converted.parameters()))
+
+
+def test_normalizers_in_a_pickle_are_restored(folder: Path) -> None:
+    model = tiny("llama")
+    patch(model, "ssmax")
+    pickle_weights(folder, model.state_dict())
+    with pytest.warns(UserWarning, match=r"pytorch_model\.bin"):
+        loaded = load(folder, device="cpu")
+    assert len(patched_modules(loaded.model)) == 2
+
+
+def test_safetensors_have_priority_over_a_pickle(folder: Path) -> None:
+    torch.save({"x": Touch(folder / "ran")}, folder / "pytorch_model.bin")
+    with warnings.catch_warnings(action="error"):
+        load(folder, device="cpu")
+    assert not (folder / "ran").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*pytorch_model.bin")
+@pytest.mark.parametrize("archive", [True, False])
+def test_code_in_a_pickle_is_not_run(folder: Path, archive: bool) -> None:
+    file = pickle_weights(folder, {"model.embed_tokens.weight": Touch(folder / "ran")})
+    if not archive:
+        file.write_bytes(pickle.dumps({"a": Touch(folder / "ran")}, protocol=2))
+    with pytest.raises(CannotLoad, match=r"expected tensors only.*author") as refused:
         load(folder)
-    assert not (folder / "attnorm-was-here").exists()
+    assert "weights_only" not in str(refused.value)  # torch suggests to turn it off
+    assert not (folder / "ran").exists()
 
 
-def test_up_to_three_files_of_other_kinds_are_named(tmp_path: Path) -> None:
+def test_a_repository_of_pickles_is_loaded_without_asking_the_hub_to_convert_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is in the cache, as from_pretrained finds it without a network."""
+    monkeypatch.setenv("DISABLE_SAFETENSORS_CONVERSION", "")  # so that it is restored after the test
+    monkeypatch.delenv("DISABLE_SAFETENSORS_CONVERSION")
+    pickle_weights(folder, load_file(folder / "model.safetensors"))
+    commit = "0" * 40
+    cache = folder.parent / "cache" / "models--someone--old-model"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text(commit)
+    shutil.copytree(folder, cache / "snapshots" / commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache.parent))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.warns(UserWarning, match=r"save_pretrained\(.*old-model"):
+        assert type(load("someone/old-model", device="cpu").model).__name__ == "LlamaForCausalLM"
+    assert os.environ["DISABLE_SAFETENSORS_CONVERSION"] == "1"
+
+
+@pytest.mark.parametrize("count", range(1, 6))
+def test_up_to_three_files_of_other_kinds_are_named(folder: Path, count: int) -> None:
     names = ["a.bin", "b.pt", "c.pth", "d.ckpt", "e.gguf"]
-    for count in range(1, 6):
-        (tmp_path / names[count - 1]).touch()
-        with pytest.raises(CannotLoad) as refused:
-            _check_weights(tmp_path, "model")
-        assert [name in str(refused.value) for name in names] == [at < min(count, 3) for at in range(5)]
-    (tmp_path / "model.safetensors").touch()
-    _check_weights(tmp_path, "model")
+    (folder / "model.safetensors").unlink()
+    for name in names[:count]:
+        (folder / name).touch()
+    with pytest.raises(CannotLoad) as refused:
+        load(folder)
+    assert [name in str(refused.value) for name in names] == [at < min(count, 3) for at in range(5)]
+
+
+def test_files_of_a_trainer_are_not_taken_for_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    for name in ("training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "rng_state_0.pth"):
+        torch.save(Touch(folder / "ran"), folder / name)
+    with pytest.raises(CannotLoad, match=r"expected weights .*got none"):
+        load(folder)
+    assert not (folder / "ran").exists()
 
 
 @pytest.mark.parametrize("keep", [0, 5, 100, 5000])
@@ -289,7 +376,10 @@ def test_transformers_stays_as_talkative_as_it_was(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("says", "reason"),
     [
-        ("a/name does not appear to have a file named model.safetensors", "no safetensors weights"),
+        (
+            "a/name does not appear to have a file named model.safetensors",
+            "neither model.safetensors nor pytorch_model.bin",
+        ),
         ("a/name does not appear to have a file named config.json", "a file named config.json"),
         ("model.safetensors is cut off", "model.safetensors is cut off"),
         ("to execute it, set trust_remote_code=True", "--trust-remote-code"),

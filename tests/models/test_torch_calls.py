@@ -363,6 +363,30 @@ def test_a_site_with_a_cache_stays_a_decoder_layer() -> None:
     torch.testing.assert_close(dense_weights(calls[1]), dense(k[:, :, 8:], k), **CLOSE)
 
 
+def test_a_module_that_attends_to_itself_and_then_to_other_keys_is_two_layers() -> None:
+    attention, x = nn.MultiheadAttention(16, 4, batch_first=True), torch.randn(1, 15, 16)
+    itself, other = (x, x, x), (x, x[:, :5], x[:, :5])
+    _, calls, _ = seen_in(lambda: [attention(*states) for states in (itself, other, itself, other)])
+    assert [(call.kind, call.layer) for call in calls] == [("encoder", 0), ("cross", 0)] * 2
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+def test_other_keys_that_do_not_continue_a_text_are_another_layer(queries: int) -> None:
+    attention, x = nn.MultiheadAttention(16, 4, batch_first=True), torch.randn(1, 15, 16)
+    _, calls, _ = seen_in(lambda: (attention(x, x, x), attention(x[:, :queries], x.clone(), x.clone())))
+    assert [call.kind for call in calls] == ["encoder", "cross"]
+
+
+def test_a_cache_that_starts_with_one_token_stays_one_layer() -> None:
+    class Cached(nn.Module):
+        def forward(self, q: Tensor, k: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, k)
+
+    model, k = Cached(), torch.randn(1, 2, 4, 8)
+    _, calls, _ = seen_in(lambda: [model(k[:, :, n - 1 : n], k[:, :, :n]) for n in range(1, 5)])
+    assert len({(call.kind, call.layer) for call in calls}) == 1
+
+
 def test_an_exception_of_the_model_restores_everything_and_the_next_watch_works() -> None:
     model, x = Model(), torch.randn(1, 5, 16)
     with pytest.raises(ValueError, match="of the model"):

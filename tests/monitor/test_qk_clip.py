@@ -129,6 +129,16 @@ def test_largest_logits_are_those_of_all_visible_pairs(padding: bool) -> None:
         assert (largest_logits(call, 1e9) == -math.inf).all()
 
 
+def test_the_norm_of_a_key_head_counts_for_the_query_heads_that_read_it() -> None:
+    """Heads 2 and 3 read key head 1: the logit of head 2 is 1,000, and no other is above 10."""
+    query, key = torch.tensor([1.0, 1.0, 100.0, 1.0]), torch.tensor([1.0, 10.0])
+    call = AttentionCall(
+        0, "decoder", query.reshape(1, 4, 1, 1), key.reshape(1, 2, 1, 1), torch.ones(1, 2, 1, 1), 1.0, True
+    )
+    assert largest_logits(call, 200.0).tolist() == [1.0, 1.0, 1000.0, 10.0]
+    assert (largest_logits(call, 1000.0) == -math.inf).all()
+
+
 def test_nothing_happens_below_tau() -> None:
     model = llama()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

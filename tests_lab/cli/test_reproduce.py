@@ -194,7 +194,9 @@ def _run(*words: str) -> str:
     ["language-models", "clrs-text", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("all", "retrieval"))],
 )
 def test_every_quick_experiment_runs_to_its_end(name: str, tmp_path: Path) -> None:
-    result = runner.invoke(app, ["lab", "reproduce", name, "--quick", "--device", "cpu", "--out", str(tmp_path / "out")])
+    result = runner.invoke(
+        app, ["lab", "reproduce", name, "--quick", "--device", "cpu", "--out", str(tmp_path / "out")]
+    )
     assert result.exit_code == 0, result.output
     assert (tmp_path / "out" / "index.html").is_file()
 
@@ -250,7 +252,9 @@ def test_limits_that_nothing_uses_are_refused(flags: list[str], named: str, tmp_
     ],
 )
 def test_a_stage_that_cannot_work_binds_no_folder_to_its_plan(flags: list[str], named: str, tmp_path: Path) -> None:
-    result = runner.invoke(app, ["lab", "reproduce", "language-models", "--quick", *flags, "--out", str(tmp_path / "out")])
+    result = runner.invoke(
+        app, ["lab", "reproduce", "language-models", "--quick", *flags, "--out", str(tmp_path / "out")]
+    )
     assert result.exit_code == 2, result.output
     assert named in " ".join(result.stderr.split())
     assert not (tmp_path / "out").exists()

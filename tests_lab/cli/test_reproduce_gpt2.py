@@ -95,7 +95,9 @@ def test_without_gpt2_the_error_names_what_was_tried_and_what_runs_here(
     assert "the paper's text is War and Peace: give it with --text FILE" in said
     assert toy.runs == 0
     assert not (tmp_path / "out").exists()
-    named = plain(runner.invoke(app, ["lab", "reproduce", "toy", "--model", "no/such", "--out", str(tmp_path / "out")]).output)
+    named = plain(
+        runner.invoke(app, ["lab", "reproduce", "toy", "--model", "no/such", "--out", str(tmp_path / "out")]).output
+    )
     assert "no/such: no folder of this name" in named
     assert "Without --model" not in named
 

@@ -54,7 +54,18 @@ def test_options_reach_the_trainer_and_quick_yields_to_them(tmp_path: Path, monk
         "--seed",
         "3",
     ]
-    call = ["lab", "train", "clrs", str(paths[0]), "--test", str(paths[1]), "--out", str(tmp_path / "out"), "--quick", *flags]
+    call = [
+        "lab",
+        "train",
+        "clrs",
+        str(paths[0]),
+        "--test",
+        str(paths[1]),
+        "--out",
+        str(tmp_path / "out"),
+        "--quick",
+        *flags,
+    ]
     result = runner.invoke(app, call)
     assert result.exit_code == 130, result.output
     recipe = seen["recipe"]

@@ -13,6 +13,7 @@ from attnorm_lab.experiments.retrieval.results import (
     lines_of,
     needed_margin,
     predicted_right,
+    read_hard,
     scales_of,
 )
 from attnorm_lab.training.retrieval.data import CLASSES
@@ -42,6 +43,19 @@ def test_a_difference_that_is_equal_in_few_seeds_is_no_proof(seeds: int) -> None
     of = training()
     base, other = ([record(of, 16, seed, "own", value) for seed in range(seeds)] for value in (0.5, 0.75))
     assert compare_with(base, {("a", "own"): other}, [16])[("a", "own"), 16].p == 2 ** (1 - seeds)
+
+
+def test_hard_attention_on_both_sides_compares_what_training_changed() -> None:
+    members = [
+        found(training(label="softmax"), {"own": (90, 80), "hard": (90, 85)}),
+        found(training(label="sparsemax"), {"own": (60, 50), "hard": (95, 91)}, jitter=0.3),
+        found(training(section="recall", label="ssmax"), {"own": (91, 81), "hard": (50, 40)}),
+    ]
+    small, large = read_hard(members).to_pylist()
+    assert (small["label"], small["size"], large["size"]) == ("sparsemax", 16, 64), "recall has no softmax"
+    assert (large["accuracy"], large["softmax"], large["difference"]) == pytest.approx((0.91, 0.85, 0.06))
+    expected = ttest_rel([0.907, 0.91, 0.913], [0.849, 0.85, 0.851])
+    assert large["p_holm"] == large["p_paired_t"] == pytest.approx(expected.pvalue)
 
 
 def test_the_correction_covers_the_rows_of_a_table_and_no_others() -> None:

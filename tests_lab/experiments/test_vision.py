@@ -220,6 +220,28 @@ def test_verdicts_follow_from_differences_of_models_of_the_same_seed(soft: tuple
     assert found.verdict == verdict
 
 
+def test_marks_are_corrected_for_all_comparisons_with_softmax() -> None:
+    softmax = [record("softmax", correct, seed) for seed, correct in enumerate((700, 702, 704))]
+    soft = [record("soft", correct, seed) for seed, correct in enumerate((706, 711, 709))]  # p = 0.03
+    (alone,) = vision.findings([*softmax, *soft])
+    linear = [record("linear", correct, seed) for seed, correct in enumerate((690, 705, 712))]
+    (beside_another,) = vision.findings([*softmax, *soft, *linear])
+    assert (alone.verdict, beside_another.verdict) == ("reproduces", "not decided")
+    assert "over 2 tests" in beside_another.why
+    row = next(row for row in vision.table([*softmax, *soft, *linear]).to_pylist() if row["model"] == "soft")
+    assert row["p_holm"] == pytest.approx(2 * row["p"])
+
+
+def test_no_published_difference_survives_the_correction() -> None:
+    packed = Path(__file__).parents[2] / "docs" / "results" / "vision.jsonl.xz"
+    with lzma.open(packed, "rt") as file:
+        records = [json.loads(line) for line in file]
+    rows = [row for row in vision.table(records).to_pylist() if row["p"] is not None]
+    assert len(rows) == 22
+    assert round(min(row["p_holm"] for row in rows), 2) == 0.21
+    assert {found.verdict for found in vision.findings(records)} == {"not decided"}
+
+
 def test_intervals_over_seeds_are_students() -> None:
     found = vision.accuracy([record("soft", correct) for correct in (700, 710, 720)])
     assert found.mean == pytest.approx(0.71)

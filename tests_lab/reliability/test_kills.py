@@ -5,7 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from tests_lab.reliability.kills import COMMANDS, Command, Runner, kill_and_resume, kill_in_the_middle, leftovers, started
+from tests_lab.reliability.kills import (
+    COMMANDS,
+    Command,
+    Runner,
+    kill_and_resume,
+    kill_in_the_middle,
+    leftovers,
+    started,
+)
 
 
 @pytest.fixture(scope="module")

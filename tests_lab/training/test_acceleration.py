@@ -165,7 +165,9 @@ def test_without_accelerate_one_is_told_what_to_install(
         "retrieval": ["--out", out],
         "needle": ["bundled", "--text", train],
     }
-    done = CliRunner().invoke(app, ["lab", "train", command, *arguments[command], "--device", "cpu"], env={"COLUMNS": "200"})
+    done = CliRunner().invoke(
+        app, ["lab", "train", command, *arguments[command], "--device", "cpu"], env={"COLUMNS": "200"}
+    )
     assert done.exit_code == 2
-    assert "pip install accelerate" in done.output
+    assert "pip install 'attnorm[train]'" in done.output
     assert not Path(out).exists()

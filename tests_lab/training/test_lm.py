@@ -41,6 +41,12 @@ def metrics(out: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+def curve(out: Path) -> list[dict[str, float]]:
+    """The log without what the machine decides."""
+    of_machine = {"tokens_per_second", "peak_memory_bytes"}
+    return [{name: entry[name] for name in entry.keys() - of_machine} for entry in metrics(out)]
+
+
 @pytest.fixture(scope="module")
 def trained(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     out = tmp_path_factory.mktemp("trained") / "run"
@@ -168,19 +174,23 @@ def test_training_is_announced_before_its_first_step(train: Train, tmp_path: Pat
     assert second.metrics
 
 
-def test_a_polite_interruption_loses_no_step(train: Train, uninterrupted: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_polite_interruption_loses_no_step(
+    number: signal.Signals, train: Train, uninterrupted: Path, tmp_path: Path
+) -> None:
     def interrupt(now: LMProgress) -> None:
         if now.stage == "training" and now.done == 10:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
 
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(number)
     with pytest.raises(TrainingInterrupted) as stopped:
         train(tmp_path / "run", options={"report": interrupt, "checkpoint_every": 1000})
     assert stopped.value.step == 11  # the step after the signal is finished, then all is saved
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(number) is before
     assert not (tmp_path / "run" / "model.safetensors").exists()
     train(tmp_path / "run")
     assert_equal_runs(tmp_path / "run", uninterrupted)
+    assert curve(tmp_path / "run") == curve(uninterrupted)
 
 
 def test_a_killed_run_continues_from_its_last_checkpoint(
@@ -239,6 +249,7 @@ def test_a_time_limit_still_gives_a_model_which_can_be_trained_on(
     record = train(tmp_path / "run")
     assert record["result"]["steps"] == 30
     assert_equal_runs(tmp_path / "run", uninterrupted)
+    assert curve(tmp_path / "run") == curve(uninterrupted)
 
 
 def test_starting_over_forgets_the_earlier_steps(train: Train, uninterrupted: Path, tmp_path: Path) -> None:

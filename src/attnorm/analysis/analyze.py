@@ -54,6 +54,7 @@ from attnorm.models.load import BUNDLED, LoadedModel, load
 from attnorm.models.media import PatchPicture, picture_of, with_model_inputs
 from attnorm.models.observe import observe
 from attnorm.models.output_gates import OutputGates, output_gates
+from attnorm.models.threads import exclusive
 from attnorm.normalizers.contract import Normalizer
 from attnorm.provenance import versions
 
@@ -172,59 +173,59 @@ def analyze(
         larger = load_larger(larger, loaded, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     if isinstance(model, LoadedModel):
         source = model.requested_name or model.model
-    check_observable(loaded.model)
-    if MODEL in named:
-        check_has_rows(loaded.model)
-    named = started_at_length(named, loaded.model, normalizers)
-    source_texts = texts_from(default_text(bundled=source == BUNDLED) if inputs is None else inputs)
-    texts = [with_model_inputs(text, loaded) for text in source_texts]
-    parts_plan = plan(loaded, texts, lengths, windows=windows, budget=budget, bos=bos)
-    check_read_rows(settings.read_rows, parts_plan.parts)
-    pictures = _pictures(texts, loaded) if read_keys else {}
-    settings = replace(
-        whole_pictures(settings, [(picture.rows, picture.columns) for picture in pictures.values()]),
-        normalizers={name: description(normalizer) for name, normalizer in named.items()},
-        windows=windows,
-        window_count=parts_plan.windows,
-        budget=budget,
-        bos=bos,
-    )
-    loaded_from = str(source) if isinstance(source, str | Path) else None
-    manifest = new_manifest(loaded, texts, parts_plan, settings, loaded_from)
-    if larger is not None:
-        manifest["settings"]["larger"] = f"{larger.name} ({describe(larger)['fingerprint'][:12]})"
-    folder = None if out is None else Path(out)
-    if folder is not None:
-        reject_another_run(folder, manifest)
-        if resume and _is_finished(folder):
-            try:
-                analysis = Analysis.load(folder).judged(thresholds)
-                analysis.save(folder)
-                return analysis
-            except store.DamagedFileError as error:
-                warnings.warn(
-                    f"{str(error).rstrip('.')}. The tables are combined again from the finished parts.", stacklevel=2
-                )
-        with store.explained_when_full(folder):
-            store.make_folder(folder)
-            store.write_json(folder / store.MANIFEST, manifest)
-    job = Job(loaded, named, settings)
-    parts = measure_parts(job, parts_plan, manifest, folder, resume, progress or (lambda state: None))
-    finished = finished_manifest(manifest, parts, unigram_entropies(parts_plan.parts))
-    tables = merge_parts(parts)
-    if "circuits" in settings.metrics:
-        longest = max((part.length or 0 for part in parts_plan.parts), default=0)
-        lengths = circuits.probe_lengths(max(longest, circuits.SHORTEST))
-        circuit_table = circuits.measure_circuits(loaded, named, lengths, seed=settings.seed)
-        tables["heads"] = circuits.with_circuits(tables["heads"], circuit_table)
-    if "output" in settings.metrics:
-        finished["output"] = measure_output(loaded, source_texts, larger=larger).as_dict()
-    if pictures:
-        finished["pictures"] = {name: picture.as_dict() for name, picture in pictures.items()}
-    analysis = Analysis.of(tables, finished, thresholds)
-    if folder is not None:
-        analysis.save(folder)
-    return analysis
+    with exclusive(loaded.model, *([] if larger is None else [larger.model])):
+        check_observable(loaded.model)
+        if MODEL in named:
+            check_has_rows(loaded.model)
+        named = started_at_length(named, loaded.model, normalizers)
+        source_texts = texts_from(default_text(bundled=source == BUNDLED) if inputs is None else inputs)
+        texts = [with_model_inputs(text, loaded) for text in source_texts]
+        parts_plan = plan(loaded, texts, lengths, windows=windows, budget=budget, bos=bos)
+        check_read_rows(settings.read_rows, parts_plan.parts)
+        pictures = _pictures(texts, loaded) if read_keys else {}
+        settings = replace(
+            whole_pictures(settings, [(picture.rows, picture.columns) for picture in pictures.values()]),
+            normalizers={name: description(normalizer) for name, normalizer in named.items()},
+            windows=windows,
+            window_count=parts_plan.windows,
+            budget=budget,
+            bos=bos,
+        )
+        loaded_from = str(source) if isinstance(source, str | Path) else None
+        manifest = new_manifest(loaded, texts, parts_plan, settings, loaded_from)
+        if larger is not None:
+            manifest["settings"]["larger"] = f"{larger.name} ({describe(larger)['fingerprint'][:12]})"
+        folder = None if out is None else Path(out)
+        if folder is not None:
+            reject_another_run(folder, manifest)
+            if resume and _is_finished(folder):
+                try:
+                    analysis = Analysis.load(folder).judged(thresholds)
+                    analysis.save(folder)
+                    return analysis
+                except store.DamagedFileError as error:
+                    problem = str(error).rstrip(".")
+                    warnings.warn(f"{problem}. The tables are combined again from the finished parts.", stacklevel=2)
+            with store.explained_when_full(folder):
+                store.make_folder(folder)
+                store.write_json(folder / store.MANIFEST, manifest)
+        job = Job(loaded, named, settings)
+        parts = measure_parts(job, parts_plan, manifest, folder, resume, progress or (lambda state: None))
+        finished = finished_manifest(manifest, parts, unigram_entropies(parts_plan.parts))
+        tables = merge_parts(parts)
+        if "circuits" in settings.metrics:
+            longest = max((part.length or 0 for part in parts_plan.parts), default=0)
+            lengths = circuits.probe_lengths(max(longest, circuits.SHORTEST))
+            circuit_table = circuits.measure_circuits(loaded, named, lengths, seed=settings.seed)
+            tables["heads"] = circuits.with_circuits(tables["heads"], circuit_table)
+        if "output" in settings.metrics:
+            finished["output"] = measure_output(loaded, source_texts, larger=larger).as_dict()
+        if pictures:
+            finished["pictures"] = {name: picture.as_dict() for name, picture in pictures.items()}
+        analysis = Analysis.of(tables, finished, thresholds)
+        if folder is not None:
+            analysis.save(folder)
+        return analysis
 
 
 def _pictures(texts: Sequence[Text], loaded: LoadedModel) -> dict[str, PatchPicture]:

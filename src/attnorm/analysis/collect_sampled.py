@@ -5,7 +5,6 @@ columns.
 """
 
 import hashlib
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnorm.analysis.settings import AnalysisSettings, sampled_rows_at
-from attnorm.analysis.tables import Columns
+from attnorm.analysis.tables import Columns, nan_expected
 from attnorm.engines.execution import on_current_stream, sent_to, sent_to_cpu
 from attnorm.metrics.call import AttentionCall, known_n, without_data
 from attnorm.metrics.reads import coverage_sums
@@ -257,8 +256,7 @@ def _measure_and_join(
 
 def _reduce_rows(reduce: Callable[..., np.ndarray], values: np.ndarray) -> np.ndarray:
     """Reduce axis 1 without NaN; NaN if nothing is left."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # NumPy warns about rows of NaN
+    with nan_expected():
         return reduce(values, axis=1)
 
 

@@ -24,6 +24,7 @@ from attnorm.models.describe import longest_context
 from attnorm.models.forward_pass import head_logits, predicts_next_token, run
 from attnorm.models.inputs import texts_from, tokens_of, window_inputs
 from attnorm.models.load import BUNDLED, LoadedModel, load
+from attnorm.models.threads import exclusive
 
 NEGLIGIBLE = 0.01  # nats per token: a loss of this size is below the difference of two random seeds
 WINDOW = 257  # tokens of a pass, fewer where the positions of a model end; the last one is only predicted
@@ -167,8 +168,9 @@ def measure_output(
     limits = [longest_context(model.model) for model in (loaded, big) if model is not None]
     length = min([WINDOW, *(limit for limit, hard in limits if hard and limit is not None)])
     windows = _windows(loaded, texts, context_count, length)
-    own, count = _curve(loaded, windows, context_count, width)
-    other = None if big is None else _curve(big, windows, context_count, width)[0]
+    with exclusive(*(model.model for model in (loaded, big) if model is not None)):
+        own, count = _curve(loaded, windows, context_count, width)
+        other = None if big is None else _curve(big, windows, context_count, width)[0]
     return OutputBottleneck(width=width, vocabulary=vocabulary, contexts=count, own=own, larger=other)
 
 

@@ -7,8 +7,10 @@ numbers of each window. `merge_runs` joins runs on one model.
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ import pyarrow as pa
 from attnorm.metrics.catalogue import PER_HEAD, PER_ROW
 
 QUANTILES = (5, 25, 50, 75, 95)
+_filters = RLock()
 
 
 # Derived from the other columns when the tables of all parts are combined (analysis/verdicts/).
@@ -355,8 +358,7 @@ def _average_windows(name: str, table: pa.Table) -> pa.Table:
         return stacked
 
     reduced: dict[str, np.ndarray] = {}
-    with warnings.catch_warnings(), np.errstate(invalid="ignore"):
-        warnings.simplefilter("ignore", RuntimeWarning)  # NumPy warns about rows of NaN
+    with nan_expected(), np.errstate(invalid="ignore"):
         for reduce, names in names_of_reduction.items():
             numbers = by_window(np.stack([_floats(table, name) for name in names]))
             reduced |= zip(names, reduce(numbers, axis=-1), strict=True)
@@ -372,6 +374,17 @@ def _average_windows(name: str, table: pa.Table) -> pa.Table:
     return pa.Table.from_arrays(columns, schema=table.schema)
 
 
+@contextmanager
+def nan_expected() -> Iterator[None]:
+    """Within the with statement, NumPy does not warn about rows of NaN.
+
+    One thread at a time: the filters of warnings belong to the process, and two threads would restore each other's.
+    """
+    with _filters, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
+
+
 def _floats(table: pa.Table, name: str) -> np.ndarray:
     return np.asarray(table[name].to_numpy(zero_copy_only=False), dtype=np.float64)
 
@@ -379,8 +392,7 @@ def _floats(table: pa.Table, name: str) -> np.ndarray:
 def _error_between_windows(values: np.ndarray) -> np.ndarray:
     """Return the standard error of the mean over axis 1; NaN with fewer than ENOUGH_WINDOWS values."""
     count = (~np.isnan(values)).sum(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
+    with nan_expected():
         spread = np.nanstd(values, axis=1, ddof=1)
     return np.where(count >= ENOUGH_WINDOWS, spread / np.sqrt(np.maximum(count, 1)), np.nan)
 

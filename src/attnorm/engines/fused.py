@@ -210,8 +210,8 @@ def _prepend_sink_key(inputs: Inputs, q: Tensor, k: Tensor, v: Tensor, sink: Sin
         )
     # Two coordinates hold the logit, so that half precision keeps its digits. It must be finite: other keys multiply
     # it by 0.
-    largest = min(torch.finfo(dtype).max for dtype in (q.dtype, logit.dtype)) / 4
-    exact = (logit / inputs.scale).clamp(-largest, largest)
+    largest = torch.finfo(q.dtype).max / 4
+    exact = (in_dtype(logit, torch.promote_types(q.dtype, logit.dtype)) / inputs.scale).clamp(-largest, largest)
     rounded = exact.to(q.dtype)
     columns = [part.to(q.dtype).expand(*q.shape[:-1], 1) for part in (rounded, exact - rounded.to(exact.dtype))]
     sink_key = pad(torch.zeros_like(k[..., :1, :]), (0, 2), value=1.0)

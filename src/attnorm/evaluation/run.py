@@ -3,8 +3,8 @@
 import hashlib
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from attnorm.models.describe import longest_context
 from attnorm.models.layer_normalizer import is_recipe, read_recipe_file
 from attnorm.models.load import BUNDLED, LoadedModel, load
 from attnorm.models.patch import check_replacement, swap
+from attnorm.models.threads import exclusive
 from attnorm.normalizers.spec import key_spec, parse_spec, read_spec, state_spec
 from attnorm.provenance import now, package_versions, recorded_command, settings_hash, versions
 from attnorm.run_folder import make_writable, only_process, read_record, require_only, require_same_run
@@ -200,7 +201,7 @@ def _run_all(
                 parts.append(EvaluationPart.of(saved))
                 continue
             began = time.monotonic()
-            with _with_normalizer(work.loaded, side):
+            with _with_normalizer(work.loaded, side, alone=needs_lm_eval(item.task)):
                 scores = work.score(item)
             part = EvaluationPart(side, item.task, item.length, scores, round(time.monotonic() - began, 2))
             if path is not None:
@@ -210,13 +211,16 @@ def _run_all(
     return parts
 
 
-def _with_normalizer(loaded: LoadedModel, side: str) -> AbstractContextManager[Any]:
-    if side == AS_LOADED:
-        return nullcontext()
-    if is_recipe(side):
-        return swap(loaded.model, Path(side))
-    name, options = parse_spec(side)
-    return swap(loaded.model, name, **options)
+@contextmanager
+def _with_normalizer(loaded: LoadedModel, side: str, *, alone: bool = False) -> Iterator[None]:
+    """alone: let all other threads wait; lm-eval replaces sys.stdout and seeds the global random generators."""
+    with exclusive(loaded.model, alone=alone):
+        if side == AS_LOADED:
+            yield
+            return
+        name, options = (side, {}) if is_recipe(side) else parse_spec(side)
+        with swap(loaded.model, Path(name) if is_recipe(side) else name, **options):
+            yield
 
 
 def _part_key(side: str, item: Item) -> str:

@@ -51,10 +51,9 @@ class Differential(Mechanism):
         self.vectors = nn.Parameter(torch.randn(4, width) * 0.1)
         self._softmax = Normalizer(Softmax(), name="differential")
 
-    @property
-    def share(self) -> Tensor:
-        """lambda."""
-        q1, k1, q2, k2 = self.vectors
+    def share(self, dtype: torch.dtype) -> Tensor:
+        """lambda, computed in the dtype."""
+        q1, k1, q2, k2 = self.vectors.to(dtype)
         return torch.exp(q1 @ k1) - torch.exp(q2 @ k2) + self.start
 
     def forward(
@@ -69,6 +68,7 @@ class Differential(Mechanism):
         positions: Tensor | Positions | None = None,
     ) -> Tensor:
         softmax = attend if in_forward_mode() else fused  # SDPA has no forward mode
+        working = torch.promote_types(q.dtype, torch.float32)  # a difference of rounded maps would keep few digits
         with without_autocast(q.device):
             first, second = (
                 softmax(
@@ -77,9 +77,8 @@ class Differential(Mechanism):
                 )
                 for query, key, pair_mask in _paired_heads(q, k, v, mask)
             )
-            share = self.share
-        working = torch.promote_types(q.dtype, torch.float32)  # a difference of rounded maps would keep few digits
-        difference = first.to(working) - share.to(working) * second.to(working)
+            share = self.share(working)
+        difference = first.to(working) - share * second.to(working)
         if self.head_norm:
             difference = rms_norm(difference, (difference.shape[-1],), eps=1e-5) * (1 - self.start)
         return difference.to(q.dtype).reshape(*q.shape[:-3], q.shape[-3] // 2, q.shape[-2], v.shape[-1])
@@ -189,10 +188,9 @@ class ThresholdDifferential(Mechanism):
         self.logit = per_head_parameter(0.0, heads)
         self._view = Normalizer(ThresholdRelu(beta, power), name="tda")
 
-    @property
-    def share(self) -> Tensor:
-        """lambda, of each output head or of all."""
-        return torch.sigmoid(self.logit)
+    def share(self, dtype: torch.dtype) -> Tensor:
+        """lambda, of each output head or of all, computed in the dtype."""
+        return torch.sigmoid(self.logit.to(dtype))
 
     def forward(
         self,
@@ -221,7 +219,7 @@ class ThresholdDifferential(Mechanism):
             # In logits sqrt(d) cos the threshold is beta sqrt(2 log n), and weights are d^(p/2) times as large.
             weighed = attend(replace(inputs, q_BHQD=unit[0], k_BGKD=unit[1]), self._view)
             views.append(weighed * float(width) ** (-map_.power / 2))
-        share = self.share.to(working)
+        share = self.share(working)
         output: Tensor = views[0] - (share if share.dim() == 0 else share[:, None, None]) * views[1]
         if self.head_norm:
             output = rms_norm(output, (output.shape[-1],), eps=1e-5)

@@ -105,7 +105,7 @@ class Forget(Mechanism):
         hidden_states: Tensor | None = None,
     ) -> Tensor:
         """hidden_states: of all keys, (B, K, width). Keys ahead of a query must be hidden from it."""
-        gates = self.log_gates(hidden_states)
+        gates = self.log_gates(hidden_states, torch.promote_types(q.dtype, torch.float32))
         if gates.shape[-1] not in (1, k.shape[-2]):
             raise ValueError(
                 f"expected hidden_states of all {k.shape[-2]} keys, got {gates.shape[-1]}. To decode with a cache, "
@@ -113,14 +113,14 @@ class Forget(Mechanism):
             )
         return self.attend(q, k, v, log_gates=gates, mask=mask, causal=causal, scale=scale, positions=positions)
 
-    def log_gates(self, hidden_states: Tensor | None = None) -> Tensor:
-        """Return log f of each token, (B, H, K) or (1, H or 1, 1), in at least float32."""
+    def log_gates(self, hidden_states: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return log f of each token, (B, H, K) or (1, H or 1, 1), in at least the given dtype."""
         if self.weight is None:
             bias = self.bias if self.bias.dim() else self.bias[None]
-            return logsigmoid(bias)[None, :, None]
+            return logsigmoid(bias.to(torch.promote_types(bias.dtype, dtype)))[None, :, None]
         if hidden_states is None:
             raise ValueError("expected hidden_states of shape (batch, keys, width), from which the gates are read.")
-        working = torch.promote_types(hidden_states.dtype, torch.float32)
+        working = torch.promote_types(hidden_states.dtype, dtype)
         with without_autocast(hidden_states.device):
             logits = linear(hidden_states.to(working), self.weight.to(working), self.bias.to(working))
         return logsigmoid(logits).mT

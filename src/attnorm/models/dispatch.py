@@ -92,7 +92,9 @@ def check_observable(model: object) -> None:
     kind = getattr(getattr(model, "config", None), "model_type", None)
     raise UnsupportedModel(
         f"{type(model).__name__}{f' (model type {kind!r})' if kind else ''} does not compute attention through "
-        f"transformers' attention interface, so that attnorm cannot observe it. {describe_support()}"
+        "transformers' attention interface, so that attnorm cannot observe it. If its attention is written by hand, "
+        "docs/how-to/replace-sdpa.md shows how to replace softmax, and docs/own-models.md how to measure it. "
+        f"{describe_support()}"
     )
 
 

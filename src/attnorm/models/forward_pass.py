@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from attnorm.models.load import LoadedModel
+from attnorm.models.threads import exclusive, only_in_this_thread
 
 LOGITS_AT_ONCE = 2**24  # 64 MiB in float32
 
@@ -30,7 +32,7 @@ def run(loaded: LoadedModel, model_inputs: Mapping[str, Tensor]) -> Any:
     target = _base_model(model, model_inputs)
     head: Any = model.get_output_embeddings() if target is model else None  # type: ignore[no-untyped-call]
     options = {"use_cache": False} if "use_cache" in inspect.signature(target.forward).parameters else {}
-    with torch.no_grad(), _eval_mode(model), _stopping_before(head):
+    with exclusive(model), torch.no_grad(), _eval_mode(model), _stopping_before(head):
         try:
             return target(**model_inputs, **options)
         except _HeadReached as reached:
@@ -56,7 +58,7 @@ def _stopping_before(head: nn.Module | None) -> Iterator[None]:
     def stop(module: nn.Module, args: tuple[Any, ...]) -> None:
         raise _HeadReached(args[0])
 
-    handle = head.register_forward_pre_hook(stop) if isinstance(head, nn.Module) else None
+    handle = head.register_forward_pre_hook(only_in_this_thread(stop)) if isinstance(head, nn.Module) else None
     try:
         yield
     finally:
@@ -140,20 +142,21 @@ def head_logits(model: Any, ids: Tensor, hidden: Tensor, output: Any) -> Tensor:
 
     output: class of the base model's output.
     """
-    with _base_model_returns(model, output(last_hidden_state=hidden)):
+    with exclusive(model), _base_model_returns(model, output(last_hidden_state=hidden)):
         logits: Tensor = model(input_ids=ids, use_cache=False).logits
     return logits
 
 
 class _FixedOutput(nn.Module):
-    """Replaces the base model and always returns the same output; hooks of the base model do not run."""
+    """Replaces the base model and returns the same output to this thread; hooks of the base model do not run."""
 
     def __init__(self, base: nn.Module, output: Any) -> None:
         super().__init__()
-        self.__dict__["given"] = (base, output)
+        self.__dict__["given"] = (base, output, get_ident())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["given"][1]
+        base, output, thread = self.__dict__["given"]
+        return output if get_ident() == thread else base(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["given"][0], name)

@@ -1,9 +1,14 @@
 """Load a model from the Hugging Face hub, a folder, a .gguf file or this package, with clear errors.
 
-Weights are read from safetensors and GGUF only. Code of a repository runs only if the caller allows it.
+Weights are read from safetensors, GGUF, and pickles that hold tensors only. Code of a repository runs only if the
+caller allows it.
 """
 
-import struct
+import os
+import pickle
+import re
+import shlex
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
 from attnorm.models.output_head import restore_output
-from attnorm.models.private_names import commit_hash, loaded_from, uncompiled
+from attnorm.models.private_names import commit_hash, find_file, loaded_from, uncompiled
 from attnorm.models.saving import restore_normalizers, with_known_loss
 from attnorm.models.source import (
     BUNDLED,
@@ -39,10 +44,14 @@ from attnorm.models.source import (
     is_gguf,
     unreachable,
 )
+from attnorm.models.threads import exclusive
+from attnorm.models.untrusted import check_config, check_gguf, ignore_foreign_kernels
 
 __all__ = ["BUNDLED", "CannotLoad", "LoadedModel", "load"]
 
-CUT_SHORT = (struct.error, IndexError)  # errors of reading an incomplete GGUF file
+SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"
+# Files that a Trainer or accelerate writes beside the weights.
+NOT_WEIGHTS = re.compile(r"(training_args|optimizer|scheduler|scaler|sampler|rng_state|random_states)")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModel")
 
@@ -85,19 +94,30 @@ def load(
         raise ValueError(f"expected a transformers model, a hub name or a folder, got {model!r}")
     _check_device(device)
     precision = _parse_dtype(dtype)
+    return _load(model, tokenizer, precision, device, revision, trust_remote_code)
+
+
+@exclusive(alone=True)
+def _load(
+    model: str | Path, tokenizer: Any, precision: Any, device: str | None, revision: str | None, trust_remote_code: bool
+) -> LoadedModel:
     source, name, local_only = find(model)
     options = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local_only}
     with _explain_errors(name, source, local_only), silence_transformers():
         location, as_gguf = in_its_folder(Path(source)) if is_gguf(source) else (source, {})
         options |= as_gguf
+        if as_gguf:
+            check_gguf(Path(source))
+        elif isinstance(source, Path):
+            check_config(source)
         config = AutoConfig.from_pretrained(location, **options)
-    if isinstance(source, Path) and not as_gguf:
-        _check_weights(source, name)
-    with _explain_errors(name, source, local_only), silence_transformers():
-        pretrained = _load_weights(location, config, precision, device, options)
+        ignore_foreign_kernels(config, name)
+        files: dict[str, Any] = {"revision": revision, "local_files_only": local_only}
+        pickled = not as_gguf and _are_pickled(source, name, files)
+        pretrained = _load_weights(location, config, precision, device, options, pickled)
         if not as_gguf:
-            restore_normalizers(pretrained, source, revision=revision, local_files_only=local_only)
-            restore_output(pretrained, source, revision=revision, local_files_only=local_only)
+            restore_normalizers(pretrained, source, pickles=pickled, **files)
+            restore_output(pretrained, source, pickles=pickled, **files)
         read, problem = _load_tokenizer(tokenizer, location, options)
     pretrained.train(False)
     commit = None if isinstance(source, Path) else commit_of(source, revision)
@@ -155,32 +175,64 @@ def _parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | str | None:
     raise CannotLoad(f"a model cannot run in dtype {str(dtype)!r}; use {', '.join(map(repr, DTYPES))} or 'auto'")
 
 
-def _check_weights(folder: Path, name: str) -> None:
-    if any(folder.glob("*.safetensors")):
-        return
-    others = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt", ".gguf"))
+def _are_pickled(source: str | Path, name: str, files: dict[str, Any]) -> bool:
+    """Whether the weights are pickles, which is followed by a warning; safetensors beside them have priority."""
+
+    def has(file: str) -> bool:
+        return any(find_file(source, file + index, **files) for index in ("", ".index.json"))
+
+    if has(SAFETENSORS):
+        return False
+    if has(PICKLED):
+        target = str(source) if isinstance(source, Path) else source.rpartition("/")[2]
+        revision = f", revision={files['revision']!r}" if files["revision"] else ""
+        code = (
+            f"from attnorm.models.load import load; load({str(source)!r}, dtype='auto', device='cpu'{revision})"
+            f".model.save_pretrained({target!r})"
+        )
+        warnings.warn(
+            f"{name}: the weights are read from {PICKLED}, a pickle: only tensors, no code (weights_only=True). "
+            f"Convert it to safetensors once: python -c {shlex.quote(code)}",
+            stacklevel=3,
+        )
+        return True
+    if isinstance(source, Path) and not any(source.glob("*.safetensors")):
+        _raise_without_weights(source, name)
+    return False
+
+
+def _raise_without_weights(folder: Path, name: str) -> None:
+    others = sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.suffix in (".bin", ".pt", ".pth", ".ckpt", ".gguf") and not NOT_WEIGHTS.match(path.name)
+    )
     if not others:
         raise CannotLoad(
-            f"{name}: expected weights (model.safetensors) beside config.json, got none. Copy them to the folder."
+            f"{name}: expected weights ({SAFETENSORS} or {PICKLED}) beside config.json, got none. Copy them to the "
+            "folder."
         )
     raise CannotLoad(
-        f"{name}: the weights are in {', '.join(others[:3])}, but attnorm reads only safetensors, because a "
-        "pickle can run any code. If you trust the file, load it with transformers and save it again as "
-        "safetensors."
+        f"{name}: expected {SAFETENSORS} or {PICKLED}, got {', '.join(others[:3])}. Load it with the code that wrote "
+        "it, and save it with save_pretrained()."
     )
 
 
 def _load_weights(
-    source: str | Path, config: Any, precision: Any, device: str | None, options: dict[str, Any]
+    source: str | Path, config: Any, precision: Any, device: str | None, options: dict[str, Any], pickled: bool
 ) -> PreTrainedModel:
     target_device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if precision is None:
         precision = torch.float32 if target_device == "cpu" else "auto"
-    model, about = _model_class(config, options["trust_remote_code"], "gguf_file" in options).from_pretrained(
+    as_gguf = "gguf_file" in options
+    if pickled:  # otherwise transformers asks a service of the hub to convert the repository
+        os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")
+    model, about = _model_class(config, options["trust_remote_code"], as_gguf).from_pretrained(
         source,
         config=config,
         dtype=precision,
-        **({} if "gguf_file" in options else {"use_safetensors": True}),
+        weights_only=True,
+        **(_dequantized() if as_gguf else {"use_safetensors": not pickled}),
         output_loading_info=True,
         device_map="auto" if target_device == "auto" else None,
         **options,
@@ -195,6 +247,12 @@ def _load_weights(
         )
     loaded: PreTrainedModel = model if target_device == "auto" else model.to(target_device)
     return with_known_loss(loaded)
+
+
+def _dequantized() -> dict[str, Any]:
+    """Without this option transformers 5.23 may fetch kernels from the hub, which compute with packed weights."""
+    options = getattr(transformers, "GgufConfig", None)  # transformers before 5.23 always dequantizes
+    return {} if options is None else {"quantization_config": options(dequantize=True)}
 
 
 def _model_class(config: Any, trust_remote_code: bool, as_gguf: bool) -> Any:
@@ -249,30 +307,30 @@ def _explain_errors(name: str, source: str | Path, local_only: bool) -> Iterator
         raise CannotLoad(
             f"{name}: the weights are damaged or truncated ({error}). Download or save them again."
         ) from error
-    # TypeError, AttributeError: a config.json with a value of the wrong kind.
-    except (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError, AttributeError, *CUT_SHORT) as error:
-        raise CannotLoad(f"{name}: {_explain_error(error, source, local_only)}") from error
+    except pickle.UnpicklingError as error:
+        raise CannotLoad(
+            f"{name}: expected tensors only in the weights, got a damaged file or other Python objects, which can run "
+            f"code when they are read. Get the model as {SAFETENSORS} from its author."
+        ) from error
+    except Exception as error:  # files from elsewhere: any value of a config may be missing, of a wrong kind or 0
+        named = "" if isinstance(source, Path) else f"{name}: "  # the explanation contains the path
+        raise CannotLoad(f"{named}{_explain_error(error, source, local_only)}") from error
 
 
 def _explain_error(error: Exception, source: str | Path, local_only: bool) -> str:
     text = str(error)
     if "trust_remote_code" in text and "execute" in text:
+        named = f"{source}: " if isinstance(source, Path) else ""
         return (
-            "the model comes with code of its own, which attnorm does not run by itself; "
+            f"{named}the model comes with code of its own, which attnorm does not run by itself; "
             "read that code, then allow it with trust_remote_code=True (--trust-remote-code)"
         )
     if isinstance(source, Path):
-        if is_gguf(source):
-            return f"transformers cannot read the file {source}: {_first_line(error)}"
-        if not (source / "config.json").is_file():
-            files = sorted(path.name for path in source.glob(f"*{GGUF}"))
-            instead = f"; give the file itself: {source / files[0]}" if files else ""
-            return f"the folder {source} has no config.json, so it is no Hugging Face model{instead}"
-        return f"transformers cannot read the folder {source}: {_first_line(error)}"
+        return _explain_local_error(error, source)
     if "safetensors" in text and "does not appear to have" in text:
         return (
-            "the repository has no safetensors weights, and attnorm reads no pickles, which can run any code; "
-            "look for a converted revision, or load it yourself and save_pretrained() it to a folder"
+            f"the repository has neither {SAFETENSORS} nor {PICKLED}. Look for another revision, or load it with the "
+            "code that wrote it, and save it with save_pretrained() to a folder"
         )
     if local_only:
         return unreachable(source)
@@ -282,8 +340,27 @@ def _explain_error(error: Exception, source: str | Path, local_only: bool) -> st
     return _first_line(error)
 
 
+def _explain_local_error(error: Exception, source: Path) -> str:
+    if is_gguf(source):
+        return f"transformers cannot read the file {source}: {_first_line(error)}"
+    if not (source / "config.json").is_file():
+        files = sorted(path.name for path in source.glob(f"*{GGUF}"))
+        return f"expected the folder of a Hugging Face model, got {source} without config.json. " + (
+            f"Give the file itself: {source / files[0]}"
+            if files
+            else f"Give a folder that save_pretrained wrote, a hub name such as 'gpt2', or '{BUNDLED}'."
+        )
+    if "ignore_mismatched_sizes" in str(error):
+        return f"{source}: the weights have other shapes than config.json describes. One of them is of another model."
+    impossible = isinstance(error, TypeError | AttributeError | KeyError | ArithmeticError)
+    reason = ". A value of config.json is missing or impossible" if impossible else ""
+    return f"transformers cannot read the folder {source}: {_first_line(error)}{reason}"
+
+
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].endswith(":"):  # as the errors of a config's fields
+        return f"{lines[0]} {lines[1]}"
     return lines[0] if lines else type(error).__name__
 
 

@@ -33,6 +33,7 @@ from attnorm.models.dispatch import (
 )
 from attnorm.models.hf_call import POSITIONAL, MaskReader, read_call
 from attnorm.models.private_names import in_backward_pass, is_compiled, replace_get_interface
+from attnorm.models.threads import only_in_this_thread, uncompiled_meanwhile
 
 MAX_PARTS = 256
 TOLERANCE = 0.02  # share of the largest value; rounding errors are far below, another formula far above
@@ -54,7 +55,7 @@ def observe(
 ) -> Iterator[None]:
     """Within the with statement, pass each attention call of the model to `on_call`, then run the model's own kernel.
 
-    The output equals the unobserved one bit for bit, with or without gradients.
+    The output equals the unobserved one bit for bit, with or without gradients. Calls of other threads are ignored.
 
     inputs: also record the states that the keys are projected from. check: check one row of every module
     (`check_output`); once per model is enough. on_output: function that gets each call with its output (B, Q, H, E).
@@ -71,7 +72,7 @@ def observe(
         for handle in observation.hooks(modules):
             restore.callback(handle.remove)
         if any(map(is_compiled, modules)):
-            restore.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code does not call get_interface
+            restore.enter_context(uncompiled_meanwhile())  # compiled code does not call get_interface
         yield
     for decide in observation.undecided:
         decide()
@@ -97,6 +98,7 @@ class _Observation:
         self.on_call = on_call
         self.on_output = on_output
         self.keep_inputs = inputs
+        self.thread = threading.get_ident()
         self.sites = attention_sites(model)
         self.read_mask = MaskReader()
         self._forward_parameters = {
@@ -111,15 +113,19 @@ class _Observation:
 
     def hooks(self, modules: Sequence[nn.Module]) -> Iterator[torch.utils.hooks.RemovableHandle]:
         """Register the hooks of the model and its attention modules. modules: all modules, the model first."""
+
+        def begins(inside: list[nn.Module]) -> Callable[..., None]:
+            return only_in_this_thread(partial(self._on_forward_start, inside))
+
         for module in modules:
             if module is modules[0]:
-                yield module.register_forward_pre_hook(partial(self._on_forward_start, [*self.sites]))
+                yield module.register_forward_pre_hook(begins([*self.sites]))
             elif isinstance(module, PreTrainedModel):
                 inside = [part for part in module.modules() if part in self.sites]
-                yield module.register_forward_pre_hook(partial(self._on_forward_start, inside))
+                yield module.register_forward_pre_hook(begins(inside))
         for module in self.sites:
-            yield module.register_forward_pre_hook(self._on_module_enter, with_kwargs=True)
-            yield module.register_forward_hook(self._on_module_exit, always_call=True)
+            yield module.register_forward_pre_hook(only_in_this_thread(self._on_module_enter), with_kwargs=True)
+            yield module.register_forward_hook(only_in_this_thread(self._on_module_exit), always_call=True)
 
     def _on_forward_start(self, inside: list[nn.Module], *_: Any) -> None:
         self.ran = True
@@ -178,7 +184,7 @@ class _RunningModule:
 def _register(observation: _Observation) -> None:
     with _lock:
         if not _observed:
-            _original.append(replace_get_interface(_get_interface))
+            _original.append(replace_get_interface(_observing(AttentionInterface.get_interface)))
         for module in observation.sites:
             _observed[module] = (*_observed.get(module, ()), observation)
 
@@ -195,14 +201,17 @@ def _unregister(observation: _Observation) -> None:
             replace_get_interface(_original.pop())
 
 
-def _get_interface(self: AttentionInterface, attn_implementation: str | None, default: Callable[..., Any]) -> Any:
-    function = _original[0](self, attn_implementation, default)
-    return partial(_run, attn_implementation or "eager", function)
+def _observing(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_interface(self: AttentionInterface, attn_implementation: str | None, default: Callable[..., Any]) -> Any:
+        return partial(_run, attn_implementation or "eager", original(self, attn_implementation, default))
+
+    return get_interface
 
 
 def _run(kernel: str, function: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     for observation in _observed.get(module, ()):  # empty for a module of a model that is not observed
-        function = partial(observation.run, kernel, function)
+        if observation.thread == threading.get_ident():
+            function = partial(observation.run, kernel, function)
     return function(module, *args, **kwargs)
 
 

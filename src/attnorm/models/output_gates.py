@@ -23,6 +23,7 @@ from attnorm.metrics.rows import measure_rows
 from attnorm.metrics.sampling import evenly_spaced
 from attnorm.models.dispatch import attention_sites
 from attnorm.models.observe import observe
+from attnorm.models.threads import only_in_this_thread
 from attnorm.normalizers.contract import Mechanism
 
 PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense", "wo")
@@ -81,10 +82,12 @@ def output_gates(model: nn.Module) -> Iterator[OutputGates]:
         for module in gated:
             projection = _projection_of(module)
             if projection is not None:
-                until_exit.callback(module.register_forward_pre_hook(enters).remove)
+                until_exit.callback(module.register_forward_pre_hook(only_in_this_thread(enters)).remove)
                 for part in module.children():
-                    until_exit.callback(part.register_forward_hook(partial(changes, module)).remove)
-                until_exit.callback(projection.register_forward_pre_hook(partial(projects, module)).remove)
+                    change = only_in_this_thread(partial(changes, module))
+                    until_exit.callback(part.register_forward_hook(change).remove)
+                project = only_in_this_thread(partial(projects, module))
+                until_exit.callback(projection.register_forward_pre_hook(project).remove)
         if gated:
             until_exit.enter_context(observe(model, lambda call: None, check=False, on_output=on_output))
         yield measured

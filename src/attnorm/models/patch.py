@@ -45,6 +45,7 @@ from attnorm.models.patch_state import (
 )
 from attnorm.models.patched_attention import check_plain_logits, check_readable
 from attnorm.models.recipe import Recipe
+from attnorm.models.threads import exclusive
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.declaration import LayerFacts
 from attnorm.normalizers.registry import as_normalizer, entry_of
@@ -78,6 +79,10 @@ class Patch:
 
     def remove(self) -> None:
         """Restore softmax; a second call changes nothing."""
+        with exclusive(*self._modules.values()):
+            self._detach()
+
+    def _detach(self) -> None:
         detach([self._modules[path] for path in self.normalizers])
 
     @contextmanager
@@ -87,16 +92,19 @@ class Patch:
         >>> with handle.paused():
         ...     baseline = model(**batch).loss
         """
-        modules = [self._modules[path] for path in self.normalizers]
-        if not modules:
-            raise RuntimeError("expected an active patch, got one that was removed. The model already runs without it.")
-        if any(map(is_paused, modules)):
-            raise RuntimeError(
-                "expected an active patch, got one that is paused already. Leave the first paused() before you "
-                "enter another."
-            )
-        with temporarily_unpatched(modules):
-            yield
+        with exclusive(*self._modules.values(), block="paused()"):
+            modules = [self._modules[path] for path in self.normalizers]
+            if not modules:
+                raise RuntimeError(
+                    "expected an active patch, got one that was removed. The model already runs without it."
+                )
+            if any(map(is_paused, modules)):
+                raise RuntimeError(
+                    "expected an active patch, got one that is paused already. Leave the first paused() before you "
+                    "enter another."
+                )
+            with temporarily_unpatched(modules):
+                yield
 
     def __repr__(self) -> str:
         normalizers = self.normalizers
@@ -168,35 +176,37 @@ def patch(
     """
     check_observable(model)
     train_length = _validate_train_length(train_length)
-    parts: dict[nn.Module, tuple[Normalizer | Mechanism, Recipe]] = {}
-    paths: dict[str, nn.Module] = {}
-    skipped = False
-    replacements = list(_expand_replacements(model, normalizer, layers, options))
-    for replacement, _, _ in replacements:
-        if isinstance(replacement, str):
-            entry_of(replacement)  # a wrong name comes first: removing an earlier patch would not help
-    for replacement, replacement_options, modules in replacements:
-        _reject_patched(modules)
-        for module, (site, heads) in modules.items():
-            part, recipe = _build_normalizer(
-                replacement, replacement_options, module, _module_name(site, module), heads, warm_start, train_length
+    with exclusive(model):
+        parts: dict[nn.Module, tuple[Normalizer | Mechanism, Recipe]] = {}
+        paths: dict[str, nn.Module] = {}
+        skipped = False
+        replacements = list(_expand_replacements(model, normalizer, layers, options))
+        for replacement, _, _ in replacements:
+            if isinstance(replacement, str):
+                entry_of(replacement)  # a wrong name comes first: removing an earlier patch would not help
+        for replacement, replacement_options, modules in replacements:
+            _reject_patched(modules)
+            for module, (site, heads) in modules.items():
+                path = _module_name(site, module)
+                part, recipe = _build_normalizer(
+                    replacement, replacement_options, module, path, heads, warm_start, train_length
+                )
+                is_cross_attention = _is_cross_attention(site, module)
+                if not part.properties.permutation_equivariant and is_cross_attention:
+                    skipped = True  # keys of another sequence have no position relative to the queries
+                    continue
+                if isinstance(part, Mechanism):
+                    capped = getattr(module, "attn_logit_softcapping", None) is not None  # Gemma 2
+                    biased = not is_cross_attention and hasattr(module, "relative_attention_num_buckets")  # T5
+                    check_plain_logits(part, softcap=capped, bias=biased)
+                parts[module], paths[site.path] = (part, recipe), module
+        if skipped and not parts:
+            raise ValueError(
+                "expected a normalizer that does not depend on the order of the keys, since all chosen layers are "
+                "cross-attention. Choose another normalizer, or other layers with layers=."
             )
-            is_cross_attention = _is_cross_attention(site, module)
-            if not part.properties.permutation_equivariant and is_cross_attention:
-                skipped = True  # keys of another sequence have no position relative to the queries
-                continue
-            if isinstance(part, Mechanism):
-                capped = getattr(module, "attn_logit_softcapping", None) is not None  # Gemma 2
-                biased = not is_cross_attention and hasattr(module, "relative_attention_num_buckets")  # T5
-                check_plain_logits(part, softcap=capped, bias=biased)
-            parts[module], paths[site.path] = (part, recipe), module
-    if skipped and not parts:
-        raise ValueError(
-            "expected a normalizer that does not depend on the order of the keys, since all chosen layers are "
-            "cross-attention. Choose another normalizer, or other layers with layers=."
-        )
-    attach(model, parts)
-    return Patch(paths)
+        attach(model, parts)
+        return Patch(paths)
 
 
 SelectedModules = dict[nn.Module, tuple[Site, tuple[int, ...] | None]]
@@ -242,19 +252,24 @@ def swap(
 ) -> Iterator[Patch]:
     """Patch the model within a with statement; softmax is restored afterwards, also after an exception.
 
+    The model is patched for all threads. Meanwhile other threads cannot patch, analyze or evaluate it (RuntimeError).
+
     >>> with swap(model, "entmax15", layers=[3, 4]):
     ...     model.generate(...)
     """
-    handle = patch(model, normalizer, layers=layers, warm_start=warm_start, train_length=train_length, **options)
-    try:
-        yield handle
-    finally:
-        handle.remove()
+    check_observable(model)
+    with exclusive(model, block="swap()"):
+        handle = patch(model, normalizer, layers=layers, warm_start=warm_start, train_length=train_length, **options)
+        try:
+            yield handle
+        finally:
+            handle._detach()  # not remove(): Python may close a dropped generator in another thread
 
 
 def unpatch(model: nn.Module) -> None:
     """Restore softmax in all attention modules of the model."""
-    detach(patched_modules(check_model(model)).values())
+    with exclusive(check_model(model)):
+        detach(patched_modules(model).values())
 
 
 def _validate_train_length(train_length: Any) -> int | None:

@@ -3,7 +3,8 @@
 PEFT saves the weights of adapters, and for every AuxiliaryTrainingWrapper the result of its `adapter_state_dict`. If
 PEFT is installed, the recipe of a patched module is such a wrapper, so recipe and values are in
 adapter_model.safetensors. If PEFT loads the adapters without attnorm, it ignores them. To get a warning there, we add a
-key that PEFT does not know to the configuration of the adapters: PEFT prints its name.
+key that PEFT does not know to the configuration of the adapters: PEFT prints its name, and then advises to upgrade
+PEFT. Hence the name is a sentence that contradicts this advice.
 """
 
 import types
@@ -16,7 +17,10 @@ from torch import Tensor, nn
 
 from attnorm.models.recipe import Recipe, SavedRecipe
 
-MARK = "attnorm_replaced_softmax_so_load_with_attnorm_from_pretrained"
+MARK = (
+    "attnorm: these adapters belong to a model without softmax, which PEFT does not restore in any version. Do not "
+    "upgrade PEFT for it. Call attnorm.from_pretrained(folder, model_class=type(base_model)) instead"
+)
 
 
 class AdapterRecipe(SavedRecipe, AuxiliaryTrainingWrapper):  # type: ignore[misc, unused-ignore]

@@ -20,6 +20,11 @@ from torch import nn
 INTERFACE, GET_INTERFACE = "ALL_ATTENTION_FUNCTIONS", "get_interface"
 ROTARY_FUNCTION = "apply_rotary_pos_emb"
 COMPILED_PREFIX = "_orig_mod."
+# The kernels that are part of transformers. Every other name may be a repository, whose code would be fetched and run.
+OWN_KERNELS = {
+    "_attn_implementation": (None, "eager", "sdpa", "flex_attention"),
+    "_experts_implementation": (None, "eager", "batched_mm", "grouped_mm"),
+}
 IGNORED_KEYS = "_keys_to_ignore_on_load_unexpected"
 
 PRIVATE: dict[str, str] = {
@@ -38,6 +43,8 @@ PRIVATE: dict[str, str] = {
     f"transformers.PreTrainedModel.{IGNORED_KEYS}": "the normalizers' weights are expected by attnorm",
     "transformers.PreTrainedConfig._attn_implementation": "the kernel that a model builds its masks for",
     "transformers.PreTrainedConfig._attn_implementation_internal": "the kernel of a patched module alone",
+    "transformers.PreTrainedConfig._experts_implementation": "a kernel that a config may name and the hub may have",
+    "transformers.PreTrainedConfig._experts_implementation_internal": "the same, of one part of a model",
     "transformers.PreTrainedConfig._name_or_path": "where a model was loaded from",
     "transformers.utils.hub.cached_file(_raise_exceptions_for_missing_entries)": "a file that may be absent",
     "transformers.utils.hub.cached_file(_raise_exceptions_for_connection_errors)": "the same, without a network",
@@ -124,6 +131,17 @@ def replace_get_interface(function: Any) -> Any:
 def kernel_name(config: Any) -> str:
     """Name of the attention function that a model with this config runs and builds masks for."""
     return config._attn_implementation or "eager"
+
+
+def remove_foreign_kernels(config: Any) -> list[str]:
+    """Leave the choice of kernels to transformers where a config names foreign ones; return their names."""
+    removed = []
+    for attribute, own in OWN_KERNELS.items():
+        if (name := getattr(config, attribute, None)) not in own:
+            removed.append(str(name))
+            setattr(config, f"{attribute}_internal", None)
+    parts = [getattr(config, key, None) for key in getattr(config, "sub_configs", {})]
+    return removed + [name for part in parts if part is not None for name in remove_foreign_kernels(part)]
 
 
 def copy_with_kernel(config: Any, kernel: str) -> Any:

@@ -29,6 +29,7 @@ from transformers.pytorch_utils import Conv1D
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.dispatch import attention_sites
 from attnorm.models.private_names import ROTARY_FUNCTION, rotary_files
+from attnorm.models.threads import only_in_this_thread
 
 NAMES = (("q_proj", "k_proj"), ("query", "key"), ("q_lin", "k_lin"))
 FUSED = ("c_attn", "qkv_proj")  # queries, then keys, then values
@@ -148,9 +149,11 @@ def before_rotation(model: nn.Module) -> Iterator[BeforeRotation]:
 
 
 def _record_before_rotation(original: Any, before: BeforeRotation) -> Any:
+    keep = only_in_this_thread(before.keep)
+
     @wraps(original)
     def rotate(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
-        before.keep(q, k)
+        keep(q, k)
         return original(q, k, *args, **kwargs)
 
     return rotate

@@ -37,6 +37,8 @@ from attnorm.models.patch_state import (
 from attnorm.models.private_names import expecting_weights, find_file, uncompiled
 from attnorm.models.recipe import FORMAT, RECIPE, SavedNormalizer, read_normalizers, remove_format_1, values_digest
 from attnorm.models.source import can_only_be_a_folder, did_you_mean, hub_answers
+from attnorm.models.threads import exclusive
+from attnorm.models.untrusted import check_config, ignore_foreign_kernels
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.registry import entries, get
 
@@ -116,6 +118,7 @@ def ordinary_files(folder: Path) -> Iterator[None]:
                 weights.chmod(config.stat().st_mode)
 
 
+@exclusive(alone=True)
 def from_pretrained(
     directory: str | os.PathLike[str], *, model_class: type[Any] | None = None, **options: Any
 ) -> PreTrainedModel:
@@ -157,11 +160,19 @@ def from_pretrained(
             "model_class=transformers.AutoModelForCausalLM."
         )
     trusted = {"trust_remote_code": options["trust_remote_code"]} if "trust_remote_code" in options else {}
-    loaded_class = model_class or _saved_class(AutoConfig.from_pretrained(directory, **location, **trusted), directory)
+    if Path(directory).is_dir():
+        check_config(Path(directory))
+    settings = None
+    if model_class is None or config:
+        reader = getattr(model_class, "config_class", None) or AutoConfig
+        settings = reader.from_pretrained(directory, **location, **trusted)
+        if ignore_foreign_kernels(settings, str(directory)):
+            options.setdefault("config", settings)
+    loaded_class = model_class or _saved_class(settings, directory)
     attnorm_names = rf"\.({NORMALIZER}|{RECIPE})\.|{SAVED_OUTPUT.pattern}"
     with expecting_weights(loaded_class, attnorm_names), warnings.catch_warnings():
         warnings.filterwarnings(
-            "ignore", "(?s).*attnorm_replaced_softmax"
+            "ignore", "(?s).*attnorm: these adapters"
         )  # a warning of PEFT about an entry that models/peft_adapters.py writes
         model: PreTrainedModel = loaded_class.from_pretrained(directory, **options)
     restore_normalizers(model, directory, **files)

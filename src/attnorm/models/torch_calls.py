@@ -39,6 +39,7 @@ from attnorm.models.private_names import (
     in_backward_pass,
     without_innermost_mode,
 )
+from attnorm.models.threads import uncompiled_meanwhile
 from attnorm.models.torch_functions import (
     read_flex_attention,
     read_multi_head_attention,
@@ -72,6 +73,7 @@ class CallSites:
         self._roots_of_pass: set[nn.Module] = set()
         self._forwards: Counter[nn.Module] = Counter()
         self._calls: Counter[tuple[nn.Module | None, int]] = Counter()
+        self._keys: dict[tuple[Any, ...], int] = {}  # of the last call of a site
         self._layers: Counter[Kind] = Counter()
         self._paths: dict[nn.Module, str] = {}
 
@@ -83,21 +85,28 @@ class CallSites:
             restore.callback(register_module_forward_hook(self._leave, always_call=True).remove)
             yield
 
-    def site(self, kind: Kind, function: str, inside: str = "") -> CallSite:
-        """Return the site of the current call. A site keeps its first kind: with a cache, later masks contain less.
+    def site(self, call: AttentionCall, function: str, inside: str = "") -> CallSite:
+        """Return the site of a call. A site keeps its first kind: with a cache, later masks contain less.
 
-        inside: the name below the running module, where that does the work of one of its children.
+        Where a module attends to its own sequence and, in another pass, to another one, these are two sites. inside:
+        the name below the running module, where that does the work of one of its children.
         """
         if not self.passes:
             self._begin_pass(())
         module, forward = self._running[-1] if self._running else (None, 0)
-        call = self._calls[module, forward]
+        key: tuple[Any, ...] = (module, forward, self._calls[module, forward], function)
         self._calls[module, forward] += 1
-        key = (module, forward, call, function)
+        queries, keys = call.query_BHQD.shape[2], call.key_BGKD.shape[2]
+        earlier = self.sites.get(key)
+        if earlier is not None and call.kind == "cross":
+            # A decoder's cache may have a fixed size. That of a text without a mask, one token, grows with the queries.
+            in_cache = queries <= keys and (earlier.kind == "decoder" or keys == self._keys[key] + queries)
+            key = key if in_cache else (*key, "cross")
+        self._keys[key] = keys
         if key not in self.sites:
             path = ".".join(part for part in (self._path(module), inside) if part)
-            self.sites[key] = CallSite(kind, self._layers[kind], path, function)
-            self._layers[kind] += 1
+            self.sites[key] = CallSite(call.kind, self._layers[call.kind], path, function)
+            self._layers[call.kind] += 1
         return self.sites[key]
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -173,7 +182,7 @@ def watch_torch(on_call: OnCall, model: nn.Module | None = None) -> Iterator[Cal
         restore.callback(_only_one.release)
         sites = CallSites(model)
         restore.enter_context(sites.followed())
-        restore.enter_context(torch.compiler.set_stance("force_eager"))
+        restore.enter_context(uncompiled_meanwhile())
         restore.enter_context(warnings.catch_warnings())
         # The hooks of call_sites fire once more for a compiled model's wrapper, which is as it should be.
         warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
@@ -203,7 +212,7 @@ class _Watch(TorchFunctionMode):
         call = watched.read(*args, **kwargs)
         if call.query_BHQD.device.type == "meta" or not call.query_BHQD.numel() or not call.key_BGKD.numel():
             return
-        site = self.sites.site(call.kind, watched.name, watched.inside)
+        site = self.sites.site(call, watched.name, watched.inside)
         call = replace(call, kind=site.kind, layer=site.layer)
         with torch.autocast(call.query_BHQD.device.type, enabled=False):
             if site not in self._checked and _comparable(watched, result, args, kwargs):

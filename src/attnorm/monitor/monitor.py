@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
+from threading import get_ident
 from typing import Any, NoReturn, Self
 
 from torch import distributed, nn
@@ -52,9 +53,20 @@ class ObservingCallback(TrainerCallback):
 
     _variable: str  # name of an instance in error messages
     _open: ExitStack | None = None  # while it observes
+    _thread = 0  # the one that observes
 
     def begin(self, model: nn.Module) -> None:
         raise NotImplementedError
+
+    def _start_over(self) -> None:
+        """Stop observing for a step that was not finished, and start one in this thread."""
+        if self._open is not None and self._thread != get_ident():
+            raise RuntimeError(
+                f"expected a {type(self).__name__} of one thread, got one that another thread uses for a step. Make "
+                "one for each thread."
+            )
+        self.close()
+        self._thread = get_ident()
 
     def close(self) -> None:
         """Stop observing the model if a step was not finished."""
@@ -219,7 +231,7 @@ class AttentionMonitor(ObservingCallback):
 
     def begin(self, model: nn.Module) -> None:
         """Start to observe the model; its next training forward pass is measured. `finish` returns the numbers."""
-        self.close()
+        self._start_over()
         model = trained_model(check_model(model))
         with ExitStack() as opened:
             check = self._checked is not model

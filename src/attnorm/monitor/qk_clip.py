@@ -27,6 +27,7 @@ from attnorm.models.dispatch import UnsupportedModel, attention_sites, check_obs
 from attnorm.models.observe import observe
 from attnorm.models.private_names import lightning_step
 from attnorm.models.query_key_origin import QueryKeyWeights, query_key_weights
+from attnorm.models.threads import only_in_this_thread
 from attnorm.monitor.monitor import (
     PREFIX,
     AttentionMonitor,
@@ -101,7 +102,7 @@ class QKClip(ObservingCallback):
 
     def begin(self, model: nn.Module) -> None:
         """Start to measure the training forward passes of the model."""
-        self.close()
+        self._start_over()
         if self.on_alert and not self._logits_exploded():
             return
         check_observable(model)
@@ -110,8 +111,9 @@ class QKClip(ObservingCallback):
         unknown = any(module not in self._weights for module in sites)
         with ExitStack() as opened:
             opened.enter_context(observe(model, self._on_call, inputs=unknown, check=unknown))
-            hooks = [model.register_forward_pre_hook(self._forward_begins)]
-            hooks += [module.register_forward_pre_hook(self._module_begins) for module in sites]
+            hooks = [model.register_forward_pre_hook(only_in_this_thread(self._forward_begins))]
+            begins = only_in_this_thread(self._module_begins)
+            hooks += [module.register_forward_pre_hook(begins) for module in sites]
             for hook in hooks:
                 opened.callback(hook.remove)
             self._open = opened.pop_all()

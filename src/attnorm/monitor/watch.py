@@ -23,6 +23,7 @@ from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.sampling import query_masks
 from attnorm.models.dispatch import UnsupportedModel
 from attnorm.models.observe import observe
+from attnorm.models.threads import only_in_this_thread, uncompiled_meanwhile
 from attnorm.monitor.measure import BROKEN, REPORTED, Sample, Sampler, measure
 from attnorm.normalizers.contract import Mechanism
 
@@ -40,12 +41,12 @@ def watch(model: nn.Module, *, rows: int, top_n: int, check: bool) -> Iterator["
     """Run compiled models uncompiled meanwhile: compiled code calls no attention function that could be observed."""
     watched = ForwardWatch(rows, top_n)
     with ExitStack() as until_exit:
-        until_exit.enter_context(torch.compiler.set_stance("force_eager"))
+        until_exit.enter_context(uncompiled_meanwhile())
         until_exit.enter_context(watched.observation)
         watched.observation.enter_context(observe(model, watched.on_call, check=check))
-        begin = model.register_forward_pre_hook(watched.begin, with_kwargs=True)
+        begin = model.register_forward_pre_hook(only_in_this_thread(watched.begin), with_kwargs=True)
         until_exit.callback(begin.remove)
-        end = model.register_forward_hook(watched.end, always_call=True)
+        end = model.register_forward_hook(only_in_this_thread(watched.end), always_call=True)
         until_exit.callback(end.remove)
         yield watched
 

@@ -210,7 +210,7 @@ class Entmax(Map):
         return max(one_against_equals_norm(2, self.alpha), one_against_equals_norm(n, self.alpha))
 
     def slopes(self, block: Block, weights: Tensor) -> Tensor:
-        alpha = self.alpha if self.theta is None else 1 + per_head(torch.sigmoid(self.theta), weights)
+        alpha = self.alpha if self.theta is None else per_head(1 + self.share(weights.dtype), weights)
         return _slopes(weights, weights > 0, alpha)
 
     def extra_repr(self) -> str:

@@ -262,7 +262,9 @@ def _parse_options(text: str) -> dict[str, Any]:
 def needle(
     model: Annotated[
         str,
-        typer.Argument(metavar="MODEL", help="Model to fine-tune: a folder that attnorm lab train lm wrote, or bundled."),
+        typer.Argument(
+            metavar="MODEL", help="Model to fine-tune: a folder that attnorm lab train lm wrote, or bundled."
+        ),
     ],
     text: Annotated[
         Path, typer.Option(metavar="FILE", help="Text to hide keys in; its last quarter is used for the test.")

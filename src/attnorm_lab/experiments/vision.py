@@ -18,7 +18,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from attnorm.arithmetic import student_interval, wilson_interval
+from attnorm.arithmetic import (
+    SIGNIFICANT,
+    Difference,
+    difference_over_seeds,
+    holm,
+    student_interval,
+    wilson_interval,
+)
 from attnorm.figures import INK, PALE, note, panel
 from attnorm.files import append_jsonl, read_jsonl
 from attnorm.provenance import file_hash
@@ -256,15 +263,70 @@ def outcome(records: Sequence[Record], plan: VisionPlan, *, planned: int) -> Out
     )
 
 
+@dataclass(frozen=True)
+class SeedComparison:
+    """A model against its rival at one number of tokens."""
+
+    seeds: int  # common ones
+    difference: Difference | None
+    p_holm: float | None
+    tests: int  # that the correction counts
+
+
+def comparisons_of(records: Sequence[Record]) -> dict[tuple[int, str, str], SeedComparison]:
+    """Compare, by tokens, model and rival: each model with the softmax of its form, and `soft` with the full kernel.
+
+    Holm's correction is over all comparisons with softmax, and apart from these over all with the kernel.
+    """
+    groups = groups_of(records)
+    with_softmax = [
+        (tokens, name, "pyramid softmax" if name.startswith("pyramid ") else "softmax")
+        for tokens, name in groups
+        if not name.endswith("softmax")
+    ]
+    with_kernel = [(tokens, "soft", "gaussian") for tokens, name in groups if name == "soft"]
+    compared: dict[tuple[int, str, str], SeedComparison] = {}
+    for family in (with_softmax, with_kernel):
+        sides = {
+            (tokens, name, rival): (_by_seed(groups[tokens, name]), _by_seed(groups[tokens, rival]))
+            for tokens, name, rival in family
+            if (tokens, rival) in groups
+        }
+        tests = {key: test for key, pair in sides.items() if (test := difference_over_seeds(*pair)) is not None}
+        corrected = dict(zip(tests, holm([test.p for test in tests.values()]), strict=True))
+        compared |= {
+            key: SeedComparison(len(ours.keys() & theirs.keys()), tests.get(key), corrected.get(key), len(tests))
+            for key, (ours, theirs) in sides.items()
+        }
+    return compared
+
+
+def _by_seed(records: Sequence[Record]) -> dict[int, float]:
+    """Return the share of right answers by seed, of the models whose training did not fail."""
+    return {
+        record["settings"]["seed"]: record["correct"] / record["tested_on"]
+        for record in records
+        if record["correct"] is not None
+    }
+
+
 def table(records: Sequence[Record]) -> pa.Table:
-    """One row per tokens and model, over seeds."""
+    """One row per tokens and model, over seeds, with the difference to softmax."""
+    with_softmax = {
+        (tokens, model): compared
+        for (tokens, model, rival), compared in comparisons_of(records).items()
+        if rival != "gaussian"
+    }
     rows = []
     for (tokens, model), group in groups_of(records).items():
-        over_seeds = accuracy(group)
+        over_seeds, compared = accuracy(group), with_softmax.get((tokens, model))
+        test = compared and compared.difference
         rows.append(
             {
                 "tokens": tokens, "model": model, "seeds": len(group), "failed": len(group) - over_seeds.seeds,
                 "accuracy": over_seeds.mean, "low": over_seeds.low, "high": over_seeds.high,
+                "difference": test and test.value, "difference_low": test and test.low,
+                "difference_high": test and test.high, "p": test and test.p, "p_holm": compared and compared.p_holm,
                 "images_per_second": fmean(record["images_per_second"] for record in group),
                 "peak_mb": max(record["peak_bytes"] or math.nan for record in group) / 1e6,
                 "parameters": group[0]["parameters"],
@@ -275,7 +337,7 @@ def table(records: Sequence[Record]) -> pa.Table:
 
 def findings(records: Sequence[Record]) -> tuple[ExperimentFinding, ...]:
     """Compare each SOFT model with softmax, and the landmarks with the full kernel, at every number of tokens."""
-    groups = groups_of(records)
+    groups, compared = groups_of(records), comparisons_of(records)
     comparisons = []
     for tokens in dict.fromkeys(tokens for tokens, _ in groups):
         for name, rival, claim in (
@@ -287,8 +349,8 @@ def findings(records: Sequence[Record]) -> tuple[ExperimentFinding, ...]:
             ("pyramid soft++", "pyramid softmax", "in a pyramid SOFT++ is more accurate than softmax"),
             ("soft", "gaussian", "the landmarks are at least as accurate as the full Gaussian kernel"),
         ):
-            if (tokens, name) in groups and (tokens, rival) in groups:
-                verdict, words, why = _compare(groups[tokens, name], groups[tokens, rival])
+            if (tokens, name, rival) in compared:
+                verdict, words, why = _judge(compared[tokens, name, rival])
                 comparisons.append(
                     ExperimentFinding(
                         claim=f"{claim} ({tokens:,} tokens)",
@@ -301,26 +363,16 @@ def findings(records: Sequence[Record]) -> tuple[ExperimentFinding, ...]:
     return tuple(comparisons)
 
 
-def _compare(ours: Sequence[Record], theirs: Sequence[Record]) -> tuple[Verdict, str, str]:
-    """Return verdict, difference and reason.
-
-    Models of one seed saw the same images in the same order, so they are paired. Two seeds carry no claim: their
-    differences may be equal by chance.
-    """
-    rivals = {record["settings"]["seed"]: record for record in theirs if record["correct"] is not None}
-    pairs = [
-        (record, rivals[record["settings"]["seed"]])
-        for record in ours
-        if record["correct"] is not None and record["settings"]["seed"] in rivals
-    ]
-    if len(pairs) < MIN_SEEDS:
-        return "not tested", "", f"{len(pairs)} of the {MIN_SEEDS} seeds that a verdict needs"
-    differences = [mine["correct"] / mine["tested_on"] - other["correct"] / other["tested_on"] for mine, other in pairs]
-    low, high = student_interval(differences)
-    words = f"; difference {100 * fmean(differences):+.1f} points ({100 * low:+.1f} to {100 * high:+.1f})"
-    if low <= 0 <= high:
-        return "not decided", words, "the interval of the difference contains 0"
-    return judge(low > 0), words, ""
+def _judge(compared: SeedComparison) -> tuple[Verdict, str, str]:
+    """Return verdict, difference and reason. Two seeds carry no claim: their differences may be equal by chance."""
+    test, p_holm = compared.difference, compared.p_holm
+    if compared.seeds < MIN_SEEDS or test is None or p_holm is None:
+        return "not tested", "", f"{compared.seeds} of the {MIN_SEEDS} seeds that a verdict needs"
+    words = f"; difference {100 * test.value:+.1f} points ({100 * test.low:+.1f} to {100 * test.high:+.1f})"
+    why = f"p = {p_holm:.2g} after Holm's correction over {compared.tests} tests"
+    if p_holm >= SIGNIFICANT:
+        return "not decided", words, why
+    return judge(test.value > 0), words, why
 
 
 def _in_words(over_seeds: Accuracy) -> str:

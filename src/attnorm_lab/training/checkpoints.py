@@ -6,6 +6,7 @@ Unlike accelerate's `save_state`, this does not pickle: a pickle can run code wh
 SIGTERM are deferred to the next step, where the state can be saved.
 
 The log has a line per logged step. A resumed run repeats the steps after its checkpoint, so their lines are dropped.
+So is the line of a step where only a signal or a time limit ended training: the next line takes its losses along.
 """
 
 import json
@@ -185,7 +186,7 @@ def log_entry(
 
 
 def keep_metrics(path: Path, step: int) -> None:
-    """Drop entries after `step`, the last checkpoint: those steps are repeated."""
+    """Drop entries after `step`: those steps are repeated, or logged together with later ones."""
     if not path.exists():
         return
     kept = []

@@ -225,10 +225,13 @@ class TrainingRun:
         self.out, self.schedule, self.model, self.optimizer, self.device = out, schedule, model, optimizer, device
         self.processes = processes or Processes()
         self.step, self.seconds, self.tokens = 0, 0.0, 0
+        self._losses: list[Tensor] = []  # of the steps since the last entry that an uninterrupted run has too
         if done := self.processes.by_first(lambda: finished_checkpoints(out / CHECKPOINTS)):
             state = load_checkpoint(done[-1], model, optimizer, device)
             self.step, self.seconds, self.tokens = state["step"], state["seconds"], state.get("tokens", 0)
-        self.processes.by_first(lambda: keep_metrics(out / METRICS, self.step))
+            self._losses = list(torch.tensor(state["losses"], device=device))
+        # An uninterrupted run has no entry at a step where only a request or the deadline ended training.
+        self.processes.by_first(lambda: keep_metrics(out / METRICS, self.step - bool(self._losses)))
 
     def _update(self, rate: float) -> tuple[Tensor, Tensor]:
         """Change the weights; return the loss and the norm of the gradient before clipping, on the device."""
@@ -260,7 +263,6 @@ class TrainingRun:
             evaluate_every: Steps between validation losses; the last step has one too. None for no validation loss.
         """
         self.model.train()
-        losses: list[Tensor] = []
         memory, clock, tokens = MemoryPeak(self.device), time.monotonic(), self.tokens
         highest = 0  # peak memory of all steps; torch does not count the memory of captured steps
         path = self.out / METRICS if self.processes.first else Path(os.devnull)
@@ -269,18 +271,21 @@ class TrainingRun:
             while not ending:
                 rate = learning_rate(self.step, self.schedule)
                 loss, norm = self._update(rate)
-                losses.append(loss)
+                self._losses.append(loss)
                 self.step += 1
                 complete = self.step == self.schedule.steps
                 ending = complete or self.processes.any(stop.requested or time.monotonic() >= deadline)
                 evaluate = evaluate_every is not None and (complete or self.step % evaluate_every == 0)
-                save = checkpoint_every is not None and (ending or self.step % checkpoint_every == 0)
+                planned = checkpoint_every is not None and (complete or self.step % checkpoint_every == 0)
+                save = planned or (checkpoint_every is not None and ending)
                 save |= checkpoint_if_stopped and ending and (stop.requested or not complete)
-                if evaluate or ending or save or self.step % LOG_EVERY == 0:
-                    mean_loss = self.processes.mean(torch.stack(losses).mean())
+                regular = evaluate or complete or planned or self.step % LOG_EVERY == 0
+                if regular or ending:
+                    losses = self.processes.mean(torch.stack(self._losses))
                     entry = log_entry(
-                        self.step, self.tokens, mean_loss, norm, rate, highest_rate=self.schedule.learning_rate
+                        self.step, self.tokens, losses.mean(), norm, rate, highest_rate=self.schedule.learning_rate
                     )
+                    self._losses = [] if regular else list(losses)
                     elapsed = time.monotonic() - clock
                     entry["tokens_per_second"] = round((self.tokens - tokens) / elapsed, 1)
                     self.seconds += elapsed
@@ -294,7 +299,8 @@ class TrainingRun:
                     if save:
                         self.processes.by_first(self._save)
                     memory.restart()
-                    losses, clock, tokens = [], time.monotonic(), self.tokens
+                    clock, tokens = time.monotonic(), self.tokens
 
     def _save(self) -> None:
-        save_checkpoint(self.out / CHECKPOINTS, self.model, self.optimizer, self.step, self._state())
+        record = {**self._state(), "losses": [float(loss) for loss in self._losses]}
+        save_checkpoint(self.out / CHECKPOINTS, self.model, self.optimizer, self.step, record)

@@ -309,7 +309,7 @@ def test_a_missing_library_and_a_wrong_database_are_named(
             search(read_search_plan(plan), tmp_path / "new", on="slurm")
     with monkeypatch.context() as patched:
         patched.setattr("attnorm_lab.training.device.find_spec", lambda name: None)
-        with pytest.raises(ImportError, match="pip install accelerate"):
+        with pytest.raises(ImportError, match=r"pip install 'attnorm\[train\]'"):
             search(read_search_plan(plan), tmp_path / "new")
     assert not (tmp_path / "new").exists()
     monkeypatch.setitem(sys.modules, "optuna", None)

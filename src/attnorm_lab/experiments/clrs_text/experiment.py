@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from attnorm.arithmetic import ceil_div
+from attnorm.arithmetic import Difference, ceil_div
 from attnorm.engines.execution import one_thread
 from attnorm.figures import CORRECTED, MEASURED, NULL, PALE, PRINTED, note, panel, tidy
 from attnorm_lab.experiments.clrs_text.results import (
@@ -25,6 +25,7 @@ from attnorm_lab.experiments.clrs_text.results import (
     ClrsVariant,
     Range,
     compare,
+    compare_shares,
     mean_shares,
     results_of,
     share_of,
@@ -124,12 +125,26 @@ def comparisons_of(results: ClrsResults) -> Comparisons:
     }
 
 
-def _describe_ranges(comparisons: Comparisons, variant: ClrsVariant) -> str:
+def _shares_against_softmax(results: ClrsResults, variant: ClrsVariant, where: Range) -> Difference | None:
+    softmax = results.variant(SOFTMAX)
+    if softmax is None or variant is softmax:
+        return None
+    return compare_shares(variant, softmax, results.algorithms, results.sizes[where])
+
+
+def _describe_ranges(results: ClrsResults, comparisons: Comparisons, variant: ClrsVariant) -> str:
     return "; ".join(
-        f"{words}: {_describe_comparisons(comparisons[variant.name, where])}"
+        f"{words}: {_describe_share(_shares_against_softmax(results, variant, where))}; "
+        f"{_describe_comparisons(compared)}"
         for where, words in RANGES.items()
-        if (variant.name, where) in comparisons
+        if (compared := comparisons.get((variant.name, where)))
     )
+
+
+def _describe_share(test: Difference | None) -> str:
+    if test is None:
+        return "not compared"
+    return f"{100 * test.value:+.1f} points ({100 * test.low:+.1f} to {100 * test.high:+.1f}, p = {test.p:.2g})"
 
 
 def _count(comparisons: Sequence[ClrsComparison], outcome: str) -> int:
@@ -137,12 +152,11 @@ def _count(comparisons: Sequence[ClrsComparison], outcome: str) -> int:
 
 
 def _describe_comparisons(comparisons: Sequence[ClrsComparison]) -> str:
-    mean = 100 * sum(comparison.difference for comparison in comparisons) / max(1, len(comparisons))
-    higher = sum(comparison.difference > 0 for comparison in comparisons)
+    higher = sum(comparison.difference.value > 0 for comparison in comparisons)
     return (
         f"better beyond chance on {_count(comparisons, 'better')} of {len(comparisons)}, worse on "
         f"{_count(comparisons, 'worse')} (higher on {higher}, no right answer of either on "
-        f"{sum(comparison.unsolved for comparison in comparisons)}; mean difference {mean:+.1f} points)"
+        f"{sum(comparison.unsolved for comparison in comparisons)})"
     )
 
 
@@ -162,16 +176,17 @@ def findings_of(results: ClrsResults, comparisons: Comparisons) -> tuple[Experim
     if adaptive is not None and (adaptive.name, "out") in comparisons:
         outside = comparisons[adaptive.name, "out"]
         everywhere = [one for where in RANGES for one in comparisons.get((adaptive.name, where), ())]
+        judged = _mostly_better(outside, everywhere, _shares_against_softmax(results, adaptive, "out"))
         unjudged = _why_no_verdict(results, softmax, adaptive)
         findings.append(
             ExperimentFinding(
                 f"With adaptive temperature in all heads, in training and inference, most of the 30 tasks improve, "
                 f"especially at larger sizes ({PAPER}).",
-                _describe_ranges(comparisons, adaptive),
-                "not tested" if unjudged else _mostly_better(outside, everywhere),
+                _describe_ranges(results, comparisons, adaptive),
+                "not tested" if unjudged else judged,
                 unjudged
-                or "Exact sign tests on the same questions, Holm's correction over algorithms, and every pair of "
-                "models must agree.",
+                or "Points: t-tests over seeds. Algorithms: tests over seeds and questions, Holm's correction over "
+                "algorithms.",
             )
         )
         exceptions = [comparison for comparison in outside if comparison.algorithm in EXCEPTIONS]
@@ -180,9 +195,9 @@ def findings_of(results: ClrsResults, comparisons: Comparisons) -> tuple[Experim
             verdict: Verdict = "does not" if len(better) == len(exceptions) else "partly" if better else "reproduces"
             if unjudged:
                 verdict = "not tested"
-            elif _mostly_better(outside, everywhere) == "does not":
+            elif judged in ("does not", "not decided"):
                 verdict = "not decided"
-                unjudged = "The other algorithms do not improve either, so there is nothing to be an exception to."
+                unjudged = "No improvement of the other algorithms is shown, so there is nothing to be an exception to."
             findings.append(
                 ExperimentFinding(
                     f"Exceptions are {', '.join(EXCEPTIONS)}: adaptive temperature does not help there ({PAPER}).",
@@ -193,13 +208,13 @@ def findings_of(results: ClrsResults, comparisons: Comparisons) -> tuple[Experim
             )
     if at_test is not None and (at_test.name, "out") in comparisons:
         unjudged = _why_no_verdict(results, softmax)
-        outside = comparisons[at_test.name, "out"]
-        helps = _count(outside, "better") > _count(outside, "worse")
+        overall = _shares_against_softmax(results, at_test, "out")
+        helps = overall is not None and overall.low > 0
         findings.append(
             ExperimentFinding(
                 f"On CLRS-Text adaptive temperature must be introduced in training; inference alone is not enough "
                 f"({PAPER}).",
-                f"softmax models tested with it: {_describe_ranges(comparisons, at_test)}",
+                f"softmax models tested with it: {_describe_ranges(results, comparisons, at_test)}",
                 "not tested" if unjudged else judge(not helps),
                 unjudged,
             )
@@ -208,12 +223,11 @@ def findings_of(results: ClrsResults, comparisons: Comparisons) -> tuple[Experim
 
 
 def _describe_exceptions(comparisons: Comparisons, variant: ClrsVariant) -> str:
-    """Return difference, outcome and Holm's p of each exception. A low p over the questions may not hold over seeds."""
+    """Return difference, outcome and Holm's p of each exception."""
     described = []
     for where, words in RANGES.items():
         each = [
-            f"{one.algorithm} {100 * one.difference:+.1f} points, "
-            f"{'ranges of the seeds overlap' if one.seeds_overlap else one.outcome} (p = {one.p_holm:.2g})"
+            f"{one.algorithm} {100 * one.difference.value:+.1f} points, {one.outcome} (p = {one.p_holm:.2g})"
             for one in comparisons.get((variant.name, where), ())
             if one.algorithm in EXCEPTIONS
         ]
@@ -222,10 +236,17 @@ def _describe_exceptions(comparisons: Comparisons, variant: ClrsVariant) -> str:
     return "; ".join(described)
 
 
-def _mostly_better(outside: Sequence[ClrsComparison], everywhere: Sequence[ClrsComparison]) -> Verdict:
-    """Judge by the larger sizes, and "partly" by all sizes: a gain outside does not count if more is lost inside."""
+def _mostly_better(
+    outside: Sequence[ClrsComparison], everywhere: Sequence[ClrsComparison], overall: Difference | None
+) -> Verdict:
+    """Judge by the larger sizes, and "partly" by all sizes: a gain outside does not count if more is lost inside.
+
+    overall: the share of right answers at larger sizes; nothing is decided if its interval contains 0.
+    """
     if 2 * _count(outside, "better") > len(outside):
         return "reproduces"
+    if overall is None or overall.low <= 0 <= overall.high:
+        return "not decided"
     return "partly" if _count(everywhere, "better") > _count(everywhere, "worse") else "does not"
 
 
@@ -281,12 +302,16 @@ def _shares_table(results: ClrsResults, comparisons: Comparisons) -> pa.Table:
                 continue
             by_seed = mean_shares(variant, results.algorithms, sizes, once=False)
             once = mean_shares(variant, results.algorithms, sizes, once=True)
-            compared = comparisons.get((variant.name, where), [])
+            compared = comparisons.get((variant.name, where))
+            test = _shares_against_softmax(results, variant, where)
             rows.append(
                 {
                     "variant": variant.name, "range": where, "seeds": len(by_seed), "share": total.share,
                     "lowest_seed": min(by_seed), "highest_seed": max(by_seed), "low": total.low, "high": total.high,
-                    "better": _count(compared, "better"), "worse": _count(compared, "worse"),
+                    "difference": test and test.value, "difference_low": test and test.low,
+                    "difference_high": test and test.high, "p": test and test.p,
+                    "better": _count(compared, "better") if compared else None,
+                    "worse": _count(compared, "worse") if compared else None,
                     "share_same_questions_once": fmean(once), "lowest_seed_same_questions_once": min(once),
                     "highest_seed_same_questions_once": max(once),
                 }
@@ -319,7 +344,7 @@ def _accuracy_table(results: ClrsResults) -> pa.Table:
 
 
 def _comparison_table(results: ClrsResults, all_comparisons: Comparisons) -> pa.Table:
-    """Return the paired tests of every variant against softmax, with the shares of both; intervals as in accuracy."""
+    """Return the tests of every variant with two seeds against softmax, with both shares; intervals as in accuracy."""
     by_name = {variant.name: variant for variant in results.variants}
     rows: list[dict[str, Any]] = []
     for (name, where), comparisons in all_comparisons.items():
@@ -334,10 +359,9 @@ def _comparison_table(results: ClrsResults, all_comparisons: Comparisons) -> pa.
                     f"{prefix}lowest_seed": min(by_seed), f"{prefix}highest_seed": max(by_seed),
                 }  # fmt: skip
             row |= {
-                "difference": comparison.difference, "better": comparison.better, "worse": comparison.worse,
-                "p": comparison.p, "p_holm": comparison.p_holm,
-                "same_sign_in_every_pair_of_seeds": comparison.every_pair, "unsolved_by_both": comparison.unsolved,
-                "outcome": comparison.outcome,
+                "difference": comparison.difference.value, "difference_low": comparison.difference.low,
+                "difference_high": comparison.difference.high, "p": comparison.difference.p,
+                "p_holm": comparison.p_holm, "unsolved_by_both": comparison.unsolved, "outcome": comparison.outcome,
             }  # fmt: skip
             rows.append(row)
     return pa.Table.from_pylist(rows)

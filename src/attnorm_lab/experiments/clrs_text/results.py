@@ -1,12 +1,9 @@
 """Exact matches by algorithm and size, and paired comparisons on the same test questions.
 
-A comparison pairs the answers of two models to each question. With several seeds, seeds are paired too, and a question
-counts once: by the sign of its difference summed over the seeds. The exact binomial test of these signs is McNemar's
-test for one seed (https://doi.org/10.1007/BF02295996). p-values are corrected over algorithms by Holm's method. The
-test treats questions as the sample and the trained models as given; so "better" also requires that every model of the
-one has more right answers than every model of the other. A variant with fewer seeds than the baseline is compared with
-every model of the baseline, and the least significant of these tests counts: softmax models that differ in nothing but
-the seed are up to 25 points apart.
+A comparison pairs the answers of the models of one seed to each question. An algorithm has few questions, so seeds and
+questions are both a sample there (`difference_over_seeds_and_questions`), and p is corrected over algorithms by Holm's
+method. Shares over all algorithms are compared over seeds (`difference_over_seeds`). Softmax models that differ in
+nothing but the seed are up to 25 points apart, so a variant with one seed is not compared.
 
 Intervals of shares are over the questions too, and take the trained models as given. The models of several seeds answer
 the same questions, and some tasks share theirs, so all answers to one question count together.
@@ -17,13 +14,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from scipy.stats import binomtest
-
-from attnorm.arithmetic import holm, wilson_interval
+from attnorm.arithmetic import (
+    SIGNIFICANT,
+    Difference,
+    difference_over_seeds,
+    difference_over_seeds_and_questions,
+    holm,
+    wilson_interval,
+)
 from attnorm_lab.experiments.clrs_text.workspace import ADAPTIVE, Line
 from attnorm_lab.training.clrs.evaluate import OWN, REFITTED
 
-SIGNIFICANT = 0.05
 Range = Literal["in", "between", "out"]
 RANGES: dict[Range, str] = {"in": "sizes of the training", "between": "sizes between these", "out": "larger sizes"}
 Cells = Mapping[str, Mapping[str, str]]
@@ -190,81 +191,49 @@ def mean_shares(variant: ClrsVariant, algorithms: Sequence[str], sizes: Sequence
 
 @dataclass(frozen=True)
 class ClrsComparison:
-    """One algorithm and range of sizes: a variant minus the baseline."""
+    """One algorithm and range of sizes: the share of right answers of a variant minus that of the baseline."""
 
     algorithm: str
-    difference: float  # of the shares of right answers over all seeds of each
-    better: int  # questions, in the test that counts
-    worse: int
-    p: float
+    difference: Difference
     p_holm: float
-    every_pair: bool  # the difference has the same sign for every pair of seeds, one of each side
     unsolved: bool  # neither has a right answer
 
     @property
-    def seeds_overlap(self) -> bool:
-        """Whether the difference is significant over the questions, but not the same for every pair of models."""
-        return self.p_holm < SIGNIFICANT and not self.every_pair
-
-    @property
     def outcome(self) -> Literal["better", "worse", "no difference"]:
-        if self.p_holm >= SIGNIFICANT or not self.every_pair:
+        if self.p_holm >= SIGNIFICANT:
             return "no difference"
-        return "better" if self.difference > 0 else "worse"
-
-
-@dataclass(frozen=True)
-class _SignTest:
-    """Answers of one or more pairs of models to the same questions."""
-
-    better: int  # questions
-    worse: int
-    p: float
+        return "better" if self.difference.value > 0 else "worse"
 
 
 def compare(
     variant: ClrsVariant, baseline: ClrsVariant, algorithms: Sequence[str], sizes: Sequence[int]
 ) -> list[ClrsComparison]:
-    """Compare on the questions of these sizes, algorithm by algorithm."""
-    if baseline.by_seed.keys() <= variant.by_seed.keys():
-        groups = [[(seed, seed) for seed in sorted(baseline.by_seed)]]
-    else:
-        groups = [[(own, other)] for own in sorted(variant.by_seed) for other in sorted(baseline.by_seed)]
-    raw = []
-    for algorithm in algorithms:
-        tests = [_sign_test(variant, baseline, group, algorithm, sizes) for group in groups]
-        counted = max(tests, key=lambda test: test.p)
-        own, other = (
-            [side.bits(seed, algorithm, sizes).count("1") for seed in side.by_seed] for side in (variant, baseline)
-        )
-        same = min(own) > max(other) or max(own) < min(other)
-        (right, questions), (right_before, questions_before) = (
-            side.counts(algorithm, sizes) for side in (variant, baseline)
-        )
-        difference = right / questions - right_before / questions_before if questions and questions_before else 0.0
-        raw.append((algorithm, difference, counted, same, right == right_before == 0))
-    corrected = holm([counted.p for _, _, counted, _, _ in raw])
+    """Compare on the questions of these sizes, algorithm by algorithm; nothing with fewer than two common seeds."""
+    seeds = sorted(variant.by_seed.keys() & baseline.by_seed.keys())
+    if len(seeds) < 2:
+        return []
+    tests = [
+        difference_over_seeds_and_questions([
+            [int(own) - int(other) for own, other in zip(
+                variant.bits(seed, algorithm, sizes), baseline.bits(seed, algorithm, sizes), strict=True
+            )]
+            for seed in seeds
+        ])
+        for algorithm in algorithms
+    ]  # fmt: skip
+    unsolved = [variant.counts(one, sizes)[0] == baseline.counts(one, sizes)[0] == 0 for one in algorithms]
     return [
-        ClrsComparison(algorithm, difference, counted.better, counted.worse, counted.p, p_holm, same, unsolved)
-        for (algorithm, difference, counted, same, unsolved), p_holm in zip(raw, corrected, strict=True)
+        ClrsComparison(*compared)
+        for compared in zip(algorithms, tests, holm([test.p for test in tests]), unsolved, strict=True)
     ]
 
 
-def _sign_test(
-    variant: ClrsVariant,
-    baseline: ClrsVariant,
-    seeds: Sequence[tuple[int, int]],
-    algorithm: str,
-    sizes: Sequence[int],
-) -> _SignTest:
-    """Test these pairs of seeds of the variant and of the baseline together."""
-    differences = [
-        [int(a) - int(b) for a, b in zip(
-            variant.bits(own, algorithm, sizes), baseline.bits(other, algorithm, sizes), strict=True
-        )]
-        for own, other in seeds
-    ]  # fmt: skip
-    sums = [sum(of_question) for of_question in zip(*differences, strict=True)]
-    better, worse = sum(total > 0 for total in sums), sum(total < 0 for total in sums)
-    p = float(binomtest(better, better + worse).pvalue) if better + worse else 1.0
-    return _SignTest(better, worse, p)
+def compare_shares(
+    variant: ClrsVariant, baseline: ClrsVariant, algorithms: Sequence[str], sizes: Sequence[int]
+) -> Difference | None:
+    """Compare the shares of right answers over all algorithms, on these questions."""
+    ours, theirs = (
+        dict(zip(side.by_seed, mean_shares(side, algorithms, sizes, once=False), strict=True))
+        for side in (variant, baseline)
+    )
+    return difference_over_seeds(ours, theirs)

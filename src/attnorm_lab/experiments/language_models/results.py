@@ -7,12 +7,13 @@ for example beta = softplus(raw).
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import mean
+from statistics import mean, variance
 from typing import Any
 
 from scipy.stats import spearmanr
+from scipy.stats import t as student
 
-from attnorm.arithmetic import wilson_interval
+from attnorm.arithmetic import SIGNIFICANT, difference_over_seeds, holm, wilson_interval
 
 Line = Mapping[str, Any]
 Heads = dict[str, list[float]]
@@ -232,7 +233,9 @@ def all_tables(lines: Iterable[Line]) -> str:
     all_lines = list(lines)
     models = contenders(all_lines)
     parts = [
-        ("Loss", losses_table(models)), ("Pass keys found", needle_table(models)),
+        ("Loss", losses_table(models)), ("Loss above softmax", differences_table(all_lines, "softmax")),
+        ("Loss above softmax with ALiBi", differences_table(all_lines, "alibi")),
+        ("Pass keys found", needle_table(models)),
         ("Where the key lay", depth_table(models)), ("Cost", cost_table(models)),
         ("Attention", attention_table(models)), ("Sharper heads, better recall?", recall_table(models)),
         ("Learned by the normalizers", learned_table(all_lines, models)), ("Learning rates", rates_table(all_lines)),
@@ -251,6 +254,53 @@ def losses_table(models: Sequence[LMContender]) -> str:
         for model in models
     ]
     return table(["normalizer", "seeds", *(f"{text}, {length:,}" for text, length in columns)], rows)
+
+
+def differences_table(lines: Iterable[Line], baseline: str) -> str:
+    """Return the loss above that of a baseline, with its 95 % interval; bold: p < 0.05 after Holm over the column.
+
+    One seed has no spread of its own: its interval is that of the difference from the mean of the baseline, by the
+    spread over seeds that the models of these lines have in common, and it is never bold.
+    """
+    losses: dict[str, dict[int, Any]] = {}
+    for line in lines:
+        if line["stage"] == "measure" and line["at_inference"] is None:
+            losses.setdefault(line["normalizer"], {})[line.get("seed", 0)] = line["losses"]
+    base = losses.pop(baseline, None)
+    if base is None or not losses:
+        return ""
+    columns = [(text, length) for text, lengths in next(iter(base.values())).items() for length in lengths]
+    cells: dict[str, list[str]] = {name: [str(len(seeds))] for name, seeds in losses.items()}
+    for text, length in columns:
+        theirs, *others = (
+            {seed: by_text[text][length] for seed, by_text in seeds.items()} for seeds in (base, *losses.values())
+        )
+        tests = {
+            name: test
+            for name, ours in zip(losses, others, strict=True)
+            if (test := difference_over_seeds(ours, theirs)) is not None
+        }
+        corrected = dict(zip(tests, holm([test.p for test in tests.values()]), strict=True))
+        for name, ours in zip(losses, others, strict=True):
+            if name in tests:
+                test = tests[name]
+                cell = f"{test.value:+.3f} ± {(test.high - test.low) / 2:.3f}"
+                cells[name].append(f"**{cell}**" if corrected[name] < SIGNIFICANT else cell)
+            else:
+                half_width = _half_width_of_one_seed([theirs, *others], len(theirs))
+                cells[name].append(f"{mean(ours.values()) - mean(theirs.values()):+.3f}" + half_width)
+    headings = ["normalizer", "seeds", *(f"{text}, {int(length):,}" for text, length in columns)]
+    return table(headings, [[name, *row] for name, row in cells.items()])
+
+
+def _half_width_of_one_seed(losses: Iterable[Mapping[int, float]], seeds: int) -> str:
+    """Return " ± half width" of one seed minus the mean of others, by the pooled deviation; empty without any."""
+    repeated = [list(by_seed.values()) for by_seed in losses if len(by_seed) > 1]
+    freedom = sum(len(group) - 1 for group in repeated)
+    if not freedom:
+        return ""
+    spread = math.sqrt(sum((len(group) - 1) * variance(group) for group in repeated) / freedom)
+    return f" ± {student.ppf(0.975, freedom) * spread * math.sqrt(1 + 1 / seeds):.3f}"
 
 
 def needle_table(models: Sequence[LMContender]) -> str:

@@ -86,8 +86,8 @@ FULL = LanguageModelPlan()
 # GPT-2's shape with rotary positions, so that longer windows can be tried. Its tokenizer is given with --tokenizer.
 LARGE = LanguageModelPlan(
     normalizers=(
-        SOFTMAX, "ssmax", "entmax15", "asentmax", "sink", "softpick", "sigmoid", "kneemax:knee=0.25", "nearmax",
-        "gaussian", "soft:landmarks=64:learned=64:normalised=true", "linear",
+        SOFTMAX, "ssmax", "entmax15", "asentmax", "sink", "softpick", "sigmoid", "kneemax:knee=0.25", "alibi",
+        "nearmax", "gaussian", "soft:landmarks=64:learned=64:normalised=true", "linear",
     ),
     layers=12, heads=12, width=768, vocab=50_257, rates=(6e-4, 1.2e-3), rate_tokens=6_553_600,
     main_tokens=131_072_000,

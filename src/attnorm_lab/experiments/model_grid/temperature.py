@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 from matplotlib.figure import Figure
 
+from attnorm.arithmetic import SIGNIFICANT, difference_over_seeds, holm
 from attnorm.figures import CORRECTED, MEASURED, NULL, PRINTED, note, panel
 from attnorm_lab.experiments.experiment import (
     Experiment,
@@ -138,18 +139,26 @@ def fixed_temperatures(records: Sequence[Record], map_: str) -> list[float]:
     return sorted(float(T) for T in temperatures)
 
 
-def is_costly(records: Sequence[Record], map_: str, temperature: float) -> bool:
-    """Whether some run diverges, or every seed ends above every seed of the best fixed temperature of the map.
+def costly_temperatures(records: Sequence[Record], map_: str) -> list[float]:
+    """Return the fixed temperatures at which some run diverges, or which cost loss against the map's best one.
 
-    One seed cannot show that: one of two runs always ends above the other.
+    Tested over seeds with Holm's correction over the temperatures of the map. One seed cannot show a cost.
     """
     groups = {T: select_records(records, map=map_, temperature=str(T)) for T in fixed_temperatures(records, map_)}
-    group = groups[temperature]
-    finished = {T: values(runs, loss) for T, runs in groups.items() if values(runs, loss)}
-    if any(map(diverged, group)):
-        return True
-    best = min(finished.values(), key=fmean)
-    return len(group) > 1 and min(finished[temperature]) > max(best)
+    ended = {T: {r["seed"]: loss(r) for r in runs if not diverged(r)} for T, runs in groups.items()}
+    finished = {T: losses for T, losses in ended.items() if losses}
+    best = min(finished.values(), key=lambda losses: fmean(losses.values()), default={})
+    tests = {
+        T: test
+        for T, losses in finished.items()
+        if losses is not best and (test := difference_over_seeds(losses, best)) is not None
+    }
+    corrected = dict(zip(tests, holm([test.p for test in tests.values()]), strict=True))
+    return [
+        T
+        for T, runs in groups.items()
+        if any(map(diverged, runs)) or (T in tests and tests[T].value > 0 and corrected[T] < SIGNIFICANT)
+    ]
 
 
 def findings(records: Sequence[Record]) -> tuple[ExperimentFinding, ...]:
@@ -192,7 +201,7 @@ def _conditions(records: Sequence[Record]) -> str:
 
 def _judge_loss(records: Sequence[Record], map_: str) -> ExperimentFinding:
     temperatures = fixed_temperatures(records, map_)
-    bad = [T for T in temperatures if is_costly(records, map_, T)]
+    bad = costly_temperatures(records, map_)
     ended = {T: mean(select_records(records, map=map_, temperature=str(T)), loss) for T in temperatures}
     low = [T for T in temperatures if T <= GUIDELINE]
     verdict: Verdict = "partly"
@@ -204,7 +213,8 @@ def _judge_loss(records: Sequence[Record], map_: str) -> ExperimentFinding:
         claim=f"temperatures of {GUIDELINE:g} and less, and only those, cost {map_} loss",
         ours="nats per token: " + ", ".join(f"{value:.3f} at {T:g}" for T, value in ended.items()),
         verdict=verdict,
-        why=f"every seed is worse than every seed of the best temperature, or one diverged: {_list_temperatures(bad)}",
+        why="worse than the best temperature in a t-test over seeds, after Holm's correction, or a run diverged: "
+        + _list_temperatures(bad),
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from attnorm.arithmetic import SIGNIFICANT
 from attnorm.files import write_text
 from attnorm_lab.experiments.experiment import (
     Experiment,
@@ -40,6 +41,7 @@ from attnorm_lab.experiments.retrieval.results import (
     accuracy_table,
     fragments,
     lines_of,
+    read_hard,
     scale_table,
     scales_of,
 )
@@ -49,7 +51,6 @@ from attnorm_lab.training.retrieval.evaluate import OWN, RECORDS, Mean
 TRAINING, TABLES = "training", "tables"
 CLOSE, NEAR = 6.0, 15.0  # points: as printed, and of the same kind
 REPRODUCES_FROM, PARTLY_FROM = 0.75, 0.25  # of the errors at the largest size
-SIGNIFICANT = 0.05
 TABLE = "Velickovic et al. 2024, Table 1"
 ADAPTIVE = "adaptive_temperature"
 
@@ -67,7 +68,7 @@ def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> 
         summary=summary(numbers, _missing(entries), quick=subject.quick),
         findings=findings(numbers, quick=subject.quick),
         figures=figures.draw_figures(lines, scales, about),
-        tables={"accuracy": accuracy_table(lines), "scale": scale_table(scales)},
+        tables={"accuracy": accuracy_table(lines), "scale": scale_table(scales), "read-hard": read_hard(with_records)},
         parameters={
             "seeds": list(retrieval_plan.seeds),
             "device": with_records[0].records[0]["device"],

@@ -2,7 +2,8 @@
 
 Comparisons are paired by seed: every seed has the same data and initial weights under all normalizers. Paired t-tests,
 as in the paper; since many normalizers are compared, p is also given after Holm's correction over all rows of a size
-(https://www.jstor.org/stable/4615733).
+(https://www.jstor.org/stable/4615733). What a normalizer changes in training is separated from how it reads the logits
+by tests in which both sides are read with hard attention (`read_hard`).
 
 Margins: the best of n uniform priorities and the next are 1/(n + 1) apart on average. A model whose logit rises by
 `slope` per unit of priority delivers a margin of slope / (n + 1), which falls with n. Two things can go wrong:
@@ -25,7 +26,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from attnorm.arithmetic import holm
+from attnorm.arithmetic import SIGNIFICANT, difference_over_seeds, holm
 from attnorm.normalizers.contract import Normalizer
 from attnorm_lab.experiments.retrieval.plan import (
     BASELINE,
@@ -45,7 +46,6 @@ HALF = 0.5  # of the weight
 LARGEST_MARGIN = 1e3
 DRAWS = 40_000
 
-ALPHA = 0.05
 MARKS = (
     "% right, mean over {seeds} seeds ± 95 % confidence. ▲ ▼: differs from the first of our rows in a paired t-test, "
     "p < 0.05 after Holm's correction over the rows at that size."
@@ -55,7 +55,7 @@ Key = tuple[str, str]  # normalizer as labeled, tested with
 
 
 @dataclass(frozen=True)
-class Difference:
+class PairedDifference:
     """Accuracy minus that of softmax, mean over seeds with 95 % confidence, and the paired t-test of no difference."""
 
     mean: Mean
@@ -67,7 +67,7 @@ class Difference:
 class RetrievalLine:
     training: Training
     row: RetrievalRow
-    difference: Difference | None  # to softmax as trained, or to the paper's recipe; None for these themselves
+    difference: PairedDifference | None  # to softmax as trained, or to the paper's recipe; None for these themselves
 
     @property
     def section(self) -> Section:
@@ -172,36 +172,50 @@ def _mean_learned(records: Sequence[Record]) -> dict[str, float]:
 
 def compare_with(
     baseline: Sequence[Record], others: Mapping[Key, Sequence[Record]], sizes: Sequence[int]
-) -> dict[tuple[Key, int], Difference]:
+) -> dict[tuple[Key, int], PairedDifference]:
     """Compare by row and size; rows or sizes with fewer than two common seeds are omitted."""
-    by_row_and_size: dict[tuple[Key, int], Difference] = {}
+    by_row_and_size: dict[tuple[Key, int], PairedDifference] = {}
     for size in sizes:
         base = _by_seed(baseline, size)
-        pairs: dict[Key, np.ndarray[tuple[int], np.dtype[np.float64]]] = {}
-        for key, records in others.items():
-            own = _by_seed(records, size)
-            common = sorted(base.keys() & own.keys())
-            if len(common) >= 2:
-                pairs[key] = np.array([own[seed] - base[seed] for seed in common])
-        raw = {key: _p_value(differences) for key, differences in pairs.items()}
-        corrected = dict(zip(raw, holm(list(raw.values())), strict=True))
-        for key, differences in pairs.items():
-            by_row_and_size[key, size] = Difference(Mean.of(differences.tolist()), raw[key], corrected[key])
+        tests = {
+            key: test
+            for key, records in others.items()
+            if (test := difference_over_seeds(_by_seed(records, size), base)) is not None
+        }
+        corrected = holm([test.p for test in tests.values()])
+        for (key, test), p_holm in zip(tests.items(), corrected, strict=True):
+            by_row_and_size[key, size] = PairedDifference(Mean(test.value, (test.high - test.low) / 2), test.p, p_holm)
     return by_row_and_size
+
+
+def read_hard(entries: Sequence[TrainingRecords]) -> pa.Table:
+    """Return what each training changes in the logits: hard attention on both sides, so only their order counts."""
+    rows: list[dict[str, Any]] = []
+    for section in dict.fromkeys(entry.training.section for entry in entries):
+        hard = {
+            entry.training.label: records
+            for entry in entries
+            if entry.training.section == section and (records := entry.tested_with("hard"))
+        }
+        baseline = hard.pop(BASELINE, None)
+        if baseline is None:
+            continue
+        sizes = sorted({record["size"] for record in baseline})
+        others: dict[Key, Sequence[Record]] = {(label, "hard"): records for label, records in hard.items()}
+        for ((label, _), size), difference in compare_with(baseline, others, sizes).items():
+            accuracy, of_softmax = (fmean(_by_seed(records, size).values()) for records in (hard[label], baseline))
+            rows.append(
+                {
+                    "section": section, "label": label, "size": size, "accuracy": accuracy, "softmax": of_softmax,
+                    "difference": difference.mean.value, "difference_half_width_95": difference.mean.half_width,
+                    "p_paired_t": difference.p, "p_holm": difference.p_holm,
+                }
+            )  # fmt: skip
+    return pa.Table.from_pylist(rows)
 
 
 def _by_seed(records: Sequence[Record], size: int) -> dict[int, float]:
     return {record["seed"]: record["accuracy"] for record in records if record["size"] == size}
-
-
-def _p_value(differences: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
-    if not differences.any():
-        return 1.0
-    from scipy.stats import ttest_rel
-
-    if np.ptp(differences) < 1e-12:  # equal in every seed: the t-test would divide by 0, a sign test does not
-        return 2.0 ** (1 - len(differences))
-    return float(ttest_rel(differences, np.zeros_like(differences)).pvalue)
 
 
 def delivered_margin(slope: float, size: int) -> float:
@@ -418,7 +432,7 @@ def _format_number(value: float | None) -> str:
 def _cell(line: RetrievalLine) -> str:
     difference = line.difference
     mark = ""
-    if difference is not None and difference.p_holm < ALPHA:
+    if difference is not None and difference.p_holm < SIGNIFICANT:
         mark = " ▲" if difference.mean.value > 0 else " ▼"
     return percent(line.row.accuracy) + mark
 
