@@ -14,7 +14,7 @@ from attnorm.experiments.language_models.results import (
     rank_correlation,
     summary,
 )
-from attnorm.experiments.trained_models import read_results
+from attnorm.files import read_jsonl
 from attnorm.normalizers.asentmax import asentmax
 from attnorm.normalizers.ssmax import ssmax
 
@@ -68,7 +68,7 @@ def test_seeds_whose_attention_was_computed_in_different_ways_are_marked() -> No
 
 
 def test_the_page_names_each_normalizer_whose_seeds_were_computed_in_different_ways() -> None:
-    published = read_results(RESULTS / "language-models.jsonl.xz")
+    published = read_jsonl(RESULTS / "language-models.jsonl.xz")
     mixed = {one.normalizer for one in contenders(published) if " and " in one.computed}
     section = (RESULTS / "language-models.md").read_text().partition("## How attention is computed")[2]
     assert mixed == {"softpick"}

@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from attnorm.models.dispatch import NORMALIZER
 from attnorm.models.patched_attention import register
 from attnorm.models.private_names import COMPILED_PREFIX, find_file
-from attnorm.normalizers.spec import read_options
 
 RECIPE = "attnorm_recipe"  # name of the submodule that holds it
 FORMAT = 2  # version of the saved recipes; version 1 was the file attnorm.json
@@ -357,7 +356,7 @@ def validate_recipe(path: str, part: Any) -> Recipe:
         _validate_value(f"{where}.options.{option}", value, MAX_DEPTH)
     if (count := options.get("heads")) is not None and not _is_count(count, 1, MAX_HEADS):
         raise RecipeError(f"{where}.options.heads", f"a whole number from 1 to {MAX_HEADS:,}", count)
-    return Recipe(name, read_options(name, options), _validate_heads(f"{where}.heads", part["heads"]))
+    return Recipe(name, dict(options), _validate_heads(f"{where}.heads", part["heads"]))
 
 
 def validate_mapping(where: str, value: Any, most: int) -> Mapping[str, Any]:
