@@ -1,8 +1,6 @@
 """Which tokens a head reads: the weights of the model's own eager attention, with the text of their positions."""
 
-import json
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -14,7 +12,7 @@ from transformers import ViTConfig, ViTModel
 import attnorm
 from attnorm.analysis.reads import listed_rows, token_text, top_keys
 from attnorm.analysis.result import Analysis
-from attnorm.analysis.tables import OPTIONAL, SCHEMAS
+from attnorm.analysis.tables import SCHEMAS
 from attnorm.models.load import load
 from attnorm.report.terminal import analysis_summary
 from attnorm.text import visible
@@ -136,21 +134,6 @@ def test_several_normalizers_read_from_the_same_rows() -> None:
     sparse = [read["weight"] for read in found.reads.to_pylist() if read["normalizer"] == "sparsemax"]
     assert sparse
     assert min(sparse) > 0
-
-
-def test_a_folder_of_an_earlier_version_loads_without_the_tables(tmp_path: Path) -> None:
-    found = attnorm.analyze(llama(), tokens(1, 32), read_keys=4, **CORE)
-    folder = found.save(tmp_path / "run")
-    for name in OPTIONAL:
-        (folder / f"{name}.parquet").unlink()
-    manifest = json.loads((folder / "manifest.json").read_text())
-    unsealed = {name: value for name, value in manifest.items() if name not in ("sha256", "digests")}
-    (folder / "manifest.json").write_text(json.dumps(unsealed))
-    again = Analysis.load(folder)
-    assert (again.reads.schema, again.tokens.schema) == (SCHEMAS["reads"], SCHEMAS["tokens"])
-    assert again.reads.num_rows == again.tokens.num_rows == 0
-    assert again.verdict == found.verdict
-    assert again.save_html(tmp_path / "report.html").is_file()
 
 
 def test_merged_runs_keep_every_row_once() -> None:

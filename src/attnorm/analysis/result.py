@@ -22,7 +22,6 @@ from attnorm.analysis.tables import (
     VERDICT_COLUMNS,
     NotMeasuredError,
     merge_runs,
-    with_optional,
 )
 from attnorm.analysis.verdicts import VERDICTS, ModelVerdict, Thresholds, model_verdict, representative_rows
 from attnorm.analysis.verdicts.judge import judge_all
@@ -83,7 +82,7 @@ class Analysis:
             blocks=tables["blocks"],
             model_runs=runs,
         )
-        judged = {**with_optional(tables), "heads": heads, "windows": windows}
+        judged = {**tables, "heads": heads, "windows": windows}
         return cls(**judged, manifest={**manifest, "thresholds": thresholds.as_dict()})
 
     @classmethod
@@ -214,36 +213,30 @@ class Analysis:
 
     @classmethod
     def load(cls, folder: str | Path) -> "Analysis":
-        """Read a finished run that analyze(out=...) or save() wrote, also one of an older version."""
+        """Read a finished run that this version of attnorm wrote by analyze(out=...) or save()."""
         folder = Path(folder)
         if not (folder / store.MANIFEST).is_file():
             why = f"{store.MANIFEST} is missing" if folder.is_dir() else "there is no such folder"
             raise FileNotFoundError(f"expected the folder of an analysis, got {folder}: {why}")
         manifest = store.read_json(folder / store.MANIFEST)
-        if manifest.get("schema") not in manifests.READABLE_SCHEMAS:
+        if manifest.get("schema") != manifests.SCHEMA:
             raise ValueError(
-                f"{folder}: expected tables of version {' or '.join(map(str, manifests.READABLE_SCHEMAS))}, got "
-                f"{manifest.get('schema')!r}. Measure again, or load it with the attnorm version that wrote it."
+                f"{folder}: expected tables of version {manifests.SCHEMA}, got {manifest.get('schema')!r}. "
+                f"{manifests.how_to_measure_again(manifest)}"
             )
         if not manifest.get("finished"):
             raise ValueError(
                 f"the run in {folder} is not finished ({store.finished_parts(folder)} of {len(manifest['parts'])} "
                 "parts). Start the same analysis again with this folder to resume it."
             )
-        old = manifest["schema"] != manifests.SCHEMA
-        written = [name for name in TABLES if not (old and name in store.ADDED_IN_3)]
-        tables, manifest = store.read_run(folder, manifest, written)
-        if old:
-            manifest = manifests.upgraded_manifest(manifest)
-            return cls.of(store.upgrade_tables(tables), manifest, thresholds_of(manifest["thresholds"]))
-        tables = store.with_new_metrics(with_optional(tables))
+        tables, manifest = store.read_run(folder, manifest)
         for name, schema in ALL_SCHEMAS.items():
             expected = pa.schema([*schema, *VERDICT_COLUMNS]) if name == "heads" else schema
             missing = set(expected.names) - set(tables[name].column_names)
             if missing:
                 raise ValueError(
-                    f"{folder / name}.parquet: expected all columns of this version, but these are missing: "
-                    f"{', '.join(sorted(missing))}"
+                    f"{folder / name}.parquet: expected the columns of this version of attnorm, got none for "
+                    f"{', '.join(sorted(missing))}. {manifests.how_to_measure_again(manifest)}"
                 )
         return cls(**tables, manifest=manifest)
 

@@ -188,7 +188,6 @@ SCHEMAS = {
     "reads": READS,
     "tokens": TOKENS,
 }
-OPTIONAL = ("reads", "tokens")  # earlier versions did not write them
 
 
 # Derived when parts are combined: one row per head and window, with the verdict of that window alone.
@@ -246,11 +245,6 @@ def part_table(schema: pa.Schema, layers: Sequence[pa.Table], fixed: Mapping[str
         for field in schema
     ]
     return pa.Table.from_arrays(columns, schema=schema)
-
-
-def with_optional(tables: Mapping[str, pa.Table]) -> dict[str, pa.Table]:
-    """Return the tables with an empty table for each optional one that is missing."""
-    return {**{name: SCHEMAS[name].empty_table() for name in OPTIONAL}, **tables}
 
 
 @functools.cache

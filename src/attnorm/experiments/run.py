@@ -238,10 +238,7 @@ def _find_finished(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] 
 def read_outcome(folder: Path) -> dict[str, Any] | None:
     """Read outcome.json of a finished experiment; None if there is none."""
     remedy = f"Remove the folder {folder}, or replace it with --fresh."
-    record = read_record(folder / OUTCOME, ("settings", "manifest", "schema", "findings"), remedy)
-    if record is not None and (setting := record["manifest"].get("paper_setting")) and "told" in setting:
-        setting["sentence"] = setting.pop("told")  # its name in records of earlier versions
-    return record
+    return read_record(folder / OUTCOME, ("settings", "manifest", "schema", "findings"), remedy)
 
 
 def _require_same_settings(folder: Path, identity: Mapping[str, Any]) -> None:

@@ -165,10 +165,7 @@ def _add_item(plan: SearchPlan, study: Any, trial: Any, items: dict[int, Item], 
     if trial.state == TrialState.RUNNING:
         plan.suggest(Trial(study, trial._trial_id))  # keeps what was drawn
         trial = study.get_trials(deepcopy=False)[trial.number]
-    try:
-        recipe, rate = plan.recipe(trial.params), trial.params["learning_rate"]
-    except KeyError:  # an older version gave up such trials
-        return
+    recipe, rate = plan.recipe(trial.params), trial.params["learning_rate"]
     words = " ".join(f"{layers}:{spec}" for layers, spec in recipe.items())
     kind = "one normalizer" if is_uniform(recipe) else "mixed"
     varied = {"trial": trial.number, "kind": kind, "recipe": words, "learning_rate": float(f"{rate:.4g}")}

@@ -329,8 +329,7 @@ Versions: {versions}. `metrics.jsonl` has the logged losses, `training.json` has
 
 
 def _speed(result: dict[str, Any]) -> str:
-    """Return speed and memory; empty for records of earlier versions."""
-    speed, peak = (result.get(name) for name in ("tokens_per_second", "peak_memory_bytes"))
+    speed, peak = result["tokens_per_second"], result["peak_memory_bytes"]
     memory = "" if peak is None else f", at most {peak / 2**30:.2f} GiB of memory"
     return ("" if speed is None else f", {speed:,.0f} tokens/s") + memory
 

@@ -117,7 +117,7 @@ class LMSettings:
         return any(named != (SOFTMAX, {}) for named in self.normalizers)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the settings without unused ones about softmaxes: records of earlier versions stay valid."""
+        """Return the settings without those about softmaxes that are not used."""
         used = {
             "normalizer": self.patched and not self.recipe,
             "normalizer_options": self.patched and not self.recipe,

@@ -65,7 +65,7 @@ class VisionSettings:
             raise ValueError(f"landmark_side must be at least 1, got {self.landmark_side}")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the settings without newer ones that are not used: records of earlier versions stay valid."""
+        """Return the settings without those about architectures and landmarks that are not used."""
         unused = {"architecture"} if self.architecture == ARCHITECTURES[0] else set()
         if self.landmarks == LANDMARKS[0]:
             unused |= {"landmarks", "landmark_side"}
