@@ -1,9 +1,8 @@
 """Attention during training: compiled blocks, and dense attention over the whole matrix of weights.
 
 A rescaled softmax is traced with the rest of a block. So is a normalizer on our Triton kernels, which are operators of
-the graph, and every normalizer with dense attention. Otherwise attention runs on FlexAttention, which is compiled
-already, or block by block with its own backward pass. The graph of a block would compile these twice or unroll them, so
-it is split around the call.
+the graph, and every normalizer with dense attention. Otherwise attention runs block by block with its own
+backward pass, which the graph would unroll, so it is split around the call.
 
 Where a normalizer has no fused form, dense attention is its fastest form at training lengths: at a thousand tokens the
 matrix of a layer is a few gigabytes, and a normalizer becomes one or two kernels over whole rows. For longer sequences
@@ -133,10 +132,7 @@ def whole_windows() -> Iterator[None]:
 
 @contextmanager
 def without_compiled_blocks(model: Any, settings: LMSettings) -> Iterator[None]:
-    """Run the blocks uncompiled, for shapes other than in training, where compiling costs more than it saves.
-
-    Everything else may still compile: FlexAttention without compiling would hold all weights at once.
-    """
+    """Run the blocks uncompiled, for shapes other than in training, where compiling costs more than it saves."""
     blocks = list(ARCHITECTURES[settings.architecture].blocks(model))
     compiled = [replace_compiled_call(block, None) for block in blocks]
     try:
