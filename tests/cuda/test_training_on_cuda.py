@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 import attnorm
 from attnorm.models.load import load
 from attnorm.models.patch import Patch
+from attnorm.models.private_names import whole_windows
 from attnorm.training.device import accelerated
-from attnorm.training.lm.attention import in_training, whole_windows
+from attnorm.training.lm.attention import in_training
 from attnorm.training.lm.model import LMSettings, build_model
 from attnorm.training.lm.train import TrainingStep
 from attnorm.training.run import CapturedStep

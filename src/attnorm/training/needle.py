@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from attnorm.models.private_names import whole_windows
 from attnorm.training.device import accelerated, check_accelerate, chosen_device
 from attnorm.training.lm.attention import (
     Attention,
     compile_blocks,
     in_training,
-    whole_windows,
     without_compiled_blocks,
 )
 from attnorm.training.lm.data import Tokens, encode

@@ -28,6 +28,7 @@ import torch
 from torch.nn import functional as F
 
 from attnorm.files import atomic_replace, write_json
+from attnorm.models.private_names import whole_windows
 from attnorm.normalizers.spec import parse_spec
 from attnorm.provenance import file_hash
 from attnorm.run_folder import only_process
@@ -69,7 +70,6 @@ from attnorm.training.lm.attention import (
     check_attention,
     compile_blocks,
     in_training,
-    whole_windows,
     without_compiled_blocks,
 )
 from attnorm.training.lm.model import (

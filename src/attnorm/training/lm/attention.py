@@ -12,7 +12,6 @@ use the engines, which never hold the matrix.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -112,22 +111,6 @@ def fastest_attention(normalizer: str, device: torch.device, width: int = 64) ->
         or _runs_on_kernels(built, width, device, DTYPES[-1:])
     )
     return "engine" if fused else "dense"
-
-
-@contextmanager
-def whole_windows() -> Iterator[None]:
-    """Let models of transformers take every sequence as one text without padding, whose mask is causal.
-
-    Otherwise they wait for the GPU in every step, to find out whether several texts are packed into one sequence. And
-    while a graph is captured they would build the mask as a tensor.
-    """
-    from transformers import masking_utils
-
-    with (
-        patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
-        patch.object(masking_utils, "is_tracing", lambda tensor=None: False),
-    ):
-        yield
 
 
 @contextmanager
