@@ -24,7 +24,7 @@ from attnorm.analysis.verdicts.rules import (
     codes_on_both_sides,
     verdict_codes,
 )
-from attnorm.analysis.verdicts.thresholds import VERDICTS
+from attnorm.report_data import VERDICTS
 from tests.analysis.synthetic import synthetic_tables
 from tests.analysis.tiny_models import gpt2, ids
 

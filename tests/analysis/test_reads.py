@@ -10,11 +10,12 @@ from rich.console import Console
 from transformers import ViTConfig, ViTModel
 
 import attnorm
-from attnorm.analysis.reads import listed_rows, token_text, top_keys
+from attnorm.analysis.reads import listed_rows, token_text
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.tables import SCHEMAS
 from attnorm.models.load import load
 from attnorm.report.terminal import analysis_summary
+from attnorm.report.top_keys import top_keys
 from attnorm.text import visible
 from tests.models.tiny import llama, tiny, tokens
 
@@ -174,7 +175,7 @@ def test_hostile_tokens_do_not_reach_a_terminal_as_they_are(text_run: Analysis) 
         reads = reads.set_column(reads.column_names.index(name), name, pa.array([evil] * reads.num_rows))
     hostile = Analysis(**{**text_run.tables, "reads": reads}, manifest=text_run.manifest)
     out = StringIO()
-    Console(file=out, width=120).print(analysis_summary(hostile))
+    Console(file=out, width=120).print(analysis_summary(hostile.report_data))
     assert "␛[2J[b]␇⟨U+202E⟩" in out.getvalue()
     assert not {"\x1b", "\x07", "\u202e"} & set(out.getvalue())
     assert "\x1b" not in str(hostile.top_keys(0, 0))

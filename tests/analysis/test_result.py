@@ -14,7 +14,8 @@ from attnorm.analysis import store
 from attnorm.analysis.analyze import analyze
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.tables import SCHEMAS, TABLES, VERDICT_COLUMNS
-from attnorm.analysis.verdicts import VERDICTS, Thresholds
+from attnorm.analysis.verdicts import Thresholds
+from attnorm.report_data import VERDICTS
 from tests.analysis.tiny_models import gpt2, ids
 from tests.clean_interpreter import run_in_clean_interpreter
 

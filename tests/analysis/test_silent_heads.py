@@ -53,7 +53,7 @@ def test_heads_with_tiny_weights_are_silent_and_the_others_are_judged(tiny: attn
 
 def test_terminal_comparison_and_report_name_them(tiny: attnorm.Analysis, tmp_path: Path) -> None:
     console = Console(width=160, record=True, file=(tmp_path / "terminal").open("w"))
-    console.print(analysis_summary(tiny))
+    console.print(analysis_summary(tiny.report_data))
     text = console.export_text()
     assert "The weights sum to almost 0, so the head reads no key." in text
     assert "Prune silent heads" in text

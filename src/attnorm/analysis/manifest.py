@@ -44,13 +44,6 @@ _PART_FACTS = ("text", "length", "window", "start", "tokens", "seconds", "first_
 _SHOWN_AS = {"name": "model", "fingerprint": "weights"}  # entries of `model` in error messages
 
 
-def input_word(manifest: Mapping[str, Any]) -> str:
-    """Return what an input of the run is called in sentences: "image" if a model of images was run, else "text"."""
-    sizes = [str(text.get("size")) for text in manifest.get("texts", [])]
-    images = [size.startswith("pixel_values ") and "input_ids" not in size for size in sizes]
-    return "image" if images and all(images) else "text"
-
-
 def new_manifest(
     loaded: "LoadedModel", texts: "Sequence[Text]", plan: "AnalysisPlan", settings: AnalysisSettings, source: str | None
 ) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from attnorm.metrics.catalogue import PER_HEAD, PER_ROW
+from attnorm.report_data import KEY
 
 QUANTILES = (5, 25, 50, 75, 95)
 
@@ -40,14 +41,8 @@ VERDICT_COLUMNS = [
     ("saturation_power", pa.float64()),  # power of the equivalence test
 ]
 
-_KEY = [
-    ("text", pa.string()),
-    ("length", pa.int64()),
-    ("normalizer", pa.string()),
-    ("kind", pa.string()),
-    ("layer", pa.int64()),
-]
-HEAD_KEY = [*_KEY, ("head", pa.int64())]
+HEAD_KEY = [(name, pa.int64() if name in ("length", "layer", "head") else pa.string()) for name in KEY]
+_KEY = HEAD_KEY[:-1]
 
 
 def _number_fields(*names: str) -> list[tuple[str, pa.DataType]]:

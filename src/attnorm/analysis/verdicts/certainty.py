@@ -18,10 +18,10 @@ import numpy as np
 import pyarrow as pa
 
 from attnorm.analysis.tables import BLOCK_METRICS, BLOCK_NORM, HEAD_KEY
-from attnorm.analysis.verdicts.rows import Row
 from attnorm.analysis.verdicts.rules import CODE, NOT_JUDGED, codes_on_both_sides, verdict_codes
-from attnorm.analysis.verdicts.thresholds import DISPERSED, VERDICTS, Thresholds
+from attnorm.analysis.verdicts.thresholds import DISPERSED, Thresholds
 from attnorm.engines.execution import each_in_a_thread
+from attnorm.report_data import VERDICTS, Row
 
 RESAMPLES = 400
 ENOUGH_WINDOWS = 4  # for a bootstrap over windows
