@@ -35,7 +35,7 @@ def test_normalizers() -> None:
 
 
 def test_an_analysis_and_a_comparison(analysis: attnorm.Analysis) -> None:
-    for tables in (analysis_summary(analysis), comparison_tables(compare({"run": analysis}))):
+    for tables in (analysis_summary(analysis.report_data), comparison_tables(compare({"run": analysis}))):
         assert "\u2026" not in rendered(tables)
 
 

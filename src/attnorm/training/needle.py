@@ -19,13 +19,12 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from attnorm.normalizers.spec import read_settings
+from attnorm.models.private_names import whole_windows
 from attnorm.training.device import accelerated, check_accelerate, chosen_device
 from attnorm.training.lm.attention import (
     Attention,
     compile_blocks,
     in_training,
-    whole_windows,
     without_compiled_blocks,
 )
 from attnorm.training.lm.data import Tokens, encode
@@ -177,7 +176,7 @@ def settings_of(folder: Path) -> LMSettings:
             f"readable {RECORD}."
         ) from None
     known = {field.name for field in fields(LMSettings)}
-    return LMSettings(**{name: value for name, value in read_settings(run).items() if name in known})
+    return LMSettings(**{name: value for name, value in run.items() if name in known})
 
 
 def tokens_of(tokenizer: Any, text: Path) -> Tokens:
