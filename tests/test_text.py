@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from jinja2 import UndefinedError
 
-from attnorm.text import render_page
+from attnorm.text import markdown_table, render_page
 
 TEMPLATE = (
     '<meta content="{{ policy }}"><style>{{ style }}</style><script>{{ script }}</script>{{ name | twice }}'
@@ -41,3 +41,13 @@ def test_a_page_may_allow_a_script_and_images(tmp_path: Path) -> None:
 def test_a_value_that_a_template_lacks_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UndefinedError, match="name"):
         page(tmp_path, data=0)
+
+
+def test_a_markdown_table_has_one_line_per_row_whatever_its_cells_contain() -> None:
+    assert markdown_table(["name", "from", "n"], [["a|b", "c\nd", "1,024"], ["e", "", "2"]], left=2).splitlines() == [
+        "| name | from | n |",
+        "|---|---|---:|",
+        r"| a\|b | c d | 1,024 |",
+        "| e |  | 2 |",
+    ]
+    assert markdown_table(["name"], []) == ""

@@ -8,7 +8,6 @@ cheapest engine with the exact result (`choose_engine`), or the engine that the 
               of every map, on a GPU                                                      engines/stick_breaking.py,
                                                                                           engines/decoding.py
     sparse    our Triton kernels for threshold maps such as entmax, on a GPU              engines/sparse.py
-    flex      torch's FlexAttention, on a GPU                                             engines/flex.py
     blocked   plain PyTorch in blocks of queries; every normalizer, on any device         engines/blocked.py
 """
 
@@ -44,7 +43,7 @@ from attnorm.text import did_you_mean
 if TYPE_CHECKING:
     from attnorm.metrics.attention_statistics import AttentionStatistics
 
-Engine = Literal["auto", "fused", "triton", "sparse", "flex", "blocked"]
+Engine = Literal["auto", "fused", "triton", "sparse", "blocked"]
 ENGINES: tuple[str, ...] = get_args(Engine)
 Computation = Callable[[Inputs, Normalizer], Tensor]
 
@@ -271,7 +270,6 @@ _WHY_ENGINE_DOES_NOT_APPLY = {
     "fused": "is not a rescaled softmax",
     "triton": "has no one-pass kernel",
     "sparse": "has no kernel for threshold maps",
-    "flex": "has no FlexAttention form",
 }
 
 
@@ -279,7 +277,7 @@ def choose_engine(inputs: Inputs, normalizer: Normalizer) -> Engine:
     """Return the cheapest engine whose error is within that of the formula in the same dtype.
 
     On a CPU this is SDPA if it applies, else blocks. On a GPU the order is: SDPA if it takes q unchanged or rounding q
-    is worth it, our Triton kernels, SDPA with a changed q, FlexAttention, blocks.
+    is worth it, our Triton kernels, SDPA with a changed q, blocks.
     """
     return _choose(inputs, normalizer)[0]
 
@@ -296,7 +294,7 @@ def _choose(inputs: Inputs, normalizer: Normalizer) -> tuple[Engine, Computation
         return "fused", fused.fused
     # Our kernel comes before SDPA: a sink is one more key for SDPA, which in decoding copies the cache (2.4 ms, our
     # kernel takes 0.4 ms).
-    order: tuple[Engine, ...] = ("triton", "fused", "sparse", "flex") if keeps_q else ("triton", "sparse", "flex")
+    order: tuple[Engine, ...] = ("triton", "fused", "sparse") if keeps_q else ("triton", "sparse")
     for engine in order:
         if (compute := _computation(engine, inputs, normalizer)) is not None:
             return engine, compute
@@ -321,10 +319,6 @@ def _computation(engine: Engine, inputs: Inputs, normalizer: Normalizer) -> Comp
         from attnorm.engines import sparse
 
         return sparse.sparse if sparse.applies(inputs, normalizer) else None
-    if engine == "flex":
-        from attnorm.engines import flex  # loads torch's compiler
-
-        return flex.flex if flex.applies(inputs, normalizer) else None
     return blocked
 
 

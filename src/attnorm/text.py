@@ -12,7 +12,7 @@ import difflib
 import hashlib
 import math
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -193,6 +193,23 @@ def power_of_ten(value: float) -> str:
     """Format with two digits: 2.3 × 10¹⁸."""
     mantissa, exponent = f"{value:.1e}".split("e")
     return f"{mantissa.removesuffix('.0')} × 10{str(int(exponent)).translate(_RAISED)}"
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """Return a table in GitHub's Markdown; nothing without rows. left: columns of words, the others are aligned right.
+
+    >>> print(markdown_table(["n", "loss"], [["a|b", "2.1"]]))
+    | n | loss |
+    |---|---:|
+    | a\\|b | 2.1 |
+    """
+    lines = [_table_line(row) for row in rows]
+    rule = f"|{'---|' * left}{'---:|' * (len(header) - left)}"
+    return "\n".join([_table_line(header), rule, *lines]) if lines else ""
+
+
+def _table_line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:

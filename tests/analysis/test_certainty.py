@@ -24,7 +24,7 @@ from attnorm.analysis.verdicts.rules import (
     codes_on_both_sides,
     verdict_codes,
 )
-from attnorm.analysis.verdicts.thresholds import VERDICTS
+from attnorm.report_data import VERDICTS
 from tests.analysis.synthetic import synthetic_tables
 from tests.analysis.tiny_models import gpt2, ids
 
@@ -411,20 +411,3 @@ def test_a_head_near_the_threshold_of_silence_is_undecided() -> None:
     assert (row["verdict"], row["leaning"]) == ("undecided", "silent")
     assert by_window == ["silent", "healthy"] * 3
     assert "95 % bootstrap interval of the sum of the weights: 0.01 to 0.01 (threshold 0.01)" in row["evidence"]
-
-
-def test_windows_of_earlier_versions_have_no_row_sums() -> None:
-    heads, by_length, top_n, windows = tables_over([0.3] * 5)
-    tiny = [row | {"row_sum": 0.001, "row_sum_mean": 0.001} for row in heads.to_pylist()]
-    unknown = [row | {"row_sum": math.nan} for row in windows.to_pylist()]
-    found, by_window = judge_all(
-        pa.Table.from_pylist(tiny, schema=heads.schema),
-        by_length,
-        top_n,
-        windows=pa.Table.from_pylist(unknown, schema=WINDOWS),
-        model_runs="sigmoid",
-    )
-    row = found.to_pylist()[0]
-    assert (row["verdict"], row["agreement"]) == ("silent", 1.0)
-    assert math.isnan(row["confidence"])
-    assert by_window["verdict"].to_pylist() == ["silent"] * 5

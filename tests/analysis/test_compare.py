@@ -9,8 +9,9 @@ import pytest
 
 from attnorm.analysis.compare import compare, sides_of
 from attnorm.analysis.result import Analysis
-from attnorm.analysis.verdicts.thresholds import VERDICTS, Thresholds
+from attnorm.analysis.verdicts.thresholds import Thresholds
 from attnorm.files import finite
+from attnorm.report_data import VERDICTS
 from tests.analysis.synthetic import synthetic_manifest, synthetic_tables
 
 CAST = (("selects", "flat", "parked"), ("lazy", "selects", "torn"))

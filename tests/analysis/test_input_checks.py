@@ -1,17 +1,12 @@
 """Is the input right? Loss beside every run, a warning for texts that a model cannot read, and folders of version 2."""
 
-import json
 import math
-from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 import torch
 
 from attnorm.analysis.analyze import analyze
 from attnorm.analysis.manifest import readings, unreadable_notes
-from attnorm.analysis.result import Analysis
-from attnorm.analysis.tables import SCHEMAS
 from attnorm.models.inputs import texts_from, tokens_of, window_inputs
 from attnorm.models.load import load
 from tests.analysis.tiny_models import gpt2, ids
@@ -53,27 +48,3 @@ def test_bos_is_added_and_removed_on_request() -> None:
     assert made.shape == (1, 8)
     assert made[0, 1:].tolist() == plain.ids[0, 3:10].tolist()
     assert tokens_of(text, bundled, False).before == ()
-
-
-def test_a_folder_of_version_2_is_read_and_judged_again(tmp_path: Path) -> None:
-    now = analyze(gpt2(), ids(100), metrics="core", out=tmp_path)
-    for name in ("heads", "by_length"):
-        table = pq.read_table(tmp_path / f"{name}.parquet")
-        for column in [one for one in table.column_names if one.endswith("_mean")]:
-            metric = column.removesuffix("_mean")
-            table = table.set_column(table.column_names.index(metric), metric, table[column]).drop_columns([column])
-        pq.write_table(
-            table.drop_columns([one for one in ("worst_norm",) if one in table.column_names]),
-            tmp_path / f"{name}.parquet",
-        )
-    (tmp_path / "blocks.parquet").unlink()
-    (tmp_path / "windows.parquet").unlink()
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    unsealed = {name: value for name, value in manifest.items() if name not in ("sha256", "digests")}
-    (tmp_path / "manifest.json").write_text(json.dumps({**unsealed, "schema": 2}))
-    old = Analysis.load(tmp_path)
-    assert old.heads["entropy_ratio"].equals(now.heads["entropy_ratio"])
-    assert old.heads["entropy_ratio_mean"].equals(now.heads["entropy_ratio_mean"])
-    assert old.heads["verdict"].to_pylist() == now.heads["leaning"].to_pylist()
-    assert set(SCHEMAS) <= set(old.tables)
-    assert any("older attnorm" in note for note in old.manifest["notes"])

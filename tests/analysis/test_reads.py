@@ -1,8 +1,6 @@
 """Which tokens a head reads: the weights of the model's own eager attention, with the text of their positions."""
 
-import json
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -12,11 +10,12 @@ from rich.console import Console
 from transformers import ViTConfig, ViTModel
 
 import attnorm
-from attnorm.analysis.reads import listed_rows, token_text, top_keys
+from attnorm.analysis.reads import listed_rows, token_text
 from attnorm.analysis.result import Analysis
-from attnorm.analysis.tables import OPTIONAL, SCHEMAS
+from attnorm.analysis.tables import SCHEMAS
 from attnorm.models.load import load
 from attnorm.report.terminal import analysis_summary
+from attnorm.report.top_keys import top_keys
 from attnorm.text import visible
 from tests.models.tiny import llama, tiny, tokens
 
@@ -138,21 +137,6 @@ def test_several_normalizers_read_from_the_same_rows() -> None:
     assert min(sparse) > 0
 
 
-def test_a_folder_of_an_earlier_version_loads_without_the_tables(tmp_path: Path) -> None:
-    found = attnorm.analyze(llama(), tokens(1, 32), read_keys=4, **CORE)
-    folder = found.save(tmp_path / "run")
-    for name in OPTIONAL:
-        (folder / f"{name}.parquet").unlink()
-    manifest = json.loads((folder / "manifest.json").read_text())
-    unsealed = {name: value for name, value in manifest.items() if name not in ("sha256", "digests")}
-    (folder / "manifest.json").write_text(json.dumps(unsealed))
-    again = Analysis.load(folder)
-    assert (again.reads.schema, again.tokens.schema) == (SCHEMAS["reads"], SCHEMAS["tokens"])
-    assert again.reads.num_rows == again.tokens.num_rows == 0
-    assert again.verdict == found.verdict
-    assert again.save_html(tmp_path / "report.html").is_file()
-
-
 def test_merged_runs_keep_every_row_once() -> None:
     model = llama()
     one, two = (
@@ -191,7 +175,7 @@ def test_hostile_tokens_do_not_reach_a_terminal_as_they_are(text_run: Analysis) 
         reads = reads.set_column(reads.column_names.index(name), name, pa.array([evil] * reads.num_rows))
     hostile = Analysis(**{**text_run.tables, "reads": reads}, manifest=text_run.manifest)
     out = StringIO()
-    Console(file=out, width=120).print(analysis_summary(hostile))
+    Console(file=out, width=120).print(analysis_summary(hostile.report_data))
     assert "␛[2J[b]␇⟨U+202E⟩" in out.getvalue()
     assert not {"\x1b", "\x07", "\u202e"} & set(out.getvalue())
     assert "\x1b" not in str(hostile.top_keys(0, 0))

@@ -6,7 +6,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -14,8 +13,9 @@ import pytest
 from attnorm.analysis import store
 from attnorm.analysis.analyze import analyze
 from attnorm.analysis.result import Analysis
-from attnorm.analysis.tables import SCHEMAS, TABLES, VERDICT_COLUMNS, with_quantiles
-from attnorm.analysis.verdicts import VERDICTS, Thresholds
+from attnorm.analysis.tables import SCHEMAS, TABLES, VERDICT_COLUMNS
+from attnorm.analysis.verdicts import Thresholds
+from attnorm.report_data import VERDICTS
 from tests.analysis.tiny_models import gpt2, ids
 from tests.clean_interpreter import run_in_clean_interpreter
 
@@ -229,20 +229,22 @@ def test_a_notebook_shows_a_small_table_in_which_hostile_names_do_nothing() -> N
     assert "GPT2" in repr(analysis) or HOSTILE in repr(analysis)
 
 
-def test_a_run_written_before_a_metric_was_added_has_nan_for_it(analysis: Analysis, tmp_path: Path) -> None:
-    tables = dict(analysis.tables)
-    for name, metric in (("heads", "max_weight"), ("by_length", "max_weight"), ("heads", "mean_cosine")):
-        columns = [column for column in with_quantiles(metric) if column in tables[name].column_names]
-        tables[name] = tables[name].drop_columns(columns)
-    store.write_run(tmp_path, tables, analysis.manifest)
-    again = Analysis.load(tmp_path)
-    for metric in ("max_weight", "max_weight_mean", "mean_cosine"):
-        assert np.isnan(again.heads[metric].to_numpy()).all()
-    assert again.heads["max_weight_without_sink"].equals(analysis.heads["max_weight_without_sink"])
-    assert again.verdict == analysis.verdict
-    store.write_run(tmp_path, {**tables, "heads": tables["heads"].drop_columns(["rows"])}, analysis.manifest)
-    with pytest.raises(ValueError, match="rows"):
+@pytest.mark.parametrize(
+    ("source", "remedy"),
+    [(None, r"attnorm\.analyze\(model, out="), ("my model", r"attnorm analyze 'my model' --out")],
+)
+def test_a_run_of_another_version_is_refused_with_the_command_that_measures_again(
+    source: str | None, remedy: str, analysis: Analysis, tmp_path: Path
+) -> None:
+    manifest = {**analysis.manifest, "model": {**analysis.manifest["model"], "source": source}}
+    store.write_run(tmp_path, analysis.tables, {**manifest, "schema": 2})
+    with pytest.raises(ValueError, match=rf"expected tables of version 3, got 2\..*{remedy}"):
         Analysis.load(tmp_path)
+    for name, column in (("heads", "max_weight_mean"), ("windows", "row_sum")):  # as before a metric was added
+        tables = {**analysis.tables, name: analysis.tables[name].drop_columns([column])}
+        store.write_run(tmp_path, tables, manifest)
+        with pytest.raises(ValueError, match=rf"{name}\.parquet.* {column}\..*{remedy}"):
+            Analysis.load(tmp_path)
 
 
 def test_a_folder_without_an_analysis_and_one_of_another_version_are_refused(

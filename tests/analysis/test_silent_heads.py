@@ -1,16 +1,14 @@
-"""Silent heads from end to end: a patched model, tensors, the report, and runs of earlier versions."""
+"""Silent heads from end to end: a patched model, tensors, and the report."""
 
 import math
 from collections import Counter
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 import torch
 from rich.console import Console
 
 import attnorm
-from attnorm.analysis import store
 from attnorm.analysis.compare import compare
 from attnorm.models.load import load
 from attnorm.report.terminal import analysis_summary
@@ -55,7 +53,7 @@ def test_heads_with_tiny_weights_are_silent_and_the_others_are_judged(tiny: attn
 
 def test_terminal_comparison_and_report_name_them(tiny: attnorm.Analysis, tmp_path: Path) -> None:
     console = Console(width=160, record=True, file=(tmp_path / "terminal").open("w"))
-    console.print(analysis_summary(tiny))
+    console.print(analysis_summary(tiny.report_data))
     text = console.export_text()
     assert "The weights sum to almost 0, so the head reads no key." in text
     assert "Prune silent heads" in text
@@ -79,25 +77,3 @@ def test_a_head_that_reads_in_some_rows_is_judged_by_them(empty: float, expected
     (row,) = analysis.heads.to_pylist()
     assert (row["row_sum"] == 0) == (empty > 0.5)
     assert (row["leaning"] == "silent") == (expected == "silent")
-
-
-def without_row_sums(name: str, table: pa.Table) -> pa.Table:
-    """Return a table as versions without the verdict wrote it."""
-    return table.drop_columns(["row_sum"]) if name in ("blocks", "windows") else table
-
-
-def test_a_run_of_an_earlier_version_is_loaded_and_judged_again(tiny: attnorm.Analysis, tmp_path: Path) -> None:
-    tables = {name: without_row_sums(name, table) for name, table in tiny.tables.items()}
-    old_verdicts = pa.array(["healthy"] * tiny.heads.num_rows)
-    index = tables["heads"].schema.get_field_index("verdict")
-    tables["heads"] = tables["heads"].set_column(index, "verdict", old_verdicts)
-    thresholds = {name: value for name, value in tiny.manifest["thresholds"].items() if name != "silent_sum"}
-    store.write_run(tmp_path, tables, {**tiny.manifest, "thresholds": thresholds})
-    old = attnorm.Analysis.load(tmp_path)
-    assert old.heads["verdict"].to_pylist() == old_verdicts.to_pylist()
-    assert old.verdict.counts["silent"] == 0
-    again = old.judged(old.thresholds)
-    silent = [row for row in again.heads.to_pylist() if row["verdict"] == "silent"]
-    assert len(silent) >= Counter(tiny.heads["verdict"].to_pylist())["silent"]
-    assert all(math.isnan(row["confidence"]) for row in silent), "no row sums of blocks or windows to resample"
-    assert Counter(again.windows["verdict"].to_pylist())["silent"] >= 2 * len(silent)

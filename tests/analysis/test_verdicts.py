@@ -11,13 +11,14 @@ import pyarrow as pa
 import pytest
 
 from attnorm.analysis.settings import groups
-from attnorm.analysis.verdicts import VERDICTS, ModelVerdict, Thresholds, judge_all, model_verdict, representative_rows
+from attnorm.analysis.verdicts import ModelVerdict, Thresholds, judge_all, model_verdict, representative_rows
 from attnorm.analysis.verdicts.advice import _no_advice, advise
 from attnorm.analysis.verdicts.judge import Judgment, judge_head
 from attnorm.analysis.verdicts.reach import binding_length
 from attnorm.analysis.verdicts.rules import HeadCase, _entropy_floor, _relative_entropies, is_selecting, worst_norm
 from attnorm.analysis.verdicts.what_if import repeat_command
 from attnorm.report.page_text import what_if_table
+from attnorm.report_data import VERDICTS
 from attnorm.text import format_keys
 from attnorm.theory.dispersion import entropy_floor
 from tests.analysis.synthetic import CAST, EXPECTED, synthetic_manifest, synthetic_tables

@@ -99,9 +99,6 @@ CALLS: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "an engine that cannot": (
         {"engine": "fused", "normalizer": "entmax15"}, ValueError, ["'entmax15'", "Use engine='auto' or 'blocked'"],
     ),
-    "flex where it cannot": (
-        {"engine": "flex", "normalizer": "entmax15"}, ValueError, ["'entmax15'", "Use engine='auto' or 'blocked'"],
-    ),
     "positions of another length": (
         {"normalizer": "local", "positions": torch.arange(4)}, ValueError, ["4 queries", "5 queries"],
     ),

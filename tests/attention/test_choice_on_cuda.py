@@ -120,7 +120,7 @@ def test_wide_heads_in_float32_run_on_a_kernel_where_its_tiles_fit(name: str, mo
     assert kernels in ("triton", "sparse")
     with_shared_memory(A100, monkeypatch)
     chosen = [choice(inputs, normalizer(name)) for inputs in (wide, narrow, half)]
-    assert chosen == ["flex" if name == "sigmoid" else "blocked", kernels, kernels]
+    assert chosen == ["blocked", kernels, kernels]
 
 
 def test_tiles_that_a_gpu_does_not_hold_are_smaller_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,12 +139,12 @@ def test_tiles_that_a_gpu_does_not_hold_are_smaller_there(monkeypatch: pytest.Mo
 
 def test_decoding_with_more_rows_than_a_gpu_holds_runs_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     few, many = (on_cuda(torch.float32, 1, 128, keys=1024, groups=groups) for groups in (32, 33))
-    for name, elsewhere in (("sigmoid", "flex"), ("entmax15", "blocked")):
+    for name in ("sigmoid", "entmax15"):
         chosen = []
         for size in (H200, A100, RTX):
             with_shared_memory(size, monkeypatch)
             chosen += [choice(inputs, normalizer(name)) for inputs in (few, many)]
-        assert chosen == ["triton", "triton", "triton", elsewhere, "triton", elsewhere]
+        assert chosen == ["triton", "triton", "triton", "blocked", "triton", "blocked"]
 
 
 def test_decoding_runs_on_a_kernel_where_sdpa_would_round_q_or_copy_the_cache() -> None:

@@ -1,6 +1,5 @@
 """Conditions of engines one by one, what is passed on to a GPU, and factors of several rules."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from attnorm import attention, kernels
 from attnorm.attention import attend
-from attnorm.engines import blocked, decoding, execution, flex, fused, one_pass, stick_breaking
+from attnorm.engines import blocked, decoding, execution, fused, one_pass, stick_breaking
 from attnorm.engines import inputs as inputs_module
 from attnorm.engines.execution import MIN_QUERIES
 from attnorm.engines.inputs import Inputs, validate_inputs
@@ -71,35 +70,6 @@ def test_a_gpu_does_not_wait_for_what_it_sends(own: str, waits: bool) -> None:
     tensor: Any = Elsewhere(own)
     execution.sent_to_cpu(tensor)
     assert tensor.sent == [("cpu", {"non_blocking": not waits})]
-
-
-def test_which_factors_learn() -> None:
-    states = torch.zeros(1, 4, 3)
-    fixed, learned = compose("sigmoid", scale="log_scaled"), compose("sigmoid", scale="ssmax")
-    assert not list(fixed.parameters())
-    for rules, hidden, learns in [
-        (get("sigmoid"), None, False),
-        (get("sigmoid"), states.clone().requires_grad_(), False),
-        (fixed, None, False),
-        (fixed, states, False),
-        (fixed, states.clone().requires_grad_(), True),
-        (learned, None, True),
-        (learned, states, True),
-    ]:
-        assert flex._factors_need_grad(call(hidden_states=hidden), rules) is learns
-        with torch.no_grad():
-            assert not flex._factors_need_grad(call(hidden_states=hidden), rules)
-
-
-def test_before_a_penalty_on_distances_flex_takes_factors_alone() -> None:
-    for scale, runs in [
-        (["ssmax", "scale_invariant"], True),
-        (["ssmax", "log_scaled", "scale_invariant"], True),
-        ([Softcap(3.0), "scale_invariant"], False),
-        (["adaptive_temperature", "scale_invariant"], False),
-        (["ssmax", Softcap(3.0), "scale_invariant"], False),
-    ]:
-        assert flex.applies(call(), compose(scale=scale)) is runs
 
 
 @pytest.mark.parametrize("own", [None, 3.0])
@@ -163,22 +133,9 @@ def wide(batch: int, keys: int, mask: Tensor | None = None) -> Inputs:
         (1, 1, 6, 1),
     ],
 )
-def test_queries_of_a_block_are_as_many_as_its_logits_allow(
-    batch: int, keys: int, elements: int, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inputs = wide(batch, keys)
-    run = blocked._BlockedCall(inputs, get("softmax"), None, elements)  # type: ignore[arg-type]
+def test_queries_of_a_block_are_as_many_as_its_logits_allow(batch: int, keys: int, elements: int, rows: int) -> None:
+    run = blocked._BlockedCall(wide(batch, keys), get("softmax"), None, elements)  # type: ignore[arg-type]
     assert (run.rows_per_block, type(run.rows_per_block)) == (rows, int)
-    asked: list[int] = []
-
-    def steps(_: Inputs, count: int) -> Iterator[tuple[int, int]]:
-        asked.append(count)
-        yield 0, 5
-
-    monkeypatch.setattr(Inputs, "steps", steps)
-    one = flex._FlexCall(inputs, inputs.q_BHQD, torch.ones(batch, 6, 5, 1), None)
-    flex._extreme_keys(one, elements)
-    assert asked == [rows]
 
 
 @pytest.mark.parametrize(
@@ -282,24 +239,6 @@ def test_a_map_derived_from_one_of_ours_has_its_own_weights(base: type[Map]) -> 
     assert derived.map.kernel_form() is derived.map.threshold_form() is None
     assert not stick_breaking.applies(inputs, derived)
     assert decoding.plan(inputs, derived) is None
-
-
-@pytest.mark.parametrize("name", ["relu", "softpick"])
-def test_scores_of_flex_have_a_gradient_at_0(name: str) -> None:
-    map_, scores = get(name).map, list[Any]()
-
-    def attend(score: Any, *_: Any) -> tuple[Tensor, Tensor]:
-        scores.append(score)
-        return torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 1, 1)
-
-    one: Any = SimpleNamespace(attend=attend, n=torch.ones(1, 1, 1, 1), inputs=call())
-    flex.FORMS[type(map_)](one, map_)
-    z = torch.tensor([-1.0, 0.0, 2.0], requires_grad=True)
-    nothing = torch.zeros(3)
-    scores[0](z, nothing, nothing, nothing, nothing)[2].backward()
-    assert z.grad is not None
-    assert z.grad.isfinite().all()
-    assert z.grad[:2].tolist() == [0.0, 0.0]
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import attnorm
-from attnorm.engines import execution, flex, fused, inputs, one_pass, sparse
+from attnorm.engines import execution, fused, inputs, one_pass, sparse
 from attnorm.engines.inputs import Inputs, row_factors, validate_inputs, with_rounded_queries
 from attnorm.normalizers import Normalizer, compose, get
 
@@ -295,32 +295,6 @@ def test_kernels_take_what_they_have_a_form_for(
     one: Normalizer, inputs_: Inputs, on_sparse: bool, on_one_pass: bool
 ) -> None:
     assert (sparse.applies(inputs_, one), one_pass.applies(inputs_, one)) == (on_sparse, on_one_pass)
-
-
-@pytest.mark.parametrize(
-    ("one", "inputs_", "runs"),
-    [
-        (normalizer("sigmoid"), LARGE, True),
-        (normalizer("softmax"), LARGE, False),
-        (normalizer("sigmoid"), in_float32(16, 15), False),
-        (normalizer("sigmoid"), replace(LARGE, v_BGKE=torch.ones(1, 2, 20, 15)), False),
-        (normalizer("sigmoid"), in_float32(0), False),
-        (normalizer("sigmoid"), in_float32(1), True),
-        (normalizer("sigmoid"), in_float32(16, dropout=0.1), False),
-        (normalizer("sigmoid"), in_float32(16, softcap=3.0), False),
-        (compose("sigmoid", sink="softmax1"), LARGE, False),
-        (compose("sigmoid", scale="ssmax"), LARGE, True),
-        (compose("sigmoid", scale="ssmax"), replace(LARGE, q_BHQD=LARGE.q_BHQD.half()), False),
-        (compose("sigmoid", scale="adaptive_temperature"), LARGE, False),
-        (normalizer("scale_invariant"), LARGE, True),
-        (normalizer("scale_invariant"), replace(LARGE, positions=torch.arange(16)), False),
-        (normalizer("relu"), LARGE, True),
-        (normalizer("softpick"), LARGE, True),
-        (normalizer("entmax15"), LARGE, False),
-    ],
-)
-def test_flex_takes_what_it_has_a_recipe_for(one: Normalizer, inputs_: Inputs, runs: bool) -> None:
-    assert flex.applies(inputs_, one) == runs
 
 
 @interpreted

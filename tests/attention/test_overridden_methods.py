@@ -114,7 +114,7 @@ def test_methods_that_a_subclass_overrides_give_outputs_and_statistics(normalize
 def test_no_engine_and_no_closed_form_is_taken_from_the_base_class(normalizer: Normalizer) -> None:
     q, k, v = drawn()
     inputs = validate_inputs(q, k, v, mask=None, causal=True, scale=None, positions=None)
-    for engine in ("fused", "triton", "sparse", "flex"):
+    for engine in ("fused", "triton", "sparse"):
         assert _computation(engine, inputs, normalizer) is None  # type: ignore[arg-type]
     assert kernel_form(normalizer) is None
     assert not has_closed_form(normalizer)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import attnorm
 from attnorm.attention import ENGINES, Engine
-from attnorm.engines import flex, fused
+from attnorm.engines import fused
 from attnorm.engines.inputs import validate_inputs
 from attnorm.normalizers.registry import BUILT_IN
 from tests.attention import reference
@@ -120,28 +120,6 @@ def test_factors_past_the_end_of_float16_stay_finite(name: str, engine: Engine) 
     found = attnorm.attention(q, k, v, normalizer, engine=engine)
     exact = attnorm.attention(*(t.double() for t in (q, k, v)), normalizer, engine="blocked")
     torch.testing.assert_close(found.double(), exact, rtol=2 * torch.finfo(torch.float16).eps, atol=0)
-
-
-@pytest.mark.parametrize("name", ["softpick", "sa_softmax", "scale_invariant"])
-@torch.no_grad()
-def test_flex_attention_multiplies_a_scale_rule_in_float32(name: str) -> None:
-    """Multiplied into q in bfloat16, the factor and q would be rounded once more: an error 11 to 57 times as large."""
-    cold = attnorm.get("softmax", temperature=0.013)
-    normalizer = attnorm.compose(scale=[cold, name]) if name == "scale_invariant" else attnorm.compose(name, scale=cold)
-    q, k, v = (torch.randn(1, HEADS, 33, 16).bfloat16() for _ in range(3))
-    exact = attnorm.attention(*(t.double() for t in (q, k, v)), normalizer, causal=True, engine="blocked")
-    found = attnorm.attention(q, k, v, normalizer, causal=True, engine="flex")
-    assert largest(found.double() - exact) <= 2 * torch.finfo(torch.bfloat16).eps * largest(exact)
-
-
-def test_flex_attention_leaves_a_learned_scale_in_half_precision_to_another_engine() -> None:
-    normalizer = attnorm.compose("sigmoid", scale="ssmax")
-    for dtype, taken in ((torch.bfloat16, False), (torch.float32, True)):
-        inputs = [torch.randn(1, 1, 20, 16, dtype=dtype) for _ in range(3)]
-        call = validate_inputs(*inputs, mask=None, causal=True, scale=None, positions=None)
-        assert flex.applies(call, normalizer) is taken
-        with torch.no_grad():
-            assert flex.applies(call, normalizer)
 
 
 LEARNING = [case for case in CASES if learned(case.make())]

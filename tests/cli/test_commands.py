@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 import attnorm
-from attnorm.cli import app, machine
+from attnorm.cli import app, doctor
 from attnorm.machine import this_machine
 from attnorm_lab.bench import suites
 from attnorm_lab.bench.results import Benchmarks, Ratio
@@ -82,14 +82,14 @@ def test_doctor_finds_this_machine_well() -> None:
 def test_doctor_names_every_package_of_the_extras() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     listed = {Requirement(line).name for name in {*extras} - {"test", "lint", "docs", "dev"} for line in extras[name]}
-    assert listed <= {*machine.OPTIONAL_PACKAGES}
+    assert listed <= {*doctor.OPTIONAL_PACKAGES}
 
 
 def test_doctor_exits_with_1_when_a_promise_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     def breaks() -> tuple[bool, str]:
         raise ArithmeticError("two and two are five")
 
-    monkeypatch.setattr(machine, "PROMISES", {"arithmetic holds": breaks})
+    monkeypatch.setattr(doctor, "PROMISES", {"arithmetic holds": breaks})
     result = runner.invoke(app, ["doctor"])
     assert result.exit_code == 1
     assert "FAILED" in result.stdout

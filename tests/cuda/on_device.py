@@ -25,7 +25,7 @@ NARROW: dict[str, dict[str, Any]] = {"local": {"window": 3}, "topk": {"k": 3}, "
 
 
 def tiny(family: str, **options: Any) -> PreTrainedModel:
-    """On the device. Its heads are 8 wide: too narrow for FlexAttention, so that nothing is compiled."""
+    """On the device."""
     model = models.tiny(family, **options)
     if family == "gpt_oss":
         model.set_experts_implementation("eager")  # the others have no float64
@@ -33,7 +33,7 @@ def tiny(family: str, **options: Any) -> PreTrainedModel:
 
 
 def wide(layers: int = 2) -> PreTrainedModel:
-    """On the device, with heads wide enough for FlexAttention."""
+    """On the device, with heads of width 16."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(vocab_size=models.VOCABULARY, num_hidden_layers=layers, max_position_embeddings=128, **sizes)

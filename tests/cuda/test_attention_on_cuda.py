@@ -8,24 +8,13 @@ import pytest
 import torch
 
 import attnorm
-from attnorm.engines import flex, one_pass, sparse, stick_breaking
+from attnorm.engines import one_pass, sparse, stick_breaking
 from attnorm.engines.execution import in_new_thread, runs_kernels
 from attnorm.engines.inputs import validate_inputs
 from attnorm.normalizers import Mechanism
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-FLEX = [
-    ("sigmoid", {}),
-    ("sigmoid", {"bias": -5.0}),
-    ("relu", {}),
-    ("relu", {"power": 2.0}),
-    ("softpick", {}),
-    ("sa_softmax", {}),
-    ("kernel", {"function": "softplus"}),
-    ("kernel", {"function": "elu+1"}),
-    ("scale_invariant", {}),
-]
 ROWS = [name for name in attnorm.available() if not isinstance(attnorm.get(name), Mechanism)]
 MASKS = ["none", "padding", "full"]
 
@@ -60,18 +49,6 @@ CASES = [
     ((100, 300), (4, 2), "padding", True),
     ((128, 200), (4, 4), "full", False),
 ]
-
-
-@pytest.mark.parametrize(("name", "options"), FLEX)
-@pytest.mark.parametrize(("lengths", "heads", "mask", "causal"), CASES)
-def test_flex_recipes_match_float64(name, options, lengths, heads, mask, causal):
-    normalizer = attnorm.get(name, **options).cuda()
-    q, k, v, shown = _inputs(lengths, heads, mask, torch.float32)
-    call = {"mask": shown, "causal": causal}
-    assert flex.applies(validate_inputs(q, k, v, **call, scale=None, positions=None), normalizer)
-    found = _values_and_gradients(q, k, v, normalizer, torch.float32, engine="flex", **call)
-    expected = _values_and_gradients(q, k, v, normalizer, torch.float64, engine="blocked", **call)
-    _assert_close(found, expected, 2e-5)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -113,7 +90,7 @@ def test_wide_heads_in_float32_match_float64(name, mask, width):
     _assert_close(found, expected, 1e-4)
 
 
-@pytest.mark.parametrize("name", sorted(set(ROWS) - {name for name, _ in FLEX if name != "sa_softmax"}))
+@pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize(("lengths", "heads", "mask", "causal"), CASES)
 def test_auto_engine_in_float32_matches_float64(name, lengths, heads, mask, causal):
     normalizer = attnorm.get(name).cuda()

@@ -68,25 +68,6 @@ def test_a_second_call_computes_only_what_is_new(bundled: Any, tmp_path: Path, m
     assert "bundled, float32; up to 3 documents per task and length" in page
 
 
-def test_a_kneemax_of_an_earlier_version_keeps_its_knee(
-    bundled: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options: dict[str, Any] = {"tasks": ["perplexity"], "out": tmp_path}
-    first = small(bundled, normalizers=["kneemax:share=1"], **options)
-    for path in (tmp_path / "evaluation.json", *(tmp_path / "parts").glob("*.json")):
-        path.write_text(path.read_text().replace("kneemax:share=1", "kneemax"))  # as it was written
-    assert Evaluation.load(tmp_path).rows == first.rows
-    computed: list[str] = []
-    score = evaluation_run.score_perplexity
-    monkeypatch.setattr(evaluation_run, "score_perplexity", lambda *a: computed.append("part") or score(*a))
-    assert small(bundled, normalizers=["kneemax:share=1"], **options).rows == first.rows
-    assert computed == []
-    both = small(bundled, normalizers=["kneemax"], **options)
-    assert computed == ["part"]
-    assert both.sides == ["model", "kneemax:share=1", "kneemax:knee=0.25"]
-    assert both.rows[1].mean != both.rows[2].mean
-
-
 def test_a_folder_of_another_run_is_not_mixed_in(bundled: Any, tmp_path: Path) -> None:
     small(bundled, tasks=["perplexity"], normalizers=[], out=tmp_path)
     with pytest.raises(ValueError, match="limit is 2 here and 3 there"):

@@ -59,7 +59,7 @@ def _interprets() -> bool:
     return torch.cuda.is_available() or tuple(map(int, version[:2])) >= (3, 7)
 
 
-ENGINES: tuple[Engine, ...] = ("auto", "fused", "blocked", "flex", *(("sparse", "triton") if _interprets() else ()))
+ENGINES: tuple[Engine, ...] = ("auto", "fused", "blocked", *(("sparse", "triton") if _interprets() else ()))
 Outcome = Literal["ran", "not supported"]
 LAYOUTS = ("contiguous", "transposed", "every second", "expanded", "packed")
 MASKS = ("none", "padding", "rows", "heads", "one dimension", "queries", "nothing seen")

@@ -277,6 +277,17 @@ def test_gates_keep_their_digits_in_a_cache_of_half_precision() -> None:
     torch.testing.assert_close(gates.grad, torch.ones_like(gates))
 
 
+@pytest.mark.parametrize("name", ["laser", "forget"])
+def test_a_mechanism_takes_options_of_its_normalizer(name: str) -> None:
+    q, k, v = torch.randn(3, 1, 2, 40, 8, dtype=torch.float64)
+    plain, named, given = (
+        attnorm.get(name, normalizer=normalizer)(q, k, v, causal=True)
+        for normalizer in ("kneemax", "kneemax+share=1", attnorm.get("kneemax", share=1))
+    )
+    assert torch.equal(named, given)
+    assert (named - plain).abs().max() > 0.001
+
+
 def test_what_stands_in_padding_does_not_reach_forget_or_laser() -> None:
     q, k, v = torch.randn(3, 1, 4, 9, 8, dtype=torch.float64).unbind()
     x = torch.randn(1, 9, WIDTH, dtype=torch.float64)

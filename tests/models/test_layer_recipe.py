@@ -9,7 +9,6 @@ import torch
 
 import attnorm
 from attnorm.models.layer_normalizer import (
-    SEARCH_NOTE,
     compact,
     layer_groups,
     parse_layers,
@@ -44,18 +43,6 @@ def test_a_recipe_is_saved_and_loaded_with_the_model(tmp_path: Path) -> None:
     loaded = from_pretrained(tmp_path / "model")
     assert [recipe_of(module).name for module in patched_modules(loaded).values()] == ["ssmax", "ssmax", "topk"]
     assert torch.equal(quiet_logits(loaded, ids), quiet_logits(model, ids))
-
-
-def test_an_earlier_file_of_a_search_keeps_the_knee_and_one_of_a_person_has_the_new_default(tmp_path: Path) -> None:
-    path = tmp_path / "recipe.toml"
-    layers = '[layers]\n"0" = "kneemax"\n"1-2" = "kneemax:knee=0.25"\n'
-    path.write_text("# attnorm lab search, trial 7: loss 2.5\n# One random seed.\nlearning_rate = 0.01\n" + layers)
-    assert read_recipe_file(path).layers == {"0": "kneemax:share=1", "1-2": "kneemax:knee=0.25"}
-    path.write_text("# for attnorm lab search, trial and error\n" + layers)
-    assert read_recipe_file(path).layers == {"0": "kneemax", "1-2": "kneemax:knee=0.25"}
-    note = f"{SEARCH_NOTE} 7: loss 2.5"
-    write_recipe_file(path, {"0": "kneemax", "1": "kneemax:share=1"}, note=note)
-    assert read_recipe_file(path).layers == {"0": "kneemax:knee=0.25", "1": "kneemax:share=1"}
 
 
 def test_a_recipe_file_says_the_same(tmp_path: Path) -> None:

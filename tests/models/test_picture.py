@@ -89,7 +89,7 @@ def test_every_patch_of_the_class_token_and_the_middle_is_stored_and_shown() -> 
     assert sorted({r["row"] for r in own}) == [0, 11]  # 1 + row 2 of 4, column 2 of 4
     assert sorted(r["key"] for r in own if r["row"] == 0) == list(range(17))
     assert sum(r["weight"] for r in own if r["row"] == 0) == pytest.approx(1, abs=1e-5)
-    shown = payload(analysis)
+    shown = payload(analysis.report_data)
     assert shown["pictures"][0]["rows"] == 4
     assert shown["reads"]["left_out"] == 0
 
@@ -106,7 +106,7 @@ def test_only_a_png_as_data_reaches_the_page() -> None:
     analysis = attnorm.analyze(vit(), IMAGE, metrics="core")
     (name,) = analysis.manifest["pictures"]
     analysis.manifest["pictures"][name]["png"] = "https://example.org/track.png"
-    assert payload(analysis)["pictures"] == {}
+    assert payload(analysis.report_data)["pictures"] == {}
 
 
 def test_the_header_of_the_png_is_that_of_the_standard() -> None:

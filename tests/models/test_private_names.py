@@ -1,6 +1,7 @@
 """A private name that a new version of a library lacks is reported here by that name."""
 
 import ast
+import contextlib
 import importlib
 import inspect
 import re
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, PreTrainedConfig
 
 from attnorm.models import private_names
@@ -21,7 +23,9 @@ from attnorm.models.private_names import (
     loaded_from,
     replace_compiled_call,
     uncompiled,
+    whole_windows,
 )
+from tests.models.families import tiny
 
 PACKAGE = Path(private_names.__file__).parent.parent
 ROOMS = [PACKAGE / name for name in ("models", "training", "monitor")]
@@ -154,3 +158,30 @@ def test_a_config_names_where_it_was_loaded_from() -> None:
     assert loaded_from(config) == ""
     config.name_or_path = "models/small"  # as from_pretrained of a model does
     assert loaded_from(config) == "models/small"
+
+
+class NumbersRead(TorchDispatchMode):
+    """Counts the numbers that Python reads from a tensor: on a GPU each waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_models_read_no_number_from_whole_windows() -> None:
+    model, windows = tiny("llama").train(), torch.arange(16).view(2, 8)
+    outputs = []
+    for inside in (False, True, False):
+        with whole_windows() if inside else contextlib.nullcontext(), NumbersRead() as read:
+            outputs.append(model(windows, use_cache=False).logits)
+        assert (read.count == 0) == inside
+    assert torch.equal(outputs[0], outputs[1])
+    with pytest.raises(KeyError), whole_windows():
+        raise KeyError
+    with NumbersRead() as read:
+        model(windows, use_cache=False)
+    assert read.count > 0

@@ -151,7 +151,7 @@ def test_only_close_names_are_suggested() -> None:
 
 
 @pytest.mark.as_installed
-@pytest.mark.parametrize("name", ["flash", "sdpa", "fused", "triton", "cudnn", "flex", "eager"])
+@pytest.mark.parametrize("name", ["flash", "sdpa", "fused", "triton", "cudnn", "eager"])
 def test_the_name_of_an_engine_is_answered_with_how_to_pass_it(name: str) -> None:
     with pytest.raises(ValueError, match=name) as wrong:
         get(name)

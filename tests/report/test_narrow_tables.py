@@ -34,11 +34,11 @@ def test_normalizers() -> None:
 
 
 def test_an_analysis_and_a_comparison(analysis: attnorm.Analysis) -> None:
-    for tables in (analysis_summary(analysis), comparison_tables(compare({"run": analysis}))):
+    for tables in (analysis_summary(analysis.report_data), comparison_tables(compare({"run": analysis}))):
         assert "\u2026" not in rendered(tables)
 
 
 def test_the_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
-    quick = dict.fromkeys(machine.PROMISES, lambda: (True, "largest error 1.19e-07, and the same bits twice"))
-    monkeypatch.setattr(machine, "PROMISES", quick)  # tests/cli makes the real checks
+    quick = dict.fromkeys(doctor.PROMISES, lambda: (True, "largest error 1.19e-07, and the same bits twice"))
+    monkeypatch.setattr(doctor, "PROMISES", quick)  # tests/cli makes the real checks
     assert "\u2026" not in rendered(health_tables(examine()))

@@ -25,17 +25,17 @@ from tests.report.html.sample import CAST, HOSTILE, hostile, sample
     ],
 )  # fmt: skip
 def test_every_kind_is_a_figure_that_a_notebook_shows(kind: str, options: dict[str, Any]) -> None:
-    figure = plot(sample(), kind, **options)
+    figure = plot(sample().tables, kind, **options)
     assert isinstance(figure, Figure)
     assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
 
 
 def test_a_curve_holds_the_numbers_of_the_table() -> None:
-    (axes,) = plot(sample(), "curves", "entropy_nats", layer=0, head=1).axes
+    (axes,) = plot(sample().tables, "curves", "entropy_nats", layer=0, head=1).axes
     (line,) = axes.lines
     rows = [
         row
-        for row in sample().by_length.to_pylist()
+        for row in sample().tables["by_length"].to_pylist()
         if (row["layer"], row["head"], row["text"], row["length"], row["normalizer"]) == (0, 1, "prose", 160, "model")
     ]
     expected = sorted((row["n"], row["entropy_nats"]) for row in rows)
@@ -44,11 +44,13 @@ def test_a_curve_holds_the_numbers_of_the_table() -> None:
 
 
 def test_all_heads_have_a_line_and_their_median_another() -> None:
-    axes = plot(sample(), "curves").axes[0]
+    axes = plot(sample().tables, "curves").axes[0]
     assert len(axes.lines) == len(CAST) * len(CAST[0]) + 1
     median = axes.lines[-1]
     wanted = {"text": "prose", "length": 160, "normalizer": "model", "n_high": 160}
-    rows = [row for row in sample().by_length.to_pylist() if all(row[name] == wanted[name] for name in wanted)]
+    rows = [
+        row for row in sample().tables["by_length"].to_pylist() if all(row[name] == wanted[name] for name in wanted)
+    ]
     longest = [row["entropy_ratio"] for row in rows]
     assert median.get_ydata()[-1] == pytest.approx(np.nanmedian(longest))
 
@@ -64,15 +66,15 @@ def test_all_heads_have_a_line_and_their_median_another() -> None:
 )  # fmt: skip
 def test_what_cannot_be_drawn_is_named(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        plot(sample(), **options)
+        plot(sample().tables, **options)
     with pytest.raises(TypeError, match="got 'lenght'"):
-        plot(sample(), lenght=64)
+        plot(sample().tables, lenght=64)
 
 
 @pytest.mark.filterwarnings("ignore:Glyph:UserWarning")  # the font has no owl
 @pytest.mark.parametrize("kind", ["curves", "heads", "verdicts"])
 def test_hostile_names_are_text_in_a_figure(kind: str) -> None:
-    figure = plot(hostile(), kind)
+    figure = plot(hostile().tables, kind)
     title = figure.axes[0].get_title(loc="left")
     assert HOSTILE[:20] in title
     assert "\u202e" not in title

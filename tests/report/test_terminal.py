@@ -36,7 +36,7 @@ def shown(what: RenderableType, width: int = 120, color: bool = False) -> str:
 
 
 def test_every_head_has_its_letters_in_its_place() -> None:
-    text = shown(analysis_summary(made()))
+    text = shown(analysis_summary(made().report_data))
     marks = {word.name: "." if word.name == "healthy" else word.mark for word in VERDICTS}
     for layer in range(len(CAST)):
         (line,) = (line for line in text.splitlines() if line.startswith(f"layer {layer} "))
@@ -48,7 +48,10 @@ def test_every_head_has_its_letters_in_its_place() -> None:
 
 
 def test_color_adds_to_the_letters_and_replaces_none() -> None:
-    plain, colored = shown(analysis_summary(made())), shown(analysis_summary(made()), color=True)
+    plain, colored = (
+        shown(analysis_summary(made().report_data)),
+        shown(analysis_summary(made().report_data), color=True),
+    )
     assert "\x1b[" in colored
     assert "\x1b[" not in plain
     assert set(STYLE) >= {word.name for word in VERDICTS}
@@ -56,7 +59,7 @@ def test_color_adds_to_the_letters_and_replaces_none() -> None:
 
 
 def test_the_summary_tells_verdict_ceiling_rate_heads_and_advice() -> None:
-    text = " ".join(shown(analysis_summary(made())).split())
+    text = " ".join(shown(analysis_summary(made().report_data)).split())
     for part in ("heads still select", "Is the ceiling binding", "Rate test", "Heads to look at", "What to try"):
         assert part in text
     assert "attnorm analyze pretended/gpt" in text, "the command that measures what is missing"
@@ -67,7 +70,11 @@ def test_a_head_over_an_image_reads_patches() -> None:
     analysis = attnorm.analyze(  # 4 x 4 patches after the class token
         vit(), {"pixel_values": pixels}, metrics="core", normalizers=["softmax1"]
     )
-    read = shown(analysis_summary(analysis)).partition("head of some layers reads")[2].partition("What to try")[0]
+    read = (
+        shown(analysis_summary(analysis.report_data))
+        .partition("head of some layers reads")[2]
+        .partition("What to try")[0]
+    )
     assert "weight with softmax1)" in read
     assert " 11 (row 3, column 3) " in read, "the row: the patch in the middle"
     assert "(no text)" not in read
@@ -78,22 +85,22 @@ def test_a_head_over_an_image_reads_patches() -> None:
     assert named == {key: ((key - 1) // 4 + 1, (key - 1) % 4 + 1) for key in named}
     for picture in analysis.manifest["pictures"].values():
         picture["rows"] = 5  # as where attention is within windows: fewer keys than patches
-    assert "column" not in shown(analysis_summary(analysis))
+    assert "column" not in shown(analysis_summary(analysis.report_data))
     analysis.manifest["pictures"].clear()  # as where stages merge patches
-    without = shown(analysis_summary(analysis))
+    without = shown(analysis_summary(analysis.report_data))
     assert "(no text)" not in without
     assert "per image" in without
-    assert payload(analysis)["inputName"] == "Image"
+    assert payload(analysis.report_data)["inputName"] == "Image"
 
 
 def test_what_ifs_are_shown_where_they_were_measured() -> None:
-    text = " ".join(shown(analysis_summary(made(normalizers=("model", "entmax15")))).split())
+    text = " ".join(shown(analysis_summary(made(normalizers=("model", "entmax15")).report_data)).split())
     assert "entmax15: entropy / log n" in text
     assert "dispersed heads 6 -> 0" in text
 
 
 def test_cautions_stand_apart_and_nothing_that_stays_zero_is_told() -> None:
-    text = " ".join(shown(analysis_summary(made(normalizers=("model", "ssmax", "entmax15")))).split())
+    text = " ".join(shown(analysis_summary(made(normalizers=("model", "ssmax", "entmax15")).report_data)).split())
     tried, expected = text.index("What to try"), text.index("What does not help")
     assert tried < text.index("sparse normalizer") < expected < text.index("A lower temperature does not help")
     assert " 0 -> 0" not in text
@@ -109,19 +116,19 @@ def test_a_horizon_is_shown_only_of_normalizers_that_have_one() -> None:
 
 @pytest.mark.parametrize("width", [30, 60, 200])
 def test_many_heads_are_folded_into_blocks_that_fit(width: int) -> None:
-    text = shown(analysis_summary(made((("selects", "flat") * 20,))), width=width)
+    text = shown(analysis_summary(made((("selects", "flat") * 20,)).report_data), width=width)
     rows = [line for line in text.splitlines() if line.startswith("layer 0 ")]
     assert sum(line.count("Df") + line.count(" .") for line in rows) == 40
     assert all(len(line) <= width for line in text.splitlines())
 
 
 def test_names_are_shown_and_not_obeyed() -> None:
-    text = shown(analysis_summary(made(name="[bold red]a[/] [link=http://x]b")), width=200)
+    text = shown(analysis_summary(made(name="[bold red]a[/] [link=http://x]b").report_data), width=200)
     assert "[bold red]a[/] [link=http://x]b" in text
 
 
 def test_a_model_without_fault_has_no_table_of_bad_heads() -> None:
-    text = shown(analysis_summary(made((("selects",) * 2,))))
+    text = shown(analysis_summary(made((("selects",) * 2,)).report_data))
     assert "Heads to look at" not in text
     assert "Nothing needs changing" in text
 

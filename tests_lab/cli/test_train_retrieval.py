@@ -28,7 +28,7 @@ def test_it_prints_accuracy_and_errors_and_writes_the_folder(call: list[str], tm
     assert "logits wrong" in words
     assert "class leak" in words
     assert result.stdout.count("kneemax") == 4, "own and hard, in two tables"
-    assert "kneemax:knee=0.25 (2 of 2): training: 4 of 4, loss" in result.stderr
+    assert "kneemax (2 of 2): training: 4 of 4, loss" in result.stderr
     assert (tmp_path / "out" / "manifest.json").is_file()
     assert len((tmp_path / "out" / "records.jsonl").read_text().splitlines()) == 2 * 2 * 2 * 2
 

@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 import attnorm
 from attnorm.models.load import load
 from attnorm.models.patch import Patch
+from attnorm.models.private_names import whole_windows
 from attnorm_lab.training.device import accelerated
-from attnorm_lab.training.lm.attention import in_training, whole_windows
+from attnorm_lab.training.lm.attention import in_training
 from attnorm_lab.training.lm.model import LMSettings, build_model
 from attnorm_lab.training.lm.train import TrainingStep
 from attnorm_lab.training.run import CapturedStep
@@ -34,7 +35,7 @@ pytestmark = NEEDS_DEVICE
 TRAINED: dict[str, dict[str, Any]] = {**LEARNED, "entmax15": {}, "kneemax": {}, "stick_breaking": {}, "linear": {}}
 PAIRS = [("llama", name) for name in TRAINED]
 PAIRS += [(family, name) for family in FAMILIES if family != "llama" for name in ("ssmax", "entmax", "sink")]
-COMPILED = ["ssmax", "entmax15", "sigmoid"]  # on fused kernels, in blocks, by FlexAttention
+COMPILED = ["ssmax", "entmax15", "sigmoid"]  # on SDPA and both kinds of our kernels
 
 
 def gradients(
@@ -97,7 +98,7 @@ def test_gradient_checkpointing_changes_no_gradient(family: str, name: str, auto
 
 @pytest.mark.parametrize("name", ["ssmax", "sigmoid", "scale_invariant", "softpick", "entmax15"])
 def test_half_precision_gradients_follow_those_of_float64(name: str) -> None:
-    """With heads that FlexAttention takes: at most thrice the error that softmax has in the same precision."""
+    """At most thrice the error that softmax has in the same precision."""
     ids = tokens(2, 40)
     errors = {}
     for normalizer in ("softmax", name):

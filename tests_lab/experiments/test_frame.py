@@ -106,17 +106,6 @@ def test_another_version_of_attnorm_runs_it_again(toy: Toy, tmp_path: Path, monk
     assert toy.runs == 2
 
 
-def test_records_of_earlier_versions_are_read(toy: Toy, tmp_path: Path) -> None:
-    (written,) = reproduce(["toy"], SUBJECT, tmp_path)
-    record = json.loads((written.folder / "outcome.json").read_text())
-    record["manifest"]["paper_setting"] = {"same": False, "told": "Not the paper's setting."}
-    (written.folder / "outcome.json").write_text(json.dumps(record))
-    (again,) = reproduce(["toy"], SUBJECT, tmp_path)
-    assert again.found
-    assert again.record["manifest"]["paper_setting"] == {"same": False, "sentence": "Not the paper's setting."}
-    assert "Not the paper's setting." in html.unescape((tmp_path / "index.html").read_text())
-
-
 @pytest.mark.parametrize(
     ("change", "difference"),
     [({"quick": False}, "quick is False here and True there"), ({"seed": 3}, "seed is 3 here and 0 there"),

@@ -12,6 +12,7 @@ import torch
 
 from attnorm import figures
 from attnorm.analysis.analyze import analyze
+from attnorm.files import read_jsonl
 from attnorm.models.load import load
 from attnorm.models.patch_state import normalizer_of, patched_modules
 from attnorm_lab.experiments.experiment import ExperimentSubject
@@ -37,7 +38,7 @@ from attnorm_lab.experiments.language_models.train import (
     seconds_of_tests,
     trained_model,
 )
-from attnorm_lab.experiments.trained_models import change_plan, prepare_texts, read_results, read_texts, texts_of
+from attnorm_lab.experiments.trained_models import change_plan, prepare_texts, read_texts, texts_of
 from attnorm_lab.training.checkpoints import OutOfTimeError
 from attnorm_lab.training.lm.attention import fastest_attention, in_training
 from attnorm_lab.training.lm.evaluate import attention_statistics, spread_chunks
@@ -516,22 +517,8 @@ def test_plans_change_by_name() -> None:
     assert model.tokens_per_step == 16384
 
 
-def test_a_folder_of_an_earlier_version_has_the_same_plan_and_runs(tmp_path: Path) -> None:
-    plan = replace(TINY, normalizers=("softmax", "kneemax:share=1"))
-    old = json.loads(json.dumps(plan.as_dict())) | {"normalizers": ["softmax", "kneemax"]}
-    (tmp_path / "plan.json").write_text(json.dumps(old))
-    (tmp_path / "results.jsonl").write_text('{"stage": "main", "normalizer": "kneemax", "seed": 0}\n')
-    workspace = LMWorkspace.open(tmp_path, plan)
-    assert workspace.results(normalizer="kneemax:share=1", seed=0)
-    assert workspace.run_folder("kneemax:share=1", "main") == tmp_path / "runs" / "kneemax" / "main"
-    assert replace(TINY, normalizers=("kneemax",)).normalizers == ("kneemax:knee=0.25",)
-    assert FULL.chosen(["kneemax"]) == ("kneemax:knee=0.25",)
-    with pytest.raises(ValueError, match="another plan"):
-        LMWorkspace.open(tmp_path, replace(TINY, normalizers=("softmax", "kneemax")))
-
-
 def test_the_published_lines_are_of_the_plan_that_the_command_runs() -> None:
-    lines = read_results(PUBLISHED / "language-models.jsonl.xz")  # `kneemax` there has its knee at 1/n
+    lines = read_jsonl(PUBLISHED / "language-models.jsonl.xz")
     trained = [line for line in lines if line["stage"] in ("rate", "main")]
     assert {line["normalizer"] for line in trained} == set(FULL.normalizers)
     for line in trained:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from attnorm.files import read_jsonl
 from attnorm.normalizers.asentmax import asentmax
 from attnorm.normalizers.ssmax import ssmax
 from attnorm_lab.experiments.language_models.results import (
@@ -19,7 +20,6 @@ from attnorm_lab.experiments.language_models.results import (
     rank_correlation,
     summary,
 )
-from attnorm_lab.experiments.trained_models import read_results
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
@@ -74,7 +74,7 @@ def test_a_plan_of_one_seed_has_no_intervals() -> None:
 
 def test_the_published_records_mark_few_differences() -> None:
     """nearmax is worse than softmax with ALiBi in every column, and no map alone is better than softmax."""
-    small = read_results(RESULTS / "language-models.jsonl.xz")
+    small = read_jsonl(RESULTS / "language-models.jsonl.xz")
     rows = {row.split(" | ")[0]: row.split(" | ")[1:] for row in differences_table(small, "softmax").splitlines()[2:]}
     better = {name for name, cells in rows.items() if any(cell.startswith("**-") for cell in cells)}
     assert better == {"| alibi", "| nearmax"}
@@ -105,7 +105,7 @@ def test_seeds_whose_attention_was_computed_in_different_ways_are_marked() -> No
 
 
 def test_the_page_names_each_normalizer_whose_seeds_were_computed_in_different_ways() -> None:
-    published = read_results(RESULTS / "language-models.jsonl.xz")
+    published = read_jsonl(RESULTS / "language-models.jsonl.xz")
     mixed = {one.normalizer for one in contenders(published) if " and " in one.computed}
     assert mixed == {"softpick"}
     assert "Seeds 0 and 1 of `softpick`" in (RESULTS / "language-models.md").read_text()

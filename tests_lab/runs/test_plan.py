@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from attnorm.provenance import settings_hash
 from attnorm_lab.runs.plan import Plan, read_plan
 from attnorm_lab.runs.tasks import lm_settings
 
@@ -85,16 +84,6 @@ def test_normalizers_may_be_names_files_and_recipes(plan_file: Write, tmp_path: 
     assert second.recipe == {"0": "softmax", "1": "ssmax"}
     assert third.recipe == {"0": "ssmax", "1": "softmax"}
     assert plan.items[2].label == "normalizer 0:ssmax"
-
-
-def test_an_item_with_the_former_kneemax_is_another_item(plan_file: Write) -> None:
-    text = 'command="train retrieval"\n[grid]\nnormalizer=["kneemax", "kneemax:share=1"]\n'
-    plain, share = read_plan(plan_file(text)).items
-    assert (plain.values["normalizer"], share.values["normalizer"]) == ("kneemax:knee=0.25", "kneemax:share=1")
-    (analyzed,) = read_plan(plan_file('command="analyze"\n[options]\nmodel="bundled"\nnormalizers=["kneemax"]')).items
-    assert analyzed.values["normalizers"] == ["kneemax"]
-    former = settings_hash({"command": "analyze", "values": {"model": "bundled", "normalizers": ["kneemax"]}})
-    assert analyzed.id != former[: len(analyzed.id)]
 
 
 LM = 'command="train lm"\n[options]\ntexts=["a.txt"]\nvalid="b.txt"\n'

@@ -285,26 +285,6 @@ def test_a_softmax_model_is_also_tested_with_both_adaptive_temperatures(data: Cl
     assert cells == {(one.algorithm, one.size) for one in few.test}
 
 
-def test_a_test_states_the_knee_of_kneemax_and_an_earlier_record_keeps_it(data: ClrsData, tmp_path: Path) -> None:
-    few = replace(data, test=data.test[::5], held_out=data.held_out[:4])
-    former, current = (ClrsTests(others=(name,), observed=0) for name in ("kneemax:share=1", "kneemax"))
-
-    def run(tests: ClrsTests, name: str = "former") -> dict[str, Any]:
-        return train_clrs(tmp_path / name, ClrsBase(), TINY, few, tests, device="cpu")
-
-    record, path = run(former), tmp_path / "former" / "training.json"
-    assert record["run"]["tests"]["others"] == ["kneemax:share=1"]
-    losses = record["result"]["test_loss"]
-    path.write_text(path.read_text().replace("kneemax:share=1", "kneemax"))  # as earlier versions wrote it
-    with pytest.raises(ValueError, match=r"kneemax:knee=0\.25.*kneemax:share=1"):
-        run(current)
-    assert run(former)["result"]["test_loss"] == losses
-    other = run(current, "current")
-    assert other["run"]["tests"]["others"] == ["kneemax:knee=0.25"]
-    assert list(other["result"]["test_loss"]) == [OWN, "kneemax:knee=0.25"]
-    assert other["result"]["test_loss"]["kneemax:knee=0.25"] != losses["kneemax:share=1"]
-
-
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The graphs that modules compile. They run as they are."""

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from attnorm_lab.training import checkpoints
 from attnorm_lab.training.checkpoints import TrainingInterrupted
 from attnorm_lab.training.lm.train import LMProgress
-from attnorm_lab.training.needle import settings_of
 from tests.fork_script import forked
 from tests_lab.training.conftest import tiny
 
@@ -150,20 +149,6 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not(
     train(tmp_path / "other", steps=1, seed=1)
     train(tmp_path / "first", steps=1)
     assert not torch.equal(*(last_state(tmp_path / name)["transformer.wte.weight"] for name in ("other", "first")))
-
-
-def test_a_run_with_the_former_kneemax_continues_as_it_was(train: Train, tmp_path: Path) -> None:
-    shown = {"normalizer": "kneemax", "normalizer_options": {"share": 1}, "steps": 3}
-    record = train(tmp_path, **shown)
-    path = tmp_path / "training.json"
-    saved = json.loads(path.read_text())
-    assert saved["run"]["normalizer_options"] == {"share": 1}
-    saved["run"]["normalizer_options"] = {}  # as it was written
-    path.write_text(json.dumps(saved))
-    assert settings_of(tmp_path).normalizer_options == {"share": 1}
-    assert train(tmp_path, **shown)["result"] == record["result"]
-    with pytest.raises(ValueError, match=re.escape("{'knee': 0.25} here and {'share': 1} there")):
-        train(tmp_path, normalizer="kneemax", steps=3)
 
 
 def test_training_is_announced_before_its_first_step(train: Train, tmp_path: Path) -> None:

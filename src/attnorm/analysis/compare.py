@@ -24,50 +24,9 @@ import numpy as np
 
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.tables import WINDOW_NUMBERS
-from attnorm.analysis.verdicts.rows import Row, head_id, head_rows, number, representative_rows
-from attnorm.analysis.verdicts.thresholds import UNDECIDED, VERDICTS
-
-METRICS = (
-    "entropy_ratio", "effective_keys", "max_weight", "gap_slope", "sink_mass", "entropy_ratio_without_sink",
-    "horizon", "jacobian_norm",
-)  # fmt: skip
-CHANGE_METRICS = ("entropy_ratio", "max_weight", "sink_mass")  # from 0 to 1, so that changes are comparable
-
-
-@dataclass(frozen=True, kw_only=True)
-class Side:
-    label: str
-    normalizer: str
-    headline: str
-    longest: int  # keys of the longest rows
-    heads: int
-    counts: dict[str, int]
-    quartiles: dict[str, tuple[float, float, float] | None]  # over heads; None if not measured
-
-
-@dataclass(frozen=True, kw_only=True)
-class Change:
-    """One head on the first side and on another side."""
-
-    label: str  # of the other side
-    kind: str
-    layer: int
-    head: int
-    verdicts: tuple[str | None, str | None]
-    numbers: dict[str, tuple[float, float]]
-    size: float  # the largest change of CHANGE_METRICS
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    sides: list[Side]
-    matched: list[str]  # labels of the sides with the same heads as the first
-    changes: list[Change]  # largest first
-    changed_verdicts: dict[str, int]  # number of heads per matched side
-    notes: list[str]  # differences that limit the comparison
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+from attnorm.analysis.verdicts.rows import head_id, head_rows, representative_rows
+from attnorm.analysis.verdicts.thresholds import UNDECIDED
+from attnorm.report_data import CHANGE_METRICS, METRICS, VERDICTS, Change, Comparison, Row, Side, number
 
 
 def compare(analyses: Mapping[str, Analysis]) -> Comparison:

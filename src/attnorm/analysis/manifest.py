@@ -19,6 +19,7 @@ A manifest is plain JSON:
 import hashlib
 import json
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -36,23 +37,11 @@ if TYPE_CHECKING:
     from attnorm.models.load import LoadedModel
 
 SCHEMA = 3
-READABLE_SCHEMAS = (2, SCHEMA)  # older tables are completed and judged again when they are loaded
-UPGRADED = (
-    "measured by an older attnorm: the verdicts are judged again by the current rules, without confidence, and "
-    "saturation is not judged"
-)
 UNREADABLE = 0.75  # a loss above this share of the unigram entropy: the model hardly reads the text (docs/guide.md)
 READABLE_TOKENS = 500  # of fewer tokens the entropy is too low to judge: 4.4 nats of 128 tokens of a book, 6.1 of 8,192
 
 _PART_FACTS = ("text", "length", "window", "start", "tokens", "seconds", "first_token", "loss", "loss_tokens")
 _SHOWN_AS = {"name": "model", "fingerprint": "weights"}  # entries of `model` in error messages
-
-
-def input_word(manifest: Mapping[str, Any]) -> str:
-    """Return what an input of the run is called in sentences: "image" if a model of images was run, else "text"."""
-    sizes = [str(text.get("size")) for text in manifest.get("texts", [])]
-    images = [size.startswith("pixel_values ") and "input_ids" not in size for size in sizes]
-    return "image" if images and all(images) else "text"
 
 
 def new_manifest(
@@ -142,9 +131,13 @@ def finished_manifest(
     return {**manifest, "finished": True, "parts": facts, "reading": reading, "notes": notes}
 
 
-def upgraded_manifest(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the manifest of a run whose tables an older version wrote."""
-    return {**manifest, "schema": SCHEMA, "notes": [*manifest.get("notes", []), UPGRADED]}
+def how_to_measure_again(manifest: Mapping[str, Any]) -> str:
+    """Return the remedy for a run of another version of attnorm, which cannot be read."""
+    source = manifest.get("model", {}).get("source")
+    command = (
+        "attnorm.analyze(model, out=...)" if source is None else f"attnorm analyze {shlex.quote(source)} --out ..."
+    )
+    return f"Measure again, in another folder: {command}"
 
 
 def sampling_notes(settings: AnalysisSettings, lengths: Sequence[int]) -> list[str]:

@@ -3,13 +3,10 @@
 Rows come from the first sequence of a batch. Positions are token indices of the model's input, from 0.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
@@ -20,70 +17,11 @@ from attnorm.metrics.call import AttentionCall
 from attnorm.metrics.reads import NO_KEY, measure_reads
 from attnorm.metrics.sampling import evenly_spaced, one_sequence
 from attnorm.normalizers.contract import Normalizer
-from attnorm.text import visible
+from attnorm.report_data import INPUT, SIDES
 
 LONGEST_TOKEN = 256  # characters that are stored; a vocabulary file may hold anything
 
-INPUT = "input"  # the side of a model with one stack; a model with two has encoder and decoder
-SIDES = {"decoder": ("decoder", "decoder"), "encoder": ("encoder", "encoder"), "cross": ("decoder", "encoder")}
-
 Tokens = Mapping[str, Sequence[tuple[int, str]]]  # side -> (id, text) of each position
-
-
-@dataclass(frozen=True)
-class ReadKey:
-    """A key and the weight that a row gives it."""
-
-    rank: int  # 1 is the heaviest
-    key: int  # position
-    weight: float
-    token: str | None  # None: the position is not a token
-
-
-@dataclass(frozen=True)
-class TopKeys:
-    """The heaviest keys of a row; str() gives a few lines."""
-
-    layer: int
-    head: int
-    row: int
-    token: str | None
-    keys: tuple[ReadKey, ...]
-
-    def __iter__(self) -> Iterator[ReadKey]:
-        return iter(self.keys)
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def __str__(self) -> str:
-        lines = [f"layer {self.layer} head {self.head}, row {self.row} {quote_token(self.token)} reads"]
-        lines += [f"{key.weight:8.3f}  {key.key:6d}  {quote_token(key.token)}" for key in self.keys]
-        return "\n".join(lines)
-
-
-def top_keys(reads: pa.Table, row: int) -> TopKeys:
-    """Return the keys of one row; reads: the rows of the table `reads` that belong to one head."""
-    rows = sorted(set(reads["row"].to_pylist()))
-    if not rows:
-        raise ValueError(
-            "expected a run that stored the keys of some rows, got one without. Measure again with read_keys=8 "
-            "(--tokens 8). A head has none either if none of its rows is finite."
-        )
-    if row not in rows and not -len(rows) <= row < 0:
-        raise ValueError(
-            f"expected one of the rows {', '.join(map(str, rows))}, got {row}. Measure again with read_rows=({row},) "
-            f"(--token-rows {row}) to store the keys of that row."
-        )
-    index = row if row in rows else rows[row]
-    entries = reads.filter(pc.equal(reads["row"], index)).sort_by("rank").to_pylist()
-    keys = tuple(ReadKey(entry["rank"], entry["key"], entry["weight"], entry["key_token"]) for entry in entries)
-    return TopKeys(entries[0]["layer"], entries[0]["head"], index, entries[0]["row_token"], keys)
-
-
-def quote_token(token: str | None, longest: int = 24) -> str:
-    """Return a token in quotation marks, on one line and without control characters."""
-    return "(no text)" if token is None else f"‘{visible(token, longest)}’"
 
 
 def token_texts(model_inputs: Mapping[str, Tensor], tokenizer: Any, *, encoder_decoder: bool) -> Tokens:

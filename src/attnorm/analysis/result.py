@@ -1,6 +1,5 @@
 """The result of analyze(): tables about every head, the manifest, the verdict, and a summary in text or HTML."""
 
-import html
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ import pyarrow.compute as pc
 
 from attnorm.analysis import manifest as manifests
 from attnorm.analysis import store
-from attnorm.analysis.reads import TopKeys, top_keys
 from attnorm.analysis.tables import (
     ALL_SCHEMAS,
     HEAD_KEY,
@@ -22,17 +20,17 @@ from attnorm.analysis.tables import (
     VERDICT_COLUMNS,
     NotMeasuredError,
     merge_runs,
-    with_optional,
 )
-from attnorm.analysis.verdicts import VERDICTS, ModelVerdict, Thresholds, model_verdict, representative_rows
+from attnorm.analysis.verdicts import ModelVerdict, Thresholds, model_verdict, representative_rows
 from attnorm.analysis.verdicts.judge import judge_all
-from attnorm.analysis.verdicts.rows import Row, head_rows
+from attnorm.analysis.verdicts.model import threshold_sentences
+from attnorm.analysis.verdicts.rows import head_rows
 from attnorm.analysis.verdicts.thresholds import checked, thresholds_of
-from attnorm.text import did_you_mean, visible, visible_lines
-
-_WORST = 8
-_LISTED = 6  # values of a list in a sentence
-_SHOWN = ("kind", "layer", "head", "verdict", "evidence")
+from attnorm.report.page import save as save_page
+from attnorm.report.summary import notebook_summary, text_summary
+from attnorm.report.top_keys import TopKeys, top_keys
+from attnorm.report_data import ReportData
+from attnorm.text import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ class Analysis:
             blocks=tables["blocks"],
             model_runs=runs,
         )
-        judged = {**with_optional(tables), "heads": heads, "windows": windows}
+        judged = {**tables, "heads": heads, "windows": windows}
         return cls(**judged, manifest={**manifest, "thresholds": thresholds.as_dict()})
 
     @classmethod
@@ -120,6 +118,22 @@ class Analysis:
     @cached_property
     def verdict(self) -> ModelVerdict:
         return model_verdict(self.tables, self.manifest, self.thresholds)
+
+    @property
+    def report_data(self) -> ReportData:
+        """What the report, the terminal and `summary` show."""
+        verdict = self.verdict
+        return ReportData(
+            tables=self.tables,
+            manifest=self.manifest,
+            headline=verdict.headline,
+            counts=verdict.counts,
+            sentences=verdict.sentences,
+            advice=verdict.advice,
+            rows=representative_rows(head_rows(self.heads))[0],
+            threshold_sentences=threshold_sentences(self.thresholds, self.manifest),
+            default_thresholds=Thresholds().as_dict(),
+        )
 
     def judged(self, thresholds: Thresholds) -> "Analysis":
         """Return the same numbers, judged by other thresholds; the manifest keeps the first as first_thresholds."""
@@ -180,12 +194,13 @@ class Analysis:
         >>> figure = analysis.plot("heads", "max_weight")
         >>> figure.savefig("heads.png")
         """
-        plots = importlib.import_module("attnorm.report.plots")  # by name: report is a layer above analysis
-        return plots.plot(self, kind, metric, **choice)
+        from attnorm.report.plots import plot  # loads matplotlib
+
+        return plot(self.tables, kind, metric, **choice)
 
     def summary(self) -> str:
         """Return the verdict and its evidence in a few lines of plain text."""
-        return text_summary(self.heads, self.manifest, self.verdict)
+        return text_summary(self.report_data)
 
     def to_pandas(self, table: str = "heads") -> Any:
         """Return one of the tables as a pandas DataFrame."""
@@ -214,36 +229,30 @@ class Analysis:
 
     @classmethod
     def load(cls, folder: str | Path) -> "Analysis":
-        """Read a finished run that analyze(out=...) or save() wrote, also one of an older version."""
+        """Read a finished run that this version of attnorm wrote by analyze(out=...) or save()."""
         folder = Path(folder)
         if not (folder / store.MANIFEST).is_file():
             why = f"{store.MANIFEST} is missing" if folder.is_dir() else "there is no such folder"
             raise FileNotFoundError(f"expected the folder of an analysis, got {folder}: {why}")
         manifest = store.read_json(folder / store.MANIFEST)
-        if manifest.get("schema") not in manifests.READABLE_SCHEMAS:
+        if manifest.get("schema") != manifests.SCHEMA:
             raise ValueError(
-                f"{folder}: expected tables of version {' or '.join(map(str, manifests.READABLE_SCHEMAS))}, got "
-                f"{manifest.get('schema')!r}. Measure again, or load it with the attnorm version that wrote it."
+                f"{folder}: expected tables of version {manifests.SCHEMA}, got {manifest.get('schema')!r}. "
+                f"{manifests.how_to_measure_again(manifest)}"
             )
         if not manifest.get("finished"):
             raise ValueError(
                 f"the run in {folder} is not finished ({store.finished_parts(folder)} of {len(manifest['parts'])} "
                 "parts). Start the same analysis again with this folder to resume it."
             )
-        old = manifest["schema"] != manifests.SCHEMA
-        written = [name for name in TABLES if not (old and name in store.ADDED_IN_3)]
-        tables, manifest = store.read_run(folder, manifest, written)
-        if old:
-            manifest = manifests.upgraded_manifest(manifest)
-            return cls.of(store.upgrade_tables(tables), manifest, thresholds_of(manifest["thresholds"]))
-        tables = store.with_new_metrics(with_optional(tables))
+        tables, manifest = store.read_run(folder, manifest)
         for name, schema in ALL_SCHEMAS.items():
             expected = pa.schema([*schema, *VERDICT_COLUMNS]) if name == "heads" else schema
             missing = set(expected.names) - set(tables[name].column_names)
             if missing:
                 raise ValueError(
-                    f"{folder / name}.parquet: expected all columns of this version, but these are missing: "
-                    f"{', '.join(sorted(missing))}"
+                    f"{folder / name}.parquet: expected the columns of this version of attnorm, got none for "
+                    f"{', '.join(sorted(missing))}. {manifests.how_to_measure_again(manifest)}"
                 )
         return cls(**tables, manifest=manifest)
 
@@ -252,16 +261,14 @@ class Analysis:
 
         evaluation: what attnorm.evaluate returned; its scores become a section of the report.
         """
-        page = importlib.import_module("attnorm.report.page")  # by name: report is a layer above analysis
-        saved: Path = page.save(self, Path(path), evaluation)
-        return saved
+        return save_page(self.report_data, path, evaluation)
 
     def __repr__(self) -> str:
         model = self.manifest["model"]["name"]
         return f"<Analysis of {model}: {self.heads.num_rows} rows (head, text, length, normalizer); see .summary()>"
 
     def _repr_html_(self) -> str:
-        return notebook_summary(self.heads, self.manifest, self.verdict)
+        return notebook_summary(self.report_data)
 
     def _table(self, name: str) -> pa.Table:
         if name not in TABLES:
@@ -325,66 +332,3 @@ def _needs(package: str, method: str) -> Any:
             f"Analysis.{method}() needs {package}, which is not installed. Run: pip install {package}. "
             "Without it, use the pyarrow tables, for example analysis.heads, or analysis.to_parquet(path)."
         ) from error
-
-
-def text_summary(heads: pa.Table, manifest: Mapping[str, Any], verdict: ModelVerdict) -> str:
-    lines = [verdict.headline, "", *_describe_run(heads, manifest), "", _counts(verdict)]
-    lines += ["", *(f"- {sentence}" for sentence in verdict.sentences)] if verdict.sentences else []
-    for title, cautions in (("What to try:", False), ("What does not help:", True)):
-        items = [f"- {advice.heading}. {advice.text}" for advice in verdict.advice if advice.caution == cautions]
-        lines += ["", title, *items] if items else []
-    lines += ["", *(f"Note: {note}" for note in manifest["notes"])] if manifest["notes"] else []
-    return visible_lines("\n".join(lines))
-
-
-def notebook_summary(heads: pa.Table, manifest: Mapping[str, Any], verdict: ModelVerdict) -> str:
-    """Return HTML without scripts and styles; names are escaped and hidden characters spelled out."""
-    head = "".join(f"<th>{_escape_html(name)}</th>" for name in _SHOWN)
-    rows = "".join(
-        "<tr>" + "".join(f"<td>{_escape_html(str(row[name]))}</td>" for name in _SHOWN) + "</tr>"
-        for row in _worst(heads)
-    )
-    about = "<br>".join(
-        _escape_html(line) for line in [*_describe_run(heads, manifest), _counts(verdict), *manifest["notes"]]
-    )
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>" if rows else ""
-    return f"<div><p><b>{_escape_html(verdict.headline)}</b></p><p>{about}</p>{table}</div>"
-
-
-def measured_on(heads: pa.Table, manifest: Mapping[str, Any]) -> str:
-    """Return the number of windows and their lengths: "8 windows of 1,024 tokens"."""
-    most = max((text.get("windows") or 1 for text in manifest["texts"]), default=1)
-    lengths = _list_values([f"{length:,}" for length in sorted(set(heads["length"].to_pylist()))])
-    return f"{f'{most} windows of ' if most > 1 else ''}{lengths} tokens"
-
-
-def _escape_html(value: Any) -> str:
-    return html.escape(visible(str(value)))
-
-
-def _describe_run(heads: pa.Table, manifest: Mapping[str, Any]) -> list[str]:
-    model, settings = manifest["model"], manifest["settings"]
-    revision = f" at {model['revision'][:12]}" if model.get("revision") else ""
-    texts = _list_values([text["name"] for text in manifest["texts"]])
-    measured = f"{texts}; {measured_on(heads, manifest)}; normalizers: {_list_values(settings['normalizers'])}"
-    rows = settings["rows"] or "different between runs"  # None: merged
-    return [
-        f"Model: {model['name']}{revision}, {model.get('dtype')}, on {model.get('device')}",
-        f"Measured: {measured}; rows: {rows}",
-    ]
-
-
-def _counts(verdict: ModelVerdict) -> str:
-    return "Heads: " + ", ".join(f"{number} {name}" for name, number in verdict.counts.items() if number)
-
-
-def _worst(heads: pa.Table) -> list[Row]:
-    """Return heads that are not healthy, of those that the headline counts."""
-    rows, _ = representative_rows(head_rows(heads))
-    unhealthy = [row for row in rows if row["verdict"] not in ("healthy", None)]
-    return sorted(unhealthy, key=lambda row: VERDICTS.index(row["verdict"]))[:_WORST]
-
-
-def _list_values(values: list[Any]) -> str:
-    shown = ", ".join(str(value) for value in values[:_LISTED])
-    return shown if len(values) <= _LISTED else f"{shown} and {len(values) - _LISTED} more"

@@ -12,8 +12,7 @@ number, kind, layer and shapes. A file that differs in any of them, or is damage
 when the part is finished.
 
 manifest.json and part.json hold SHA-256 digests: of each table file, and of their own content ("sha256"). A file that
-changed after it was written raises DamagedFileError. Files of earlier versions have no digests and are not checked.
-Their tables get the columns of today (`upgrade_tables`, `with_new_metrics`).
+changed after it was written raises DamagedFileError. A file without a digest is not checked.
 """
 
 import contextlib
@@ -24,19 +23,17 @@ import json
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from attnorm.analysis.tables import ALL_SCHEMAS, OPTIONAL, SCHEMAS, Part, with_quantiles
+from attnorm.analysis.tables import SCHEMAS, TABLES, Part
 from attnorm.files import atomic_replace
 from attnorm.metrics.call import AttentionCall
-from attnorm.metrics.catalogue import PER_HEAD, PER_ROW
 from attnorm.provenance import versions
 
 MANIFEST = "manifest.json"
@@ -70,17 +67,10 @@ def write_run(folder: Path, tables: Mapping[str, pa.Table], manifest: Mapping[st
     write_json(folder / MANIFEST, {**manifest, _DIGESTS: digests})
 
 
-def read_run(
-    folder: Path, manifest: dict[str, Any], names: Iterable[str]
-) -> tuple[dict[str, pa.Table], dict[str, Any]]:
-    """Return the named tables of a finished run, after checking their digests, and the manifest without digests.
-
-    Optional tables that an earlier version did not write are left out.
-    """
+def read_run(folder: Path, manifest: dict[str, Any]) -> tuple[dict[str, pa.Table], dict[str, Any]]:
+    """Return the tables of a finished run, after checking their digests, and the manifest without digests."""
     digests = manifest.get(_DIGESTS, {})
-    paths = {name: folder / f"{name}.parquet" for name in names}
-    absent = {name for name in OPTIONAL if name in paths and name not in digests and not paths[name].exists()}
-    tables = {name: read_table(path, digests.get(name)) for name, path in paths.items() if name not in absent}
+    tables = {name: read_table(folder / f"{name}.parquet", digests.get(name)) for name in TABLES}
     return tables, {name: value for name, value in manifest.items() if name != _DIGESTS}
 
 
@@ -97,8 +87,6 @@ def write_part(folder: Path, part: Part, *, replace: bool = False) -> None:
         digests = {name: digest_of(content) for name, content in contents.items()}
         about = with_digest({"key": part.key, **part.about, _DIGESTS: digests})
         _write_bytes(draft / _PART, json.dumps(about, indent=2).encode())
-    for leftover in target.parent.glob(f".{part.key}-*"):  # earlier versions left such folders when killed
-        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def read_part(folder: Path, key: str) -> Part | None:
@@ -109,13 +97,10 @@ def read_part(folder: Path, key: str) -> Part | None:
     try:
         about = read_json(target / _PART)
         digests = about.pop(_DIGESTS, {})
-        written = {name: read_table(target / f"{name}.parquet", digests.get(name)) for name in SCHEMAS}
+        tables = {name: read_table(target / f"{name}.parquet", digests.get(name)) for name in SCHEMAS}
     except FileNotFoundError as error:
         raise DamagedFileError(f"{target} is incomplete: {error}") from error
-    tables = with_new_metrics(written)
     for name, schema in SCHEMAS.items():
-        if set(tables[name].column_names) == set(schema.names):
-            tables[name] = tables[name].select(schema.names)
         if not tables[name].schema.equals(schema):
             raise ValueError(
                 f"{target / name}.parquet: expected the columns that this version of attnorm writes, got others. "
@@ -239,48 +224,6 @@ def _parquet(table: pa.Table) -> bytes:
 def _write_bytes(path: Path, content: bytes) -> None:
     """Write a part of a draft; tests replace this function to simulate a full disk."""
     path.write_bytes(content)
-
-
-def with_new_metrics(tables: Mapping[str, pa.Table]) -> dict[str, pa.Table]:
-    """Return the tables with NaN for metrics that attnorm did not know when it wrote them."""
-    return {name: _with_new_metrics(name, table) for name, table in tables.items()}
-
-
-def _with_new_metrics(name: str, table: pa.Table) -> pa.Table:
-    schema_columns, present = set(ALL_SCHEMAS[name].names), set(table.column_names)
-    for metric in (*PER_ROW, *PER_HEAD):
-        columns = [column for column in with_quantiles(metric) if column in schema_columns]
-        if present.isdisjoint(columns):
-            for column in columns:
-                table = table.append_column(column, pa.array(np.full(table.num_rows, np.nan)))
-    return table
-
-
-# Version 2 stored the mean of a metric under its own name and the median as _q50, measured one window of a text, and
-# had neither blocks nor windows. Its verdicts are judged again, without confidence: there is nothing to resample.
-ADDED_IN_3 = ("blocks", "windows")
-
-
-def upgrade_tables(tables: Mapping[str, pa.Table]) -> dict[str, pa.Table]:
-    """Return tables of version 2 with the columns of the current version."""
-    return {
-        **{name: _upgrade_columns(name, table) for name, table in tables.items()},
-        **{name: ALL_SCHEMAS[name].empty_table() for name in ADDED_IN_3},
-    }
-
-
-def _upgrade_columns(name: str, table: pa.Table) -> pa.Table:
-    if name in ("heads", "by_length"):
-        means = {f"{metric}_mean": table[metric] for metric in PER_ROW if metric in table.column_names}
-        medians = {metric: table[f"{metric}_q50"] for metric in PER_ROW if f"{metric}_q50" in table.column_names}
-        for column, values in medians.items():
-            table = table.set_column(table.column_names.index(column), column, values)
-        for column, values in means.items():
-            table = table.append_column(column, values)
-    for field in SCHEMAS[name]:
-        if field.name not in table.column_names:
-            table = table.append_column(field.name, pa.array(np.full(table.num_rows, np.nan), field.type))
-    return table.select(SCHEMAS[name].names)
 
 
 @dataclass(frozen=True)

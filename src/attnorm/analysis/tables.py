@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from attnorm.metrics.catalogue import PER_HEAD, PER_ROW
+from attnorm.report_data import KEY
 
 QUANTILES = (5, 25, 50, 75, 95)
 _filters = RLock()
@@ -43,14 +44,8 @@ VERDICT_COLUMNS = [
     ("saturation_power", pa.float64()),  # power of the equivalence test
 ]
 
-_KEY = [
-    ("text", pa.string()),
-    ("length", pa.int64()),
-    ("normalizer", pa.string()),
-    ("kind", pa.string()),
-    ("layer", pa.int64()),
-]
-HEAD_KEY = [*_KEY, ("head", pa.int64())]
+HEAD_KEY = [(name, pa.int64() if name in ("length", "layer", "head") else pa.string()) for name in KEY]
+_KEY = HEAD_KEY[:-1]
 
 
 def _number_fields(*names: str) -> list[tuple[str, pa.DataType]]:
@@ -191,7 +186,6 @@ SCHEMAS = {
     "reads": READS,
     "tokens": TOKENS,
 }
-OPTIONAL = ("reads", "tokens")  # earlier versions did not write them
 
 
 # Derived when parts are combined: one row per head and window, with the verdict of that window alone.
@@ -249,11 +243,6 @@ def part_table(schema: pa.Schema, layers: Sequence[pa.Table], fixed: Mapping[str
         for field in schema
     ]
     return pa.Table.from_arrays(columns, schema=schema)
-
-
-def with_optional(tables: Mapping[str, pa.Table]) -> dict[str, pa.Table]:
-    """Return the tables with an empty table for each optional one that is missing."""
-    return {**{name: SCHEMAS[name].empty_table() for name in OPTIONAL}, **tables}
 
 
 @functools.cache

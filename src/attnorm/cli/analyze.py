@@ -153,7 +153,7 @@ def show_analysis(analysis: "Analysis", as_json: bool, folder: Path | None, repo
     else:
         from attnorm.report.terminal import analysis_summary
 
-        show(analysis_summary(analysis))
+        show(analysis_summary(analysis.report_data))
     if folder is not None:
         say(f"tables: {folder}")
     if report is not None:
@@ -223,7 +223,7 @@ def report(
         from attnorm.report.plots import save_figures
 
         with failures(writes_to=figures):
-            drawn = save_figures(analysis, figures)
+            drawn = save_figures(analysis.tables, figures)
     show_analysis(analysis, as_json, folder, page)
     if drawn:
         say(f"figures: {len(drawn)} files in {figures}")

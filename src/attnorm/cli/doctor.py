@@ -46,7 +46,7 @@ def doctor(as_json: Json = False) -> None:
 
 
 OPTIONAL_PACKAGES = {
-    "triton": "torch.compile, FlexAttention and our kernels on CUDA",
+    "triton": "torch.compile and our kernels on CUDA",
     "accelerate": "`attnorm lab train`, and the Hugging Face Trainer",
     "pandas": "Analysis.to_pandas",
     "polars": "Analysis.to_polars",
@@ -65,7 +65,6 @@ ENGINES = {
     "fused": "fused: torch SDPA",
     "triton": "triton: one-pass kernels",
     "sparse": "sparse: threshold kernels",
-    "flex": "flex: FlexAttention",
     "blocked": "blocked: blocks of queries",
     "its own": "mechanisms: their own function",
 }

@@ -11,7 +11,6 @@ from scipy.stats import binomtest, ttest_1samp
 
 from attnorm.arithmetic import Interval, holm, student_interval, wilson_interval
 from attnorm.files import write_text
-from attnorm.normalizers.spec import read_spec
 from attnorm.report.page_text import WIDTH as PANEL_WIDTH
 from attnorm.report.page_text import ScoreRow, ScoreTable, SideScore
 from attnorm.run_folder import read_record
@@ -142,9 +141,7 @@ class EvaluationPart:
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> "EvaluationPart":
-        return cls(
-            read_spec(saved["side"]), saved["task"], saved["length"], Scores(**saved["scores"]), saved["seconds"]
-        )
+        return cls(saved["side"], saved["task"], saved["length"], Scores(**saved["scores"]), saved["seconds"])
 
 
 @dataclass(frozen=True)
@@ -166,7 +163,6 @@ class Evaluation:
         record = read_record(folder / RECORD, ("run", "sides", "items"), remedy)
         if record is None:
             raise ValueError(f"expected the folder of an evaluation, got {folder}, which has no {RECORD}. {remedy}")
-        record["sides"] = [*map(read_spec, record["sides"])]
         parts = []
         for path in sorted((folder / PARTS).glob("*.json")):
             saved = read_record(

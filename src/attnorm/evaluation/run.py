@@ -33,7 +33,7 @@ from attnorm.models.layer_normalizer import is_recipe, read_recipe_file
 from attnorm.models.load import BUNDLED, LoadedModel, load
 from attnorm.models.patch import check_replacement, swap
 from attnorm.models.threads import exclusive
-from attnorm.normalizers.spec import key_spec, parse_spec, read_spec, state_spec
+from attnorm.normalizers.spec import parse_spec
 from attnorm.provenance import now, package_versions, recorded_command, settings_hash, versions
 from attnorm.run_folder import make_writable, only_process, read_record, require_only, require_same_run
 
@@ -81,7 +81,7 @@ def evaluate(
     if limit < 1:
         raise ValueError(f"limit: expected an integer of at least 1, got {limit}.")
     specs = [normalizers] if isinstance(normalizers, str | Path) else normalizers
-    sides = [AS_LOADED, *dict.fromkeys(state_spec(str(spec)) for spec in specs)]
+    sides = [AS_LOADED, *dict.fromkeys(map(str, specs))]
     for side in sides[1:]:
         check_side(side)
     items = items_of(
@@ -225,7 +225,6 @@ def _with_normalizer(loaded: LoadedModel, side: str, *, alone: bool = False) -> 
 
 def _part_key(side: str, item: Item) -> str:
     """A file name: readable, and different for every part."""
-    side = key_spec(side)
     plain = "".join(letter if letter.isalnum() else "-" for letter in f"{item.task}-{item.length}-{side}")[:60]
     return f"{plain}-{settings_hash([side, item.task, item.length])[:8]}"
 
@@ -254,7 +253,6 @@ def _merge_record(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
             "Choose a new folder with --out.",
             _format_setting,
         )
-        recorded["sides"] = [*map(read_spec, recorded["sides"])]
         for name in ("sides", "items"):
             record[name] = recorded[name] + [entry for entry in record[name] if entry not in recorded[name]]
     write_json(folder / RECORD, record)

@@ -5,8 +5,7 @@ A layer recipe names one normalizer per layer or group of layers, as a mapping o
     {"0-3": "softmax", "4-7": "entmax:alpha=1.3"}     layers count from 0; both ends of a range belong to it
 
 Layers that a recipe leaves out, or names `softmax`, keep the softmax of the model. A recipe file has the same mapping
-in its table [layers]; `learning_rate` above it is the rate that `attnorm lab train lm --recipe FILE` uses. Files of
-`attnorm lab search` state the defaults that changed; those of earlier versions are read with the earlier defaults.
+in its table [layers]; `learning_rate` above it is the rate that `attnorm lab train lm --recipe FILE` uses.
 
 `build` starts a normalizer close to softmax, for all or some heads. The file of each normalizer declares its warm start
 (WarmStart). Options that the user gives override it.
@@ -32,12 +31,11 @@ from attnorm.normalizers.contract import Map, Mechanism, Normalizer
 from attnorm.normalizers.declaration import LayerFacts, Options, WarmStart, warm_start_of
 from attnorm.normalizers.registry import entries, get, plain_options
 from attnorm.normalizers.softmax import Softmax
-from attnorm.normalizers.spec import parse_spec, read_spec, state_spec
+from attnorm.normalizers.spec import parse_spec
 from attnorm.text import did_you_mean
 
 SOFTMAX = "softmax"
 SUFFIX = ".toml"
-SEARCH_NOTE = "attnorm lab search, trial"  # the first comment of a file that `attnorm lab search` wrote starts so
 MAX_LAYERS = 10_000
 RANGE = re.compile(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?")
 
@@ -154,8 +152,6 @@ def read_recipe_file(path: Path) -> RecipeFile:
         layer_groups(layers)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    if text.startswith(f"# {SEARCH_NOTE} "):
-        layers = {key: read_spec(spec) for key, spec in layers.items()}
     return RecipeFile(layers, None if rate is None else float(rate))
 
 
@@ -166,7 +162,7 @@ def write_recipe_file(
     lines = [f"# {line}".rstrip() for line in note.splitlines()]
     if learning_rate is not None:
         lines.append(f"learning_rate = {float(learning_rate)!r}")
-    lines += ["[layers]", *(f"{json.dumps(key)} = {json.dumps(state_spec(spec))}" for key, spec in layers.items())]
+    lines += ["[layers]", *(f"{json.dumps(key)} = {json.dumps(spec)}" for key, spec in layers.items())]
     write_text(path, "\n".join(lines) + "\n")
 
 

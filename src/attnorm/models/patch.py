@@ -49,7 +49,7 @@ from attnorm.models.threads import exclusive
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.declaration import LayerFacts
 from attnorm.normalizers.registry import as_normalizer, entry_of
-from attnorm.normalizers.spec import parse_spec, state_options, with_options
+from attnorm.normalizers.spec import parse_spec, with_options
 
 Replacement = str | Normalizer | Mechanism
 LayerRecipe = Mapping[str, Replacement] | Mapping[int, Replacement] | os.PathLike[str]
@@ -351,7 +351,7 @@ def _build_normalizer(
     if isinstance(normalizer, str):
         _check_head_option(options, head_count(module) if heads is None else len(heads))
         built, all_options = build(normalizer, options, _layer_facts(module, heads, train_length), warm=warm_start)
-        recipe = Recipe(normalizer, state_options(normalizer, all_options), heads)
+        recipe = Recipe(normalizer, all_options, heads)
     else:
         if options:
             raise TypeError(

@@ -46,6 +46,8 @@ PRIVATE: dict[str, str] = {
     "transformers.PreTrainedConfig._experts_implementation": "a kernel that a config may name and the hub may have",
     "transformers.PreTrainedConfig._experts_implementation_internal": "the same, of one part of a model",
     "transformers.PreTrainedConfig._name_or_path": "where a model was loaded from",
+    "transformers.masking_utils.find_packed_sequence_indices": "whole windows need no search, which waits for the GPU",
+    "transformers.masking_utils.is_tracing": "a step that a CUDA graph captures has no mask as a tensor",
     "transformers.utils.hub.cached_file(_raise_exceptions_for_missing_entries)": "a file that may be absent",
     "transformers.utils.hub.cached_file(_raise_exceptions_for_connection_errors)": "the same, without a network",
     "transformers.PreTrainedModel._tp_size": "a model of which each process holds a part of the heads",
@@ -218,3 +220,21 @@ def expecting_weights(model_class: Any, pattern: str) -> Iterator[None]:
             delattr(model_class, IGNORED_KEYS)
         else:
             setattr(model_class, IGNORED_KEYS, before)
+
+
+@contextmanager
+def whole_windows() -> Iterator[None]:
+    """Let models of transformers take every sequence as one text without padding, whose mask is causal.
+
+    Otherwise they wait for the GPU in every step, to find out whether several texts are packed into one sequence. And
+    while a graph is captured they would build the mask as a tensor.
+    """
+    from transformers import masking_utils
+
+    masks: Any = masking_utils
+    own = masks.find_packed_sequence_indices, masks.is_tracing
+    masks.find_packed_sequence_indices, masks.is_tracing = lambda position_ids: None, lambda tensor=None: False
+    try:
+        yield
+    finally:
+        masks.find_packed_sequence_indices, masks.is_tracing = own

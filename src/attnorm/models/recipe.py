@@ -3,14 +3,6 @@
     *.attnorm_recipe.json           bytes of JSON: {"format": 2, "path", "normalizer", "options", "heads"}
     *.attnorm_normalizer.*          values of the normalizer; in adapters of PEFT: *.attnorm_recipe.values.*
 
-Format 1, two files that earlier versions wrote, which is only read:
-
-    attnorm.json          {"format": 1, "modules": {path: {"normalizer", "options", "heads"}},
-                           "weights": {file: digest}, "values": SHA-256 digest of attnorm.safetensors or null}
-    attnorm.safetensors   values of the normalizers, if they have any
-
-The digests of format 1 tie its files to the weights: another model may have been saved into the folder since.
-
 A state dict may come from an untrusted source. What we read from it becomes names of normalizers, sizes of parameters
 and lists to iterate over. Therefore this file checks type and size of everything before it is used.
 """
@@ -27,19 +19,16 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from attnorm.models.dispatch import NORMALIZER
 from attnorm.models.patched_attention import register
 from attnorm.models.private_names import COMPILED_PREFIX, find_file
-from attnorm.normalizers.spec import read_options
 
 RECIPE = "attnorm_recipe"  # name of the submodule that holds it
-FORMAT = 2  # version of the saved recipes; version 1 was the file attnorm.json
+FORMAT = 2  # version of the saved recipes
 
-MAX_BYTES = 16 * 2**20  # a thousand layers took half a megabyte in attnorm.json
-MAX_MODULES = 10_000
+MAX_BYTES = 16 * 2**20  # one layer takes half a kilobyte
 MAX_HEADS = 4096
 MAX_OPTIONS = 64
 MAX_ITEMS = 256  # of one list: coefficients, or one number for each head
@@ -47,13 +36,7 @@ MAX_DEPTH = 4
 MAX_CHARACTERS = 1024
 MAX_NUMBER = 2**40
 
-RECIPE_FILE = "attnorm.json"
-VALUES_FILE = "attnorm.safetensors"
-FORMAT_1 = 1
-SAMPLED = 4096  # bytes of each weight in a digest of format 1
-
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.(safetensors|bin)")  # no folder, hidden file or escape sequence
-DIGEST = re.compile(r"[0-9a-f]{1,128}")
 OURS = re.compile(rf"^(?:(.*)\.)?(?:{RECIPE}\.(json)|(?:{NORMALIZER}|{RECIPE}\.values)\.(.+))$")
 # What PEFT, torch.compile and data-parallel wrappers put in front of the paths of their model.
 WRAPPERS = re.compile(rf"^(?:base_model\.model\.|module\.|{re.escape(COMPILED_PREFIX)})+")
@@ -129,9 +112,7 @@ def read_normalizers(
     """
     weights = read_weights(directory, OURS, variant=variant, pickles=pickles, **where)
     groups = _groups(weights)
-    if not groups:
-        return [*_format_1(directory, where)]
-    if isinstance(digest, str) and values_digest(weights) != digest:
+    if groups and isinstance(digest, str) and values_digest(weights) != digest:
         raise ValueError(
             f"{directory}: the normalizers' weights are damaged: expected the SHA-256 digest {digest}, got "
             f"{values_digest(weights)}. Copy the weights again or save the model again."
@@ -219,93 +200,6 @@ def _tensors_of(file: Path, pattern: re.Pattern[str]) -> dict[str, Tensor]:
         raise ValueError(f"{file} is damaged or incomplete ({error}). Save the model again.") from None
 
 
-def remove_format_1(folder: Path) -> None:
-    """Remove the files that an earlier version left in a folder."""
-    for name in (RECIPE_FILE, VALUES_FILE):
-        (folder / name).unlink(missing_ok=True)
-
-
-def _format_1(directory: Any, where: Mapping[str, Any]) -> Iterator[SavedNormalizer]:
-    file = find_file(directory, RECIPE_FILE, **where)
-    if file is None:
-        return
-    recipes, digests, digest = read_recipe_file(file)
-    for name, expected in digests.items():
-        weights = find_file(directory, name, **where)
-        if weights is None or _file_digest(weights) != expected:
-            raise ValueError(
-                f"{directory}: expected the weights that {RECIPE_FILE} was written with, got "
-                f"{'no' if weights is None else 'another'} {name}. If another model was saved here, delete "
-                f"{RECIPE_FILE} and {VALUES_FILE}; if the same model was only converted, delete the entry 'weights' of "
-                f"{RECIPE_FILE}."
-            )
-    values_file = find_file(directory, VALUES_FILE, **where)
-    if values_file is None and digest is not None:
-        raise ValueError(f"{directory}: expected {VALUES_FILE} beside {RECIPE_FILE}, got none. Copy it there.")
-    values = {} if values_file is None else _read_values(values_file, digest)
-    for path, recipe in recipes.items():
-        module_values = {
-            key.removeprefix(f"{path}."): value for key, value in values.items() if key.startswith(f"{path}.")
-        }
-        yield SavedNormalizer(path, recipe, module_values)
-
-
-def read_recipe_file(file: Path) -> tuple[dict[str, Recipe], dict[str, str], str | None]:
-    """Read attnorm.json: recipes by module path, digests by file name, and the digest of attnorm.safetensors."""
-    if (size := file.stat().st_size) > MAX_BYTES:
-        raise ValueError(f"{file}: expected at most {MAX_BYTES:,} bytes, got {size:,}.")
-    try:
-        content = parse_json(file.read_bytes(), file.name)
-        if content.get("format") != FORMAT_1:
-            raise RecipeError("format", str(FORMAT_1), content.get("format"))
-        modules = validate_mapping("modules", content.get("modules"), MAX_MODULES)
-        weights = validate_mapping("weights", content.get("weights", {}), MAX_MODULES)
-        recipes = {path: validate_recipe(path, part) for path, part in modules.items()}
-        digests = dict(map(_digest, weights.items()))
-    except RecipeError as error:
-        raise ValueError(
-            f"{file} is damaged: {str(error).rstrip('.')}. Copy it again or save the model again."
-        ) from None
-    digest = content.get("values")
-    return recipes, digests, digest if isinstance(digest, str) else None
-
-
-def _digest(entry: tuple[str, Any]) -> tuple[str, str]:
-    name, digest = entry
-    if not FILE_NAME.fullmatch(name):
-        raise RecipeError("weights", "names of .safetensors files in the same folder", name)
-    if not isinstance(digest, str) or not DIGEST.fullmatch(digest):
-        raise RecipeError(f"weights[{name!r}]", "a digest in hexadecimal digits", digest)
-    return name, digest
-
-
-def _read_values(file: Path, digest: str | None) -> dict[str, Tensor]:
-    actual = hashlib.sha256(file.read_bytes()).hexdigest()
-    if digest is not None and actual != digest:
-        raise ValueError(f"{file} is damaged: expected the SHA-256 digest {digest}, got {actual}. Copy it again.")
-    try:
-        return load_file(file)
-    except SafetensorError as error:
-        raise ValueError(f"{file} is damaged or incomplete ({error}). Copy it again.") from None
-
-
-def _file_digest(path: Path) -> str:
-    """Return a digest of names, shapes, dtypes and some bytes of every weight in a safetensors file."""
-    with path.open("rb") as file:
-        start = 8 + int.from_bytes(file.read(8), "little")
-        if start > path.stat().st_size:
-            raise ValueError(f"{path} is damaged: expected a header within the file, got {start - 8:,} bytes")
-        header: dict[str, Any] = json.loads(file.read(start - 8))
-        digest = hashlib.sha256()
-        for name, about in sorted(header.items()):
-            if name != "__metadata__":
-                first, last = about["data_offsets"]
-                file.seek(start + first + max(0, (last - first - SAMPLED) // 2))
-                digest.update(f"{name} {about['dtype']} {about['shape']}".encode())
-                digest.update(file.read(min(last - first, SAMPLED)))
-    return digest.hexdigest()
-
-
 class RecipeError(ValueError):
     """Raised for content that no version of attnorm writes."""
 
@@ -357,7 +251,7 @@ def validate_recipe(path: str, part: Any) -> Recipe:
         _validate_value(f"{where}.options.{option}", value, MAX_DEPTH)
     if (count := options.get("heads")) is not None and not _is_count(count, 1, MAX_HEADS):
         raise RecipeError(f"{where}.options.heads", f"a whole number from 1 to {MAX_HEADS:,}", count)
-    return Recipe(name, read_options(name, options), _validate_heads(f"{where}.heads", part["heads"]))
+    return Recipe(name, dict(options), _validate_heads(f"{where}.heads", part["heads"]))
 
 
 def validate_mapping(where: str, value: Any, most: int) -> Mapping[str, Any]:

@@ -35,7 +35,7 @@ from attnorm.models.patch_state import (
     remove_record,
 )
 from attnorm.models.private_names import expecting_weights, find_file, uncompiled
-from attnorm.models.recipe import FORMAT, RECIPE, SavedNormalizer, read_normalizers, remove_format_1, values_digest
+from attnorm.models.recipe import FORMAT, RECIPE, SavedNormalizer, read_normalizers, values_digest
 from attnorm.models.source import can_only_be_a_folder, did_you_mean, hub_answers
 from attnorm.models.threads import exclusive
 from attnorm.models.untrusted import check_config, ignore_foreign_kernels
@@ -97,7 +97,6 @@ def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], **optio
     with _digest_in_config(model, state), ordinary_files(folder):
         model.save_pretrained(folder, state_dict=state, **options)
     if options.get("is_main_process", True):
-        remove_format_1(folder)
         write_card(folder, model)
 
 

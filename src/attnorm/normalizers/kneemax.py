@@ -23,7 +23,7 @@ from attnorm.normalizers.declaration import HEADS, Row, WarmStart, bisect, decla
 from attnorm.normalizers.softmax import Temperature, tempered
 from attnorm.normalizers.threshold import Newton, newton_step, solve_threshold
 
-DEFAULT_KNEE = 0.25  # changed from share=1: see spec.py
+DEFAULT_KNEE = 0.25
 LARGEST_KNEE = 0.5  # two weights can reach it, so that 1/2 is the Jacobian's largest norm and not only a bound
 
 
@@ -121,16 +121,14 @@ class Kneemax(Map):
                 f"expected share or knee, got both: share={share} puts the knee at the weight share/n, knee={knee} "
                 "at a fixed weight. Remove one."
             )
-        # Objects that earlier versions pickled with a knee have both attributes: the knee decides.
-        self.share = 1.0 if share is None else float(share)
-        self.knee: float | None = DEFAULT_KNEE if knee is None else float(knee)
+        self.share = None if share is None else float(share)
+        self.knee = DEFAULT_KNEE if knee is None else float(knee)  # without a share
         if share is not None:
-            self.knee = None
             self.properties = Properties(row_sum="one", exact_zeros=True, length="knee at share/n")
 
     def knees(self, n: Any) -> Any:
         """The knee of rows with n visible keys, a tensor or a number."""
-        return self.share / at_least_one(n) if self.knee is None else same_as(n, self.knee)
+        return same_as(n, self.knee) if self.share is None else self.share / at_least_one(n)
 
     def forward(self, block: Block) -> Tensor:
         return block.hide(_Kneemax.apply(block.filled_low(), self.knees(block.n)))  # type: ignore[no-untyped-call]
@@ -146,7 +144,7 @@ class Kneemax(Map):
         return 0.5 * (weights / knees).clamp(max=1).sqrt()  # 1/2 from the z/2 of the map
 
     def extra_repr(self) -> str:
-        return f"share={self.share}" if self.knee is None else f"knee={self.knee}"
+        return f"knee={self.knee}" if self.share is None else f"share={self.share}"
 
 
 def kneemax_row(z: Tensor, knee: float) -> Tensor:

@@ -36,8 +36,8 @@ ENTRY_POINT_GROUP = "attnorm.normalizers"
 # Words for ways to compute attention, which people pass as normalizers, and the engine of `attention` that does it.
 ENGINE_WORDS = {
     "fused": "fused", "sdpa": "fused", "flash": "fused", "cudnn": "fused", "flash_attention": "fused",
-    "flash_attention_2": "fused", "flash_attention_3": "fused", "triton": "triton", "flex": "flex",
-    "flex_attention": "flex", "blocked": "blocked", "eager": "blocked",
+    "flash_attention_2": "fused", "flash_attention_3": "fused", "triton": "triton",
+    "blocked": "blocked", "eager": "blocked",
 }  # fmt: skip
 
 Factory = Callable[..., Any]

@@ -23,11 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from attnorm.analysis.manifest import input_word
-from attnorm.analysis.reads import INPUT, SIDES
-from attnorm.analysis.result import Analysis
-from attnorm.analysis.store import write_file
-from attnorm.analysis.tables import HEAD_KEY
+from attnorm.files import write_text
 from attnorm.metrics.catalogue import BY_NAME, PER_ROW
 from attnorm.report import page_text
 from attnorm.report.page_text import LINE, WIDTH, Evaluated
@@ -45,6 +41,7 @@ from attnorm.report.views import (
     relative_distances,
     verdict_word,
 )
+from attnorm.report_data import INPUT, KEY, SIDES, ReportData, input_word
 from attnorm.text import format_number, format_percent, render_page, visible
 
 HERE = Path(__file__).parent / "html"
@@ -70,7 +67,7 @@ SETS = (
 )  # fmt: skip
 
 
-def render(analysis: Analysis, evaluation: Evaluated | None = None) -> str:
+def render(data: ReportData, evaluation: Evaluated | None = None) -> str:
     """Return the page as HTML.
 
     evaluation: scores of the model before and after a swap, which get a section of their own.
@@ -83,8 +80,8 @@ def render(analysis: Analysis, evaluation: Evaluated | None = None) -> str:
         script=script,
         images="data:",
         filters={"number": format_number, "share": format_percent, "plain": page_text.plain},
-        data=payload(analysis),
-        **page_text.page_words(analysis),
+        data=payload(data),
+        **page_text.page_words(data),
         verdict_words=VERDICTS,
         evaluation=scores if scores is not None and scores.rows else None,  # none: stopped in its first part
         width=WIDTH,
@@ -92,10 +89,10 @@ def render(analysis: Analysis, evaluation: Evaluated | None = None) -> str:
     )
 
 
-def save(analysis: Analysis, path: str | Path, evaluation: Evaluated | None = None) -> Path:
+def save(data: ReportData, path: str | Path, evaluation: Evaluated | None = None) -> Path:
     """Write the page atomically and return its path."""
     target = Path(path)
-    write_file(target, render(analysis, evaluation).encode())
+    write_text(target, render(data, evaluation))
     return target
 
 
@@ -106,24 +103,22 @@ def _join_files(folder: str, suffix: str, names: tuple[str, ...]) -> str:
     return f'(() => {{\n"use strict";\n{text}\n}})();' if suffix == "js" else text
 
 
-KEY = tuple(name for name, _ in HEAD_KEY)
-
 _JUDGED = ["confidence", "saturation", "saturation_top_n", "saturation_excess", "saturation_low", "saturation_high"]
 
 
-def payload(analysis: Analysis) -> dict[str, Any]:
+def payload(data: ReportData) -> dict[str, Any]:
     """Return the JSON value that the page embeds."""
-    heads = analysis.heads
+    tables, manifest, heads = data.tables, data.manifest, data.tables["heads"]
     index = {key: row for row, key in enumerate(_keys(heads))}
     choices = {name: distinct(heads, name) for name in ("text", "length", "normalizer", "kind")}
     measured = [name for name in BY_NAME if np.isfinite(column(heads, name)).any()]
     quantiles = [f"{name}_q{q}" for name in PANEL_METRICS if name in PER_ROW for q in ("05", "95")]
     return {
         "choices": choices,
-        "first": default_choice(analysis),
+        "first": default_choice(tables),
         "kindNames": KINDS,
-        "inputName": input_word(analysis.manifest).capitalize(),
-        "runs": (analysis.manifest.get("model") or {}).get("runs", "softmax"),
+        "inputName": input_word(manifest).capitalize(),
+        "runs": (manifest.get("model") or {}).get("runs", "softmax"),
         "metrics": [_describe_metric(name) for name in measured],
         "shares": list(SHARES),
         "panelMetrics": [name for name in PANEL_METRICS if name in measured],
@@ -141,17 +136,17 @@ def payload(analysis: Analysis) -> dict[str, Any]:
             **_judgments(heads),
             "columns": _columns(heads, [*measured, *quantiles, "gap_slope_error"]),
         },
-        "byLength": _sort_by_head(analysis.by_length, index, CURVES),
-        "topN": _sort_by_head(relative_distances(analysis.top_n), index, SETS),
+        "byLength": _sort_by_head(tables["by_length"], index, CURVES),
+        "topN": _sort_by_head(relative_distances(tables["top_n"]), index, SETS),
         "sensitivity": _sort_by_head(
-            analysis.sensitivity,
+            tables["sensitivity"],
             index,
-            [name for name in analysis.sensitivity.column_names if name not in (*KEY, "rows")],
+            [name for name in tables["sensitivity"].column_names if name not in (*KEY, "rows")],
         ),
-        "coverage": _coverage(analysis.coverage, choices),
-        "reads": _reads(analysis.reads, index, MAX_PATCHES if analysis.manifest.get("pictures") else MAX_KEYS),
-        "tokens": _tokens(analysis.tokens, choices),
-        "pictures": _pictures(analysis.manifest, choices),
+        "coverage": _coverage(tables["coverage"], choices),
+        "reads": _reads(tables["reads"], index, MAX_PATCHES if manifest.get("pictures") else MAX_KEYS),
+        "tokens": _tokens(tables["tokens"], choices),
+        "pictures": _pictures(manifest, choices),
         "sides": {"input": INPUT, "kinds": {kind: list(pair) for kind, pair in SIDES.items()}},
     }
 

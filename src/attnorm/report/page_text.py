@@ -8,11 +8,6 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from attnorm.analysis.manifest import input_word
-from attnorm.analysis.result import Analysis
-from attnorm.analysis.verdicts import Advice, WhatIf
-from attnorm.analysis.verdicts.model import threshold_sentences
-from attnorm.analysis.verdicts.thresholds import Thresholds, thresholds_of
 from attnorm.metrics.catalogue import BY_NAME, METRICS
 from attnorm.report.views import (
     GROUPS,
@@ -25,32 +20,33 @@ from attnorm.report.views import (
     default_choice,
     verdict_word,
 )
+from attnorm.report_data import Advice, ReportData, WhatIf, input_word
 from attnorm.text import MISSING, format_keys, format_number, format_percent, minus_sign
 
 
-def page_words(analysis: Analysis) -> dict[str, Any]:
+def page_words(data: ReportData) -> dict[str, Any]:
     """Return everything that the templates show as text."""
-    manifest, verdict, choice = analysis.manifest, analysis.verdict, default_choice(analysis)
+    manifest, choice = data.manifest, default_choice(data.tables)
     return {
         "model_name": str(manifest["model"].get("name") or "a model"),
-        "headline": verdict.headline.partition("; "),  # the first clause is set larger
-        "sentences": [with_lead(keep_percent(sentence)) for sentence in verdict.sentences],
-        "counts": verdict_counts(verdict.counts),
-        "advice": [advice_words(advice) for advice in verdict.advice if not advice.caution],
-        "cautions": [advice_words(advice) for advice in verdict.advice if advice.caution],
+        "headline": data.headline.partition("; "),  # the first clause is set larger
+        "sentences": [with_lead(keep_percent(sentence)) for sentence in data.sentences],
+        "counts": verdict_counts(data.counts),
+        "advice": [advice_words(advice) for advice in data.advice if not advice.caution],
+        "cautions": [advice_words(advice) for advice in data.advice if advice.caution],
         "choice": choice,
         "choice_words": [choice["text"], length_text(choice["length"]), KINDS.get(choice["kind"], choice["kind"])],
         "notes": [f"{note[:1].upper()}{note[1:].rstrip('.')}." for note in map(str, manifest.get("notes") or [])],
         "facts": model_facts(manifest["model"]),
         "table_metrics": [BY_NAME[name] for name in TABLE_METRICS],
-        "rows": table_rows(analysis.heads, choice),
+        "rows": table_rows(data.tables["heads"], choice),
         "metric_groups": [
             (title, [metric for metric in METRICS if metric.group == group]) for group, title in GROUPS.items()
         ],
         "input_word": input_word(manifest),
         "settings": settings_of(manifest),
-        "judged_by": threshold_sentences(thresholds_of(manifest.get("thresholds") or {}), manifest),
-        "manifest": sections(manifest),
+        "judged_by": data.threshold_sentences,
+        "manifest": sections(manifest, data.default_thresholds),
         "output": output_panel(manifest.get("output") or {}),
         "created": str(manifest.get("created") or ""),
         "version": str((manifest.get("versions") or {}).get("attnorm") or ""),
@@ -193,10 +189,12 @@ def settings_of(manifest: Mapping[str, Any]) -> dict[str, str]:
     return {name: plain(settings[name]) if settings.get(name) is not None else "" for name in names}
 
 
-def sections(manifest: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
+def sections(
+    manifest: Mapping[str, Any], default_thresholds: Mapping[str, float]
+) -> list[tuple[str, list[tuple[str, str]]]]:
     """Return the manifest as titled lists; deeper entries are named by their path."""
     titled: list[tuple[str, list[tuple[str, str]]]] = []
-    manifest = {**manifest, "thresholds": _beside_defaults(manifest.get("thresholds") or {})}
+    manifest = {**manifest, "thresholds": _beside(default_thresholds, manifest.get("thresholds") or {})}
     loose = [(str(key), plain(value)) for key, value in manifest.items() if not _is_nested(value)]
     for key, value in manifest.items():
         if _is_nested(value):
@@ -204,10 +202,10 @@ def sections(manifest: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str
     return [*titled, *([("Run", loose)] if loose else [])]
 
 
-def _beside_defaults(thresholds: Mapping[str, Any]) -> dict[str, str]:
+def _beside(defaults: Mapping[str, float], thresholds: Mapping[str, Any]) -> dict[str, str]:
     """Return each threshold, with its default if that differs."""
-    changed = thresholds_of(thresholds).differences(Thresholds())
-    default_texts = {name: f" (default {default:g})" for name, (_, default) in changed.items()}
+    changed = {name: value for name, value in defaults.items() if thresholds.get(name, value) != value}
+    default_texts = {name: f" (default {value:g})" for name, value in changed.items()}
     return {name: f"{value:g}{default_texts.get(name, '')}" for name, value in thresholds.items()}
 
 

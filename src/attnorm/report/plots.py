@@ -26,7 +26,6 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
-from attnorm.analysis.result import Analysis
 from attnorm.arithmetic import ceil_div
 from attnorm.figures import INK, LETTERING, PALE, save, tidy
 from attnorm.metrics.catalogue import BY_NAME, PER_ROW, Metric
@@ -43,6 +42,7 @@ from attnorm.report.views import (
     relative_distances,
     verdict_word,
 )
+from attnorm.report_data import Tables
 from attnorm.text import did_you_mean, visible
 
 KINDS = ("verdicts", "heads", "curves", "head")
@@ -66,7 +66,7 @@ class ShownFigure(Figure):
 
 
 def plot(
-    analysis: Analysis,
+    tables: Tables,
     kind: str = "verdicts",
     metric: str | None = None,
     *,
@@ -87,20 +87,20 @@ def plot(
         raise ValueError(f"layer, head: expected none for the kind {kind!r}. Use 'curves' or 'head'.")
     with matplotlib.rc_context(STYLE):
         if kind == "verdicts":
-            figure = verdict_map(analysis, conditions)
+            figure = verdict_map(tables, conditions)
         elif kind == "heads":
-            figure = heat_map(analysis, metric or METRIC, conditions)
+            figure = heat_map(tables, metric or METRIC, conditions)
         elif kind == "head":
             if layer is None or head is None:
                 raise ValueError(f"layer, head: expected both, got {layer} and {head}.")
-            figure = head_curves(analysis, layer, head, conditions)
+            figure = head_curves(tables, layer, head, conditions)
         else:
-            figure = metric_curves(analysis, metric or METRIC, conditions, layer=layer, head=head)
+            figure = metric_curves(tables, metric or METRIC, conditions, layer=layer, head=head)
     return figure
 
 
 def metric_curves(
-    analysis: Analysis, metric: str, choice: dict[str, Any], *, layer: int | None = None, head: int | None = None
+    tables: Tables, metric: str, choice: dict[str, Any], *, layer: int | None = None, head: int | None = None
 ) -> Figure:
     """Draw a per-row metric against the visible keys n: one line per head, the median of all heads in black.
 
@@ -108,13 +108,13 @@ def metric_curves(
     """
     if metric not in PER_ROW:
         raise ValueError(f"metric: expected one of {', '.join(map(repr, PER_ROW))}, got {metric!r}.")
-    full_choice = {**default_choice(analysis), **choice}
+    full_choice = {**default_choice(tables), **choice}
     conditions = {
         **full_choice,
         **({} if layer is None else {"layer": layer}),
         **({} if head is None else {"head": head}),
     }
-    table = measured_rows(analysis.by_length, conditions)
+    table = measured_rows(tables["by_length"], conditions)
     about = BY_NAME[metric]
     figure = ShownFigure(figsize=(6.0, 3.6), facecolor="white", layout="constrained")
     axes = figure.subplots()
@@ -190,20 +190,20 @@ def _describe_choice(choice: Mapping[str, Any], layer: int | None = None, head: 
     return visible(", ".join(parts))
 
 
-def save_figures(analysis: Analysis, folder: Path) -> list[Path]:
+def save_figures(tables: Tables, folder: Path) -> list[Path]:
     """Write the verdicts, a heat map of each main metric and the curves of the worst head as SVG and PDF.
 
     Figures show the first text at the longest length for the normalizer that the model runs; plot() draws any other.
     """
-    heads = chosen_rows(analysis.heads, default_choice(analysis))
+    heads = chosen_rows(tables["heads"], default_choice(tables))
     if not heads.num_rows:
         raise ValueError("expected at least one measured head, got none")
-    paths = _save_formats(partial(verdict_map, analysis), folder / "verdicts")
+    paths = _save_formats(partial(verdict_map, tables), folder / "verdicts")
     for name in PANEL_METRICS:
         if np.isfinite(column(heads, name)).any():
-            paths += _save_formats(partial(heat_map, analysis, name), folder / f"map-{name}")
+            paths += _save_formats(partial(heat_map, tables, name), folder / f"map-{name}")
     layer, head = worst_head(heads)
-    return paths + _save_formats(partial(head_curves, analysis, layer, head), folder / f"layer-{layer}-head-{head}")
+    return paths + _save_formats(partial(head_curves, tables, layer, head), folder / f"layer-{layer}-head-{head}")
 
 
 def worst_head(heads: pa.Table) -> tuple[int, int]:
@@ -241,10 +241,10 @@ WARM_PRINTED: dict[str, Any] = {**PRINTED, "color": WARM}
 FAINT: dict[str, Any] = {"color": PALE, "linewidth": 0.8}
 
 
-def verdict_map(analysis: Analysis, choice: Mapping[str, Any] | None = None) -> Figure:
+def verdict_map(tables: Tables, choice: Mapping[str, Any] | None = None) -> Figure:
     """Draw verdicts as colors and marks. choice: text, length, normalizer and kind."""
-    full_choice = {**default_choice(analysis), **(choice or {})}
-    heads = measured_rows(analysis.heads, full_choice)
+    full_choice = {**default_choice(tables), **(choice or {})}
+    heads = measured_rows(tables["heads"], full_choice)
     words = [verdict_word(name) for name in heads.column("verdict").to_pylist()]
     figure, axes, size = _grid(heads, "Verdicts", full_choice)
     for word, x, y in zip(words, *_coordinates(heads), strict=True):
@@ -268,12 +268,12 @@ def verdict_map(analysis: Analysis, choice: Mapping[str, Any] | None = None) -> 
     return figure
 
 
-def heat_map(analysis: Analysis, metric: str, choice: Mapping[str, Any] | None = None) -> Figure:
+def heat_map(tables: Tables, metric: str, choice: Mapping[str, Any] | None = None) -> Figure:
     """Draw one metric of the catalogue; missing values are hatched."""
     if metric not in BY_NAME:
         raise ValueError(f"unknown metric {metric!r}; {did_you_mean(metric, BY_NAME)}")
-    full_choice = {**default_choice(analysis), **(choice or {})}
-    heads, about = measured_rows(analysis.heads, full_choice), BY_NAME[metric]
+    full_choice = {**default_choice(tables), **(choice or {})}
+    heads, about = measured_rows(tables["heads"], full_choice), BY_NAME[metric]
     values = column(heads, metric)
     norm = _norm(about, values)
     figure, axes, _ = _grid(heads, about.title, full_choice)
@@ -331,18 +331,18 @@ def _coordinates(heads: pa.Table) -> tuple[list[int], list[int]]:
     return [heads_shown.index(head) for head in columns], [layers_shown.index(layer) for layer in layers]
 
 
-def head_curves(analysis: Analysis, layer: int, head: int, choice: Mapping[str, Any] | None = None) -> Figure:
+def head_curves(tables: Tables, layer: int, head: int, choice: Mapping[str, Any] | None = None) -> Figure:
     """Draw entropy, gap and largest weight against n, separability and distance against N, sensitivity against T."""
-    full_choice = {**default_choice(analysis), **(choice or {}), "layer": layer, "head": head}
-    numbers = measured_rows(analysis.heads, full_choice).to_pylist()[0]
+    full_choice = {**default_choice(tables), **(choice or {}), "layer": layer, "head": head}
+    numbers = measured_rows(tables["heads"], full_choice).to_pylist()[0]
     figure = ShownFigure(figsize=(7.2, 4.4), facecolor="white")
     panels = figure.subplots(2, 3, gridspec_kw=ROOM)
     verdict = verdict_word(numbers.get("verdict")).label
     title = f"Layer {layer}, head {head}: {verdict} ({full_choice['text']}, {full_choice['normalizer']})"
     figure.suptitle(title, fontsize=9, x=0.01, ha="left")
-    lengths = _sort_by(chosen_rows(analysis.by_length, full_choice), "n")
-    sets = _sort_by(relative_distances(chosen_rows(analysis.top_n, full_choice)), "top_n")
-    steps = _sort_by(chosen_rows(analysis.sensitivity, full_choice), "temperature")
+    lengths = _sort_by(chosen_rows(tables["by_length"], full_choice), "n")
+    sets = _sort_by(relative_distances(chosen_rows(tables["top_n"], full_choice)), "top_n")
+    steps = _sort_by(chosen_rows(tables["sensitivity"], full_choice), "temperature")
     _entropy(panels[0, 0], lengths)
     _gap(panels[0, 1], lengths, numbers.get("gap_slope"))
     _weight(panels[0, 2], lengths)

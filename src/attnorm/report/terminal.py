@@ -14,17 +14,25 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from attnorm.analysis.compare import CHANGE_METRICS, METRICS, Change, Comparison, Side
-from attnorm.analysis.manifest import input_word
-from attnorm.analysis.reads import TopKeys, quote_token, top_keys
-from attnorm.analysis.result import Analysis, measured_on
-from attnorm.analysis.tables import HEAD_KEY
-from attnorm.analysis.verdicts import representative_rows
-from attnorm.analysis.verdicts.rows import Row, head_rows, number
-from attnorm.analysis.verdicts.what_if import Advice, WhatIf
 from attnorm.metrics.catalogue import BY_NAME
 from attnorm.metrics.sampling import AUTO_ROWS
+from attnorm.report.summary import measured_on
+from attnorm.report.top_keys import TopKeys, quote_token, top_keys
 from attnorm.report.views import KINDS, VERDICTS, chosen_rows, verdict_word
+from attnorm.report_data import (
+    CHANGE_METRICS,
+    KEY,
+    METRICS,
+    Advice,
+    Change,
+    Comparison,
+    ReportData,
+    Row,
+    Side,
+    WhatIf,
+    input_word,
+    number,
+)
 from attnorm.text import format_keys
 
 STYLE: dict[str, str] = {
@@ -48,26 +56,25 @@ READING_HEADS, READ_KEYS, LONGEST_TOKEN = 5, 4, 14  # size of the table of read 
 CHANGES = 10
 
 
-def analysis_summary(analysis: Analysis) -> RenderableType:
+def analysis_summary(data: ReportData) -> RenderableType:
     """Return what `attnorm analyze` prints at the end."""
-    heads, _ = representative_rows(head_rows(analysis.heads))
-    verdict = analysis.verdict
+    heads = data.rows
     parts: list[RenderableType] = [
-        Text(verdict.headline, style="bold"),
-        Text(_describe_run(analysis), style="dim"),
+        Text(data.headline, style="bold"),
+        Text(_describe_run(data), style="dim"),
         Text(),
     ]
     for kind in dict.fromkeys(row["kind"] for row in heads):
         parts += [HeadGrid([row for row in heads if row["kind"] == kind], kind), Text()]
-    parts += [_legend(heads), Text(), *(Text(sentence) for sentence in verdict.sentences)]
+    parts += [_legend(heads), Text(), *(Text(sentence) for sentence in data.sentences)]
     if (worst := _worst(heads)) is not None:
         parts += [Text(), worst]
-    if (read := _reads_table(analysis, heads)) is not None:
+    if (read := _reads_table(data)) is not None:
         parts += [Text(), read]
     for title, cautions in (("What to try", False), ("What does not help", True)):
-        advice = [item for item in verdict.advice if item.caution == cautions]
+        advice = [item for item in data.advice if item.caution == cautions]
         parts += [Text(), Text(title, style="bold"), *_advice(advice)] if advice else []
-    parts += [Text(f"note: {note}", style="dim") for note in analysis.manifest.get("notes", [])]
+    parts += [Text(f"note: {note}", style="dim") for note in data.manifest.get("notes", [])]
     return Group(*parts)
 
 
@@ -201,24 +208,23 @@ def _format_number(value: float) -> str:
     return f"{value:,.0f}" if value == round(value) else f"{value:.2g}"
 
 
-def _describe_run(analysis: Analysis) -> str:
-    model, texts = analysis.manifest["model"], analysis.manifest["texts"]
-    word = input_word(analysis.manifest)
+def _describe_run(data: ReportData) -> str:
+    manifest = data.manifest
+    model, texts, word = manifest["model"], manifest["texts"], input_word(manifest)
     text = texts[0]["name"] if len(texts) == 1 else f"{len(texts)} {word}s"
-    rows = analysis.manifest["settings"]["rows"] or "different between runs"  # None: merged
+    rows = manifest["settings"]["rows"] or "different between runs"  # None: merged
     rows = f"up to {AUTO_ROWS} per {'image' if word == 'image' else 'window'}" if rows == "auto" else rows
-    measured = measured_on(analysis.heads, analysis.manifest)
-    return f"{model['name']}, {model['dtype']} on {model['device']}; {text}; {measured}; rows: {rows}"
+    return f"{model['name']}, {model['dtype']} on {model['device']}; {text}; {measured_on(data)}; rows: {rows}"
 
 
-def _reads_table(analysis: Analysis, heads: Sequence[Row]) -> Table | None:
+def _reads_table(data: ReportData) -> Table | None:
     """Return the keys that the sharpest heads read in their last listed row, one head per layer; None without reads."""
     sharpest: dict[tuple[str, int], Row] = {}
-    for row in sorted((row for row in heads if row["verdict"] != "silent"), key=_sharpness):
+    for row in sorted((row for row in data.rows if row["verdict"] != "silent"), key=_sharpness):
         sharpest.setdefault((row["kind"], row["layer"]), row)
     top_keys_per_head: list[tuple[Row, TopKeys]] = []
     for row in list(sharpest.values())[:READING_HEADS]:
-        reads = chosen_rows(analysis.reads, {name: row[name] for name, _ in HEAD_KEY})
+        reads = chosen_rows(data.tables["reads"], {name: row[name] for name in KEY})
         if reads.num_rows:
             top_keys_per_head.append((row, top_keys(reads, -1)))
     if not top_keys_per_head:
@@ -228,7 +234,7 @@ def _reads_table(analysis: Analysis, heads: Sequence[Row]) -> Table | None:
     title = f"What the sharpest head of some layers reads in the last recorded row (position, token or patch, {weight})"
     table = titled_table(title, "head", "query", "keys with the largest weights")
     for row, reading in sorted(top_keys_per_head, key=lambda read: (read[1].layer, read[1].head)):
-        picture = (analysis.manifest.get("pictures") or {}).get(row["text"])
+        picture = (data.manifest.get("pictures") or {}).get(row["text"])
         read = ", ".join(
             f"{_position(key.key, key.token, row, picture)} {key.weight:.2f}" for key in reading.keys[:READ_KEYS]
         )

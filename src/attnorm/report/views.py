@@ -12,10 +12,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from attnorm.analysis.result import Analysis
-from attnorm.analysis.verdicts.thresholds import MEANING
 from attnorm.metrics.catalogue import Group
 from attnorm.metrics.normalized import MODEL
+from attnorm.report_data import MEANING, Tables
 
 DISTANCES = ("fixed_printed", "fixed_tight", "random_printed", "random_lower", "random_upper")
 
@@ -104,10 +103,10 @@ VERDICT_COLORS: dict[str, tuple[str, str]] = {  # fill, ink
 OTHER_COLORS = ("#e4e2dc", "#1f2023")
 
 
-def default_choice(analysis: Analysis) -> dict[str, Any]:
+def default_choice(tables: Tables) -> dict[str, Any]:
     """Return what is shown first: the longest length, and the first text and kind with that length."""
     choice: dict[str, Any] = {"text": "", "length": None, "normalizer": "", "kind": ""}
-    heads = analysis.heads
+    heads = tables["heads"]
     for name in ("length", "normalizer", "text", "kind"):
         values = distinct(heads, name)  # in the remaining rows: a text may lack a length
         if values:

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from attnorm.machine import Machine
+from attnorm.text import markdown_table
 
 SHORTEST_FITTED = 1024  # tokens
 
@@ -287,9 +288,7 @@ def benchmark_markdown(benchmarks: Benchmarks) -> str:
     """Return the same tables in GitHub Markdown."""
     parts = [f"Machine: {benchmarks.machine}."]
     for title, header, rows in _tables(benchmarks):
-        rule = ["---" if position < _count_name_columns(header) else "---:" for position in range(len(header))]
-        lines = ["| " + " | ".join(cells) + " |" for cells in (header, rule, *rows)]
-        parts += [f"### {title}", "\n".join(lines)]
+        parts += [f"### {title}", markdown_table(header, rows, _count_name_columns(header))]
     parts += [f"Note: {note}" for note in benchmarks.notes]
     return "\n\n".join(parts)
 

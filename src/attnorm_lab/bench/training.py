@@ -57,8 +57,9 @@ def _time_step(settings: "LMSettings", device: torch.device, quick: bool) -> flo
 
     Models are timed one after the other: torch searches the compiled blocks of all of them in every call.
     """
+    from attnorm.models.private_names import whole_windows
     from attnorm_lab.training.device import accelerated
-    from attnorm_lab.training.lm.attention import in_training, whole_windows
+    from attnorm_lab.training.lm.attention import in_training
     from attnorm_lab.training.lm.model import build_model
     from attnorm_lab.training.lm.train import TrainingStep
     from attnorm_lab.training.run import STEPS_BEFORE

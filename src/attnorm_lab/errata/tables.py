@@ -17,6 +17,7 @@ from rich.text import Text
 from torch import Tensor
 
 from attnorm.normalizers.registry import BUILT_IN
+from attnorm.text import markdown_table
 from attnorm_lab.errata.catalogue import Claim, ClaimCase, claims
 from attnorm_lab.errata.frontier import Frontier
 from attnorm_lab.errata.search import Counterexample, Finding, table_stands
@@ -279,12 +280,12 @@ def claims_markdown(shown: Sequence[Claim]) -> str:
     """Return one table per family: claim, source, statement, status, correction; each claim links to its proof."""
     parts = []
     for family, members in groupby(shown, key=lambda claim: claim.family):
-        parts += ["", f"### {HEADINGS.get(family, family)}", "", "| claim | from | statement | status | use instead |"]
-        parts += ["|---|---|---|---|---|", *map(_row, members)]
+        table = markdown_table(("claim", "from", "statement", "status", "use instead"), map(_row, members), left=5)
+        parts += ["", f"### {HEADINGS.get(family, family)}", "", table]
     return "\n".join([*parts, ""])
 
 
-def _row(claim: Claim) -> str:
+def _row(claim: Claim) -> tuple[str, ...]:
     link = claim.proof.removeprefix("docs/")
     name = f"[{claim.id}]({link})" if link else claim.id
     status = {"holds": "holds", "vacuous": "holds, says nothing", "false": "**false**"}[claim.status]
@@ -292,14 +293,13 @@ def _row(claim: Claim) -> str:
         status += f": {_safe(claim.counterexample)}"
     if not claim.searched:
         status += " (an argument, not searched)"
-    statement = f"`{claim.statement}`".replace("|", "\\|")
-    cells = (name, _safe(claim.source), f"{statement}; {_safe(claim.domain)}", status, _safe(claim.correction))
-    return f"| {' | '.join(cells)} |"
+    statement = f"`{claim.statement}`; {_safe(claim.domain)}"
+    return name, _safe(claim.source), statement, status, _safe(claim.correction)
 
 
 def _safe(text: str) -> str:
     """Escape plain text for a table cell."""
-    for character in ("\\", "|", "*", "_", "<", "$"):
+    for character in ("\\", "*", "_", "<", "$"):
         text = text.replace(character, f"\\{character}")
     return text
 

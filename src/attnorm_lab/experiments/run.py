@@ -26,7 +26,7 @@ from attnorm.figures import save, style
 from attnorm.files import atomic_replace, finite, remove_abandoned, write_text
 from attnorm.provenance import now, settings_hash, versions
 from attnorm.run_folder import make_writable, read_record, require_folder, require_same_run
-from attnorm.text import render_page
+from attnorm.text import markdown_table, render_page
 from attnorm_lab.experiments.catalogue import EXPERIMENTS, check_text_lengths, check_unused_options, named
 from attnorm_lab.experiments.experiment import (
     Experiment,
@@ -216,14 +216,9 @@ def _verdict_page(record: Mapping[str, Any]) -> str:
     lines = [f"# {record['title']}", "", f"{record['source']}. {record['question']}", "", record["words"], ""]
     if same := record["manifest"].get("paper_setting"):
         lines += [same["sentence"], ""]
-    if record["findings"]:
-        lines += ["| claim | ours | verdict | why |", "|---|---|---|---|"]
-        for finding in record["findings"]:
-            cells = (
-                finding[name].replace("|", "\\|").replace("\n", " ") for name in ("claim", "ours", "verdict", "why")
-            )
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    header = ("claim", "ours", "verdict", "why")
+    findings = markdown_table(header, ([finding[name] for name in header] for finding in record["findings"]), left=4)
+    return "\n".join([*lines, findings]).rstrip("\n") + "\n"
 
 
 def _find_finished(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -238,10 +233,7 @@ def _find_finished(folder: Path, identity: Mapping[str, Any]) -> dict[str, Any] 
 def read_outcome(folder: Path) -> dict[str, Any] | None:
     """Read outcome.json of a finished experiment; None if there is none."""
     remedy = f"Remove the folder {folder}, or replace it with --fresh."
-    record = read_record(folder / OUTCOME, ("settings", "manifest", "schema", "findings"), remedy)
-    if record is not None and (setting := record["manifest"].get("paper_setting")) and "told" in setting:
-        setting["sentence"] = setting.pop("told")  # its name in records of earlier versions
-    return record
+    return read_record(folder / OUTCOME, ("settings", "manifest", "schema", "findings"), remedy)
 
 
 def _require_same_settings(folder: Path, identity: Mapping[str, Any]) -> None:

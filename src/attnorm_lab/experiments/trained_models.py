@@ -22,7 +22,7 @@ import numpy as np
 from attnorm.analysis.settings import passage, topics
 from attnorm.evaluation.windows import Tokens
 from attnorm.files import append_jsonl, atomic_replace, read_jsonl, write_json
-from attnorm.normalizers.spec import key_spec, parse_spec, read_settings, read_spec
+from attnorm.normalizers.spec import parse_spec
 from attnorm.run_folder import lock, read_record, require_same_run, try_lock
 from attnorm_lab.experiments.experiment import ExperimentSubject
 from attnorm_lab.training.lm.data import Corpus, encode, prepare, read_corpus, token_bytes
@@ -155,8 +155,6 @@ class Workspace(Generic[AnyPlan]):
             if not (folder / PLAN).exists():
                 write_json(folder / PLAN, current)
         stored = read_record(folder / PLAN, (), "Choose another folder, or remove the file.") or {}
-        if "normalizers" in stored:
-            stored["normalizers"] = [*map(read_spec, stored["normalizers"])]
         require_same_run(current, stored, f"{folder} contains another plan", "Choose another folder")
         return workspace
 
@@ -172,7 +170,7 @@ class Workspace(Generic[AnyPlan]):
 
     def results(self, **conditions: Any) -> list[dict[str, Any]]:
         """Return the finished pieces of work that have these values, in the order in which they were finished."""
-        lines = read_results(self.folder / RESULTS)
+        lines = read_jsonl(self.folder / RESULTS)
         return [line for line in lines if all(line.get(key) == value for key, value in conditions.items())]
 
     def add(self, result: dict[str, Any]) -> dict[str, Any]:
@@ -193,14 +191,9 @@ class Workspace(Generic[AnyPlan]):
         return self.folder / "locks" / f"{_as_file(work)}.lock"
 
 
-def read_results(path: Path) -> list[dict[str, Any]]:
-    """Read results.jsonl or its compressed copy, with the defaults of the version that wrote each record."""
-    return [read_settings(line) for line in read_jsonl(path)]
-
-
 def _as_file(name: str) -> str:
     """Return a name that is valid on every file system: kneemax:knee=0.25 -> kneemax-knee=0.25."""
-    return key_spec(name).replace(":", "-")
+    return name.replace(":", "-")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from attnorm.models.layer_normalizer import SUFFIX, read_recipe_file
-from attnorm.normalizers.spec import state_spec
 from attnorm.provenance import file_hash, settings_hash
 from attnorm.text import did_you_mean
 from attnorm_lab.runs.tasks import TASKS, Task
@@ -174,26 +173,13 @@ def _read_value(name: str, value: Any, kind: str, folder: Path) -> tuple[Any, An
         parts = [_read_value(name, part, "file", folder) for part in value]
         return [path for path, _ in parts], [identity for _, identity in parts]
     if kind == "normalizer" and isinstance(value, str) and value.endswith(SUFFIX):
-        layers = _state_defaults(read_recipe_file(folder / Path(value).expanduser()).layers)
+        layers = read_recipe_file(folder / Path(value).expanduser()).layers
         return layers, layers
     if not KINDS[kind][1](value):
         raise ValueError(f"expected {KINDS[kind][0]} for {name}, got {value!r}")
     if kind == "number":
         value = float(value)
-    if kind == "normalizer":
-        value = _state_defaults(value)
-    if name in ("normalizers", "test_with"):  # the command takes names; what they mean identifies the item
-        return value, _state_defaults(value)
     return value, value
-
-
-def _state_defaults(value: Any) -> Any:
-    """Normalizers with the defaults that changed: a finished item of an earlier version is another one."""
-    if isinstance(value, dict):
-        return {layers: _state_defaults(spec) for layers, spec in value.items()}
-    if isinstance(value, list):
-        return [_state_defaults(spec) for spec in value]
-    return state_spec(value) if isinstance(value, str) else value
 
 
 def _is_number(value: Any) -> bool:

@@ -30,13 +30,12 @@ from attnorm.evaluation.pass_keys import (
     training_puzzles,
 )
 from attnorm.evaluation.windows import Tokens
-from attnorm.normalizers.spec import read_settings
+from attnorm.models.private_names import whole_windows
 from attnorm_lab.training.device import accelerated, check_accelerate, chosen_device
 from attnorm_lab.training.lm.attention import (
     Attention,
     compile_blocks,
     in_training,
-    whole_windows,
     without_compiled_blocks,
 )
 from attnorm_lab.training.lm.data import encode
@@ -187,7 +186,7 @@ def settings_of(folder: Path) -> LMSettings:
             f"readable {RECORD}."
         ) from None
     known = {field.name for field in fields(LMSettings)}
-    return LMSettings(**{name: value for name, value in read_settings(run).items() if name in known})
+    return LMSettings(**{name: value for name, value in run.items() if name in known})
 
 
 def tokens_of(tokenizer: Any, text: Path) -> Tokens:

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from attnorm.files import write_json
-from attnorm.normalizers.spec import read_settings
 from attnorm.run_folder import read_record, require_only, require_same_run
 from attnorm_lab.training.checkpoints import (
     METRICS,
@@ -63,7 +62,7 @@ def open_run(out: Path, identity: dict[str, Any], *, resume: bool) -> dict[str, 
     unsaved = "" if started else "; that run has saved nothing yet: unless it is running now, remove the folder"
     remedy = f"Choose another folder with --out, or give the same settings to continue that run{unsaved}"
     usual = {"normalizer": "softmax", "normalizer_options": {}, "recipe": {}, "output": "softmax"}
-    current, recorded = ({**usual, **values} for values in (identity, read_settings(record["run"])))
+    current, recorded = ({**usual, **values} for values in (identity, record["run"]))
     require_same_run(current, recorded, f"{out} contains another run", remedy, _format_files)
     if resume:
         return record

@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from attnorm.report import page as report
-from tests.report.html.sample import Sample
+from attnorm.report_data import ReportData
 
 Open = Callable[..., Page]
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")  # the first takes 3/4 of the time
@@ -29,12 +29,12 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="session")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sample], Path]:
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Callable[[ReportData], Path]:
     """The saved page of an analysis, written once."""
     folder = tmp_path_factory.mktemp("pages")
-    written = dict[int, tuple[Sample, Path]]()  # with the analysis, or another one could get its id
+    written = dict[int, tuple[ReportData, Path]]()  # with the analysis, or another one could get its id
 
-    def path_of(analysis: Sample) -> Path:
+    def path_of(analysis: ReportData) -> Path:
         if id(analysis) not in written:
             written[id(analysis)] = analysis, report.save(analysis, folder / f"{len(written)}.html")
         return written[id(analysis)][1]
@@ -88,13 +88,13 @@ def empty_page(tabs: dict[bool, Tab]) -> Page:
 
 
 @pytest.fixture
-def open_report(tabs: dict[bool, Tab], pages: Callable[[Sample], Path]) -> Iterator[Open]:
+def open_report(tabs: dict[bool, Tab], pages: Callable[[ReportData], Path]) -> Iterator[Open]:
     """open_report(analysis, width=..., dark=..., address=..., script=...) -> Page, all quiet until the test is over."""
     for tab in tabs.values():
         tab.complaints.clear()
 
     def open_it(
-        analysis: Sample,
+        analysis: ReportData,
         *,
         width: int = 1400,
         dark: bool = False,

@@ -1,7 +1,6 @@
 """Analyses for the tests of the report: small, of GPT-2's size, with the core group only, with hostile names."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -9,8 +8,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from attnorm.analysis.tables import SCHEMAS, TABLES
-from attnorm.analysis.verdicts import ModelVerdict, Thresholds, judge_all, model_verdict
+from attnorm.analysis.tables import SCHEMAS
+from attnorm.analysis.verdicts import Thresholds, judge_all, model_verdict, representative_rows
+from attnorm.analysis.verdicts.rows import head_rows
+from attnorm.report_data import ReportData
 from tests.analysis.synthetic import synthetic_manifest, synthetic_tables
 
 CAST = (
@@ -21,25 +22,8 @@ CAST = (
 HOSTILE = '</script><img src=x onerror="window.hurt=1"><script>window.hurt=1</script>\'"&{{7*7}} 🦉 \u202eשלום\u2028'
 
 
-@dataclass(frozen=True)
-class Sample:
-    """What page.render asks of an Analysis, and no more."""
-
-    heads: pa.Table
-    by_length: pa.Table
-    top_n: pa.Table
-    sensitivity: pa.Table
-    coverage: pa.Table
-    reads: pa.Table
-    tokens: pa.Table
-    blocks: pa.Table
-    windows: pa.Table
-    manifest: dict[str, Any]
-    verdict: ModelVerdict
-
-
 @cache
-def sample() -> Sample:
+def sample() -> ReportData:
     """12 heads of every verdict, two texts, two lengths, two normalizers."""
     options: dict[str, Any] = {
         "cast": CAST, "texts": ("prose", "code"), "lengths": (64, 160), "normalizers": ("model", "entmax15"),
@@ -48,9 +32,9 @@ def sample() -> Sample:
 
 
 @cache
-def core_only() -> Sample:
+def core_only() -> ReportData:
     """As after metrics="core": no distances, no sensitivity, no coverage, no Jacobian norm."""
-    tables, nothing = _tables(sample()), ("top_n", "sensitivity", "coverage", "reads", "tokens")
+    tables, nothing = dict(sample().tables), ("top_n", "sensitivity", "coverage", "reads", "tokens")
     for name in nothing:
         tables[name] = tables[name].slice(0, 0)
     for table in ("heads", "by_length"):
@@ -62,9 +46,9 @@ def core_only() -> Sample:
 
 
 @cache
-def hostile() -> Sample:
+def hostile() -> ReportData:
     """Every name that a user chooses, and every sentence, tries to break out of the page."""
-    tables = _tables(sample())
+    tables = dict(sample().tables)
     for name, table in tables.items():
         for column in ("text", "normalizer", "kind"):
             if column not in table.column_names:
@@ -77,37 +61,42 @@ def hostile() -> Sample:
         place = tables[name].column_names.index(column)
         tables[name] = tables[name].set_column(place, column, pa.array(spoiled))
     made = judged(tables, {**sample().manifest, "notes": [HOSTILE], HOSTILE: {HOSTILE: [HOSTILE]}})
-    place = made.heads.column_names.index("evidence")
-    heads = made.heads.set_column(place, "evidence", pa.array([HOSTILE] * made.heads.num_rows))
+    heads = made.tables["heads"]
+    place = heads.column_names.index("evidence")
+    heads = heads.set_column(place, "evidence", pa.array([HOSTILE] * heads.num_rows))
     place = heads.column_names.index("verdict")
     heads = heads.set_column(place, "verdict", pa.array([HOSTILE, *heads.column("verdict").to_pylist()[1:]]))
     place = heads.column_names.index("flags")
     heads = heads.set_column(place, "flags", pa.array([[HOSTILE, "sensitive"]] * heads.num_rows))
     manifest = {**made.manifest, "model": {**made.manifest["model"], "name": HOSTILE, "class": HOSTILE}}
-    verdict = ModelVerdict(headline=HOSTILE, counts={HOSTILE: 3, "healthy": 2}, sentences=[HOSTILE])
-    return Sample(**{**_tables(made), "heads": heads}, manifest=manifest, verdict=verdict)
+    counts = {HOSTILE: 3, "healthy": 2}
+    return with_tables(made, heads=heads)._replace(
+        manifest=manifest, headline=HOSTILE, counts=counts, sentences=[HOSTILE], advice=[]
+    )
 
 
 @cache
-def with_gaps() -> Sample:
+def with_gaps() -> ReportData:
     """As after merging: the second text has the shorter length only."""
     tables = {
         name: table.filter(pc.or_(pc.equal(table["text"], "prose"), pc.equal(table["length"], 64)))
-        for name, table in _tables(sample()).items()
+        for name, table in dict(sample().tables).items()
     }
     return judged(tables, sample().manifest)
 
 
 @cache
-def empty() -> Sample:
-    return judged({name: table.slice(0, 0) for name, table in _tables(sample()).items()}, {"model": {}, "settings": {}})
+def empty() -> ReportData:
+    return judged(
+        {name: table.slice(0, 0) for name, table in dict(sample().tables).items()}, {"model": {}, "settings": {}}
+    )
 
 
 @cache
 def gpt2_size(
     lengths: tuple[int, ...] = (256, 512, 1024),
     normalizers: tuple[str, ...] = ("model", "ssmax", "entmax15", "sigmoid"),
-) -> Sample:
+) -> ReportData:
     """12 x 12 heads, 8 temperatures: heads repeated with noise, for the size.
 
     Three times the 12 bins of 512 keys are as many as the 10, 12 and 14 bins of 256, 512 and 1,024.
@@ -123,16 +112,21 @@ def gpt2_size(
     return judged(repeated, synthetic_manifest(**options))
 
 
-def judged(tables: dict[str, pa.Table], manifest: dict[str, Any]) -> Sample:
+def judged(tables: dict[str, pa.Table], manifest: dict[str, Any]) -> ReportData:
     heads, _ = judge_all(
         tables["heads"].select(SCHEMAS["heads"].names), tables["by_length"], tables["top_n"], Thresholds()
     )
     complete = {**tables, "heads": heads}
-    return Sample(**complete, manifest=manifest, verdict=model_verdict(complete, manifest, Thresholds()))
+    verdict = model_verdict(complete, manifest, Thresholds())
+    return ReportData(
+        complete, manifest, verdict.headline, verdict.counts, verdict.sentences, verdict.advice,
+        rows=representative_rows(head_rows(heads))[0], threshold_sentences=[],
+        default_thresholds=Thresholds().as_dict(),
+    )  # fmt: skip
 
 
-def _tables(one: Sample) -> dict[str, pa.Table]:
-    return {name: getattr(one, name) for name in TABLES}
+def with_tables(data: ReportData, **tables: pa.Table) -> ReportData:
+    return data._replace(tables={**data.tables, **tables})
 
 
 def _repeated(

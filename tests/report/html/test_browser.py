@@ -1,7 +1,6 @@
 """The report in a real browser: what a person clicks, types and hears does what it says, quietly and offline."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -10,13 +9,13 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from attnorm.report.views import verdict_word
+from attnorm.report_data import ReportData
 from attnorm.text import format_number
 from tests.analysis.synthetic import synthetic_manifest, synthetic_tables
 from tests.report.html.conftest import Open
 from tests.report.html.sample import (
     CAST,
     HOSTILE,
-    Sample,
     core_only,
     empty,
     gpt2_size,
@@ -24,12 +23,13 @@ from tests.report.html.sample import (
     judged,
     sample,
     with_gaps,
+    with_tables,
 )
 
 
-def head_rows(analysis: Sample, **choice: Any) -> list[dict[str, Any]]:
+def head_rows(analysis: ReportData, **choice: Any) -> list[dict[str, Any]]:
     wanted = {"text": "prose", "length": 160, "normalizer": "model", **choice}
-    table = analysis.heads
+    table = analysis.tables["heads"]
     for name, value in wanted.items():
         table = table.filter(pc.equal(table[name], value))
     return table.to_pylist()
@@ -77,7 +77,7 @@ def test_every_selector_changes_map_table_and_coverage(open_report: Open) -> Non
     drawing = page.locator("#coverage-chart svg[role=img]")
     page.select_option("#coverage-n", "5")
     row = next(
-        row for row in sample().coverage.to_pylist()
+        row for row in sample().tables["coverage"].to_pylist()
         if (row["text"], row["length"], row["normalizer"], row["layer"], row["top_n"]) == ("prose", 160, "model", 1, 5)
     )  # fmt: skip
     assert f"layer 1: one head {100 * row['per_head']:.1f} %" in (drawing.get_attribute("aria-label") or "")
@@ -108,7 +108,7 @@ def test_a_curve_is_read_with_the_pointer_and_in_its_table(open_report: Open) ->
     page = open_report(sample(), address="#head=0.1")
     figure = page.locator(".chart", has_text="Entropy against length")
     figure.locator("summary").click()
-    by_length = sample().by_length
+    by_length = sample().tables["by_length"]
     for name, value in {"text": "prose", "length": 160, "normalizer": "model", "layer": 0, "head": 1}.items():
         by_length = by_length.filter(pc.equal(by_length[name], value))
     expected = sorted((row["n"], row["entropy_nats"], row["entropy_floor"]) for row in by_length.to_pylist())
@@ -327,10 +327,10 @@ def test_a_broken_head_opens_without_curves_and_keys(open_report: Open) -> None:
 
 
 def test_the_head_that_opens_first_is_not_silent_as_its_curves_may_be_empty(open_report: Open) -> None:
-    heads = sample().heads
+    heads = sample().tables["heads"]
     verdicts = ["healthy" if (row["layer"], row["head"]) == (1, 2) else "silent" for row in heads.to_pylist()]
     column = heads.schema.get_field_index("verdict")
-    page = open_report(replace(sample(), heads=heads.set_column(column, "verdict", pa.array(verdicts))))
+    page = open_report(with_tables(sample(), heads=heads.set_column(column, "verdict", pa.array(verdicts))))
     expect(page.locator("#panel-title")).to_contain_text("Layer 1, head 2")
     cell(page, 0, 0).click()
     expect(page.locator("#panel-title")).to_contain_text("silent")
@@ -339,11 +339,11 @@ def test_the_head_that_opens_first_is_not_silent_as_its_curves_may_be_empty(open
 def test_rows_that_see_the_same_keys_show_no_range(open_report: Open) -> None:
     low, high = (head_rows(sample())[1][name] for name in ("n_low", "n_high"))
     assert low < high
-    curves = sample().by_length
+    curves = sample().tables["by_length"]
     for mean, shown in ((high, f"with {high} visible keys"), (high - 1, f"with {low} to {high} visible keys")):
         n = pc.min_element_wise(pc.cast(curves["n_high"], pa.float64()), pa.scalar(float(mean)))
         changed = curves.set_column(curves.schema.get_field_index("n"), "n", n)
-        page = open_report(replace(sample(), by_length=changed), address="#head=0.1")
+        page = open_report(with_tables(sample(), by_length=changed), address="#head=0.1")
         expect(page.locator("#panel")).to_contain_text(shown)
 
 
@@ -356,7 +356,7 @@ def test_an_analysis_without_heads_still_says_so(open_report: Open) -> None:
 def test_without_javascript_the_words_and_the_table_read(open_report: Open) -> None:
     page = open_report(sample(), width=1280, script=False)
     expect(page.locator("h1")).to_be_visible()
-    assert page.locator("h1").inner_text().split(".")[0] in sample().verdict.headline.replace("; ", ". ")
+    assert page.locator("h1").inner_text().split(".")[0] in sample().headline.replace("; ", ". ")
     expect(page.locator(".advice li").first).to_be_visible()
     assert_every_evidence_ends(page)
     expect(page.locator("#table-note")).to_contain_text("dispersion is judged among the other keys")
@@ -377,15 +377,15 @@ def test_bounds_of_softmax_are_not_shown_as_those_of_another_normalizer(open_rep
     expect(charts).to_contain_text("No ceiling is known for entmax15.")
     expect(charts).to_contain_text("No floor is known for entmax15.")
     model = {**analysis.manifest["model"], "runs": "ssmax"}
-    page = open_report(replace(analysis, manifest={**analysis.manifest, "model": model}))
+    page = open_report(analysis._replace(manifest={**analysis.manifest, "model": model}))
     charts = page.locator("#panel")
     expect(charts).not_to_contain_text("printed bound")
     expect(charts).to_contain_text("The floor is for ssmax")
 
 
-def reads_of(analysis: Sample, layer: int, head: int, row: int) -> list[dict[str, Any]]:
+def reads_of(analysis: ReportData, layer: int, head: int, row: int) -> list[dict[str, Any]]:
     wanted = {"text": "prose", "length": 160, "normalizer": "model", "layer": layer, "head": head, "row": row}
-    table = analysis.reads
+    table = analysis.tables["reads"]
     for name, value in wanted.items():
         table = table.filter(pc.equal(table[name], value))
     return sorted(table.to_pylist(), key=lambda one: one["rank"])

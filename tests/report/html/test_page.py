@@ -6,7 +6,6 @@ import json
 import os
 import re
 import stat
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from attnorm.analysis.verdicts.what_if import Advice, WhatIf
 from attnorm.metrics.catalogue import METRICS
 from attnorm.report import page as report
 from attnorm.report.page import payload
 from attnorm.report.page_text import page_words, plain, table_rows, what_if_table
 from attnorm.report.views import default_choice
-from tests.report.html.sample import HOSTILE, core_only, empty, gpt2_size, hostile, sample
+from attnorm.report_data import Advice, WhatIf
+from tests.report.html.sample import HOSTILE, core_only, empty, gpt2_size, hostile, sample, with_tables
 
 
 class Parsed(HTMLParser):
@@ -47,13 +46,13 @@ def text_of(page: str) -> str:
 
 def test_a_report_of_gpt2_size_stays_small() -> None:
     analysis = gpt2_size((512,), ("model",))
-    assert analysis.heads.num_rows == 12 * 12
+    assert analysis.tables["heads"].num_rows == 12 * 12
     assert len(report.render(analysis).encode()) < 430_000
 
 
 def test_a_note_starts_with_a_capital_but_a_file_name_keeps_its_letters() -> None:
     notes = ["distances come from 16 rows", "'/books/book.txt' has 99 tokens"]
-    analysis = replace(sample(), manifest={**sample().manifest, "notes": notes})
+    analysis = sample()._replace(manifest={**sample().manifest, "notes": notes})
     assert page_words(analysis)["notes"] == ["Distances come from 16 rows.", "'/books/book.txt' has 99 tokens."]
     styles = [text for tag, text in Parsed(report.render(analysis)).raw if tag == "style"]
     assert "text-transform: uppercase" not in "".join(re.findall(r"\.notes[^}]*}", "".join(styles)))
@@ -62,7 +61,7 @@ def test_a_note_starts_with_a_capital_but_a_file_name_keeps_its_letters() -> Non
 @pytest.mark.nightly  # 4 s to make the tables
 def test_a_report_of_gpt2_size_stays_below_two_megabytes() -> None:
     analysis = gpt2_size()
-    assert analysis.heads.num_rows == 12 * 12 * 3 * 4
+    assert analysis.tables["heads"].num_rows == 12 * 12 * 3 * 4
     assert len(report.render(analysis).encode()) < 2_000_000
 
 
@@ -95,9 +94,11 @@ def test_the_policy_allows_exactly_the_one_style_and_the_one_script() -> None:
 
 def test_infinite_and_missing_numbers_become_null() -> None:
     analysis = sample()
-    place = analysis.heads.column_names.index("max_logit")
-    values = [float("inf"), float("-inf"), None] + [1e300] * (analysis.heads.num_rows - 3)
-    spoiled = replace(analysis, heads=analysis.heads.set_column(place, "max_logit", pa.array(values, pa.float64())))
+    place = analysis.tables["heads"].column_names.index("max_logit")
+    values = [float("inf"), float("-inf"), None] + [1e300] * (analysis.tables["heads"].num_rows - 3)
+    spoiled = with_tables(
+        analysis, heads=analysis.tables["heads"].set_column(place, "max_logit", pa.array(values, pa.float64()))
+    )
     found = payload(spoiled)["heads"]["columns"]["max_logit"]
     assert sorted(found["levels"], key=str) == [1e300, None]
     json.dumps(payload(spoiled), allow_nan=False)
@@ -105,9 +106,9 @@ def test_infinite_and_missing_numbers_become_null() -> None:
 
 def test_headline_advice_sentences_and_manifest_are_in_words() -> None:
     page = text_of(report.render(sample()))
-    for sentence in sample().verdict.sentences:
+    for sentence in sample().sentences:
         assert re.sub(r"\s+", " ", sentence).replace("'", "&#39;") in page
-    for advice in sample().verdict.advice:
+    for advice in sample().advice:
         assert advice.title in page
     for metric in METRICS:
         assert metric.label in page
@@ -123,7 +124,7 @@ def test_methods_of_a_run_on_images_speak_of_patches_and_those_of_a_text_of_wind
 
     of_text = sample()
     images = [{**text, "size": "pixel_values (1, 3, 16, 16)"} for text in of_text.manifest["texts"]]
-    of_images = replace(of_text, manifest={**of_text.manifest, "texts": images})
+    of_images = of_text._replace(manifest={**of_text.manifest, "texts": images})
     assert {"text", "windows"} <= methods(of_text)
     assert not {"patch", "image"} & methods(of_text)
     assert {"patch", "image", "class", "token"} <= methods(of_images)
@@ -142,8 +143,8 @@ def test_a_sentence_cannot_end_its_element() -> None:
 def test_cautions_stand_below_what_to_try() -> None:
     page = report.render(sample())
     tried, expected = page.index(">What to try</h2>"), page.index(">What does not help</h2>")
-    assert {one.caution for one in sample().verdict.advice} == {True, False}
-    for advice in sample().verdict.advice:
+    assert {one.caution for one in sample().advice} == {True, False}
+    for advice in sample().advice:
         place = page.index(f"<h3>{advice.title}")
         assert expected < place if advice.caution else tried < place < expected
 
@@ -163,7 +164,7 @@ def test_what_if_numbers_stand_beside_how_it_is_now() -> None:
 
 def test_advice_that_needs_a_measurement_gives_its_command() -> None:
     advice = Advice(title="More", text="Measure.", heads=1, command="attnorm analyze 'a b' --metrics all")
-    page = report.render(replace(sample(), verdict=replace(sample().verdict, advice=[advice])))
+    page = report.render(sample()._replace(advice=[advice]))
     shown = page.partition('<p class="command">')[2].partition("</p>")[0]
     assert re.sub(r"</?\w[^>]*>", "", shown) == "Measure this with: attnorm analyze &#39;a b&#39; --metrics all"
     assert '<span class="word">--metrics</span>' in shown  # otherwise a line may end behind its hyphens
@@ -177,21 +178,22 @@ def test_lengths_that_were_not_asked_for_are_called_whole_input() -> None:
 
     analysis = sample()
     names = ("heads", "by_length", "top_n", "sensitivity", "coverage")
-    page = report.render(replace(analysis, **{name: whole(getattr(analysis, name)) for name in names}))
+    page = report.render(with_tables(analysis, **{name: whole(analysis.tables[name]) for name in names}))
     assert "prose, whole input" in page
     assert page.count('<tr><th scope="row">L') == 12
 
 
 def test_what_is_shown_first_was_measured_where_texts_have_different_lengths() -> None:
     whole = sample()
-    short, long = (pc.equal(whole.heads["text"], text) for text in ("prose", "code"))
+    short, long = (pc.equal(whole.tables["heads"]["text"], text) for text in ("prose", "code"))
     uneven = pc.or_(
-        pc.and_(short, pc.equal(whole.heads["length"], 64)), pc.and_(long, pc.equal(whole.heads["length"], 160))
+        pc.and_(short, pc.equal(whole.tables["heads"]["length"], 64)),
+        pc.and_(long, pc.equal(whole.tables["heads"]["length"], 160)),
     )
-    analysis = replace(whole, heads=whole.heads.filter(uneven))
-    choice = default_choice(analysis)
+    analysis = with_tables(whole, heads=whole.tables["heads"].filter(uneven))
+    choice = default_choice(analysis.tables)
     assert (choice["text"], choice["length"]) == ("code", 160)
-    assert len(table_rows(analysis.heads, choice)) == 12
+    assert len(table_rows(analysis.tables["heads"], choice)) == 12
 
 
 def test_saving_is_whole_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ def image() -> Analysis:
 
 
 def test_the_heaviest_patch_is_the_brightest_and_the_query_patch_is_framed(image: Analysis, open_report: Open) -> None:
-    page = open_report(image)
+    page = open_report(image.report_data)
     patches = page.locator(".reads .picture .patch")
     expect(patches).to_have_count(16)
     brightness = [float(one.get_attribute("fill-opacity") or "nan") for one in patches.all()]

@@ -224,49 +224,6 @@ def test_uniform_recipes_come_first(plan: Path) -> None:
     assert 0.003 < rates[0] < rates[1] < 0.03
 
 
-KNEEMAX = PLAN.replace('["softmax", "entmax"]', '["kneemax"]').replace("options.entmax", "options.kneemax")
-KNEEMAX = KNEEMAX.replace("alpha = [1.1, 1.9]", "temperature = [1.0, 2.0]").replace('"each"', '["0-1"]')
-
-
-def test_what_a_search_writes_states_the_knee(plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    inline(monkeypatch)
-    plan.write_text(KNEEMAX.replace("trials = 4", "trials = 1").replace("steps = 4", "steps = 2"))
-    out = tmp_path / "out"
-    search(read_search_plan(plan), out)
-    spec = "kneemax:knee=0.25:temperature=1.5"
-    (trial,) = json.loads((out / "result.json").read_text())["trials"]
-    (row,) = pq.read_table(out / "trials.parquet").to_pylist()
-    assert (trial["recipe"], row["recipe"]) == ({"0-1": spec}, f"0-1:{spec}")
-    space = json.loads((out / "search.json").read_text())["content"]["space"]
-    assert space["normalizers"] == ["kneemax:knee=0.25"] == [*space["options"]]
-
-
-@pytest.mark.parametrize("name", ["kneemax", "kneemax:share=1"])
-def test_an_earlier_search_with_kneemax_is_another_search(plan: Path, tmp_path: Path, name: str) -> None:
-    """Its trials had the knee at 1/n, and its study has the choice `kneemax`."""
-    out = tmp_path / "out"
-    plan.write_text(KNEEMAX)
-    searching._open_folder(out, read_search_plan(plan))
-    searching._open_folder(out, read_search_plan(plan))  # the same search
-    path = out / "search.json"
-    earlier = path.read_text().replace("kneemax:knee=0.25", "kneemax")
-    path.write_text(earlier)
-    plan.write_text(KNEEMAX.replace('["kneemax"]', f'["{name}"]').replace("options.kneemax", f'options."{name}"'))
-    with pytest.raises(ValueError, match=r"kneemax:share=1.*Choose another folder"):
-        search(read_search_plan(plan), out)
-    assert path.read_text() == earlier
-
-
-def test_an_earlier_search_that_drew_the_knee_is_the_same_search(plan: Path, tmp_path: Path) -> None:
-    plan.write_text(KNEEMAX.replace("temperature = [1.0, 2.0]", "knee = [0.1, 0.4]"))
-    found = read_search_plan(plan)
-    assert found.recipe(uniform_parameters(found)[0]) == {"0-1": "kneemax:knee=0.25"}
-    searching._open_folder(tmp_path / "out", found)
-    content = json.loads((tmp_path / "out" / "search.json").read_text())["content"]
-    assert content["space"]["normalizers"] == ["kneemax"]  # as earlier versions wrote it
-    searching._open_folder(tmp_path / "out", found)
-
-
 @pytest.mark.parametrize(
     ("old", "new", "named"),
     [
@@ -277,7 +234,6 @@ def test_an_earlier_search_that_drew_the_knee_is_the_same_search(plan: Path, tmp
         ("normalizers = ", "normalisers = ", "'normalizers'"),
         ('"softmax", "entmax"', '"sofmax", "entmax"', "'softmax'"),
         ('"softmax", "entmax"', '"softmax", "entmaxx"', "unknown normalizer 'entmaxx'"),
-        ('"softmax", "entmax"', '"kneemax", "kneemax:knee=0.25", "entmax"', "different"),
         ('groups = "each"', 'groups = ["0"]', "2 layers"),
         ('groups = "each"', 'groups = ["0-2"]', "2 layers"),
         ("learning_rate = [0.003, 0.03]", "learning_rate = [0.03, 0.003]", "learning_rate"),

@@ -3,16 +3,11 @@
 from attnorm.analysis.verdicts.judge import judge_all
 from attnorm.analysis.verdicts.model import ModelVerdict, model_verdict
 from attnorm.analysis.verdicts.rows import representative_rows
-from attnorm.analysis.verdicts.thresholds import MEANING, VERDICTS, Thresholds
-from attnorm.analysis.verdicts.what_if import Advice, WhatIf
+from attnorm.analysis.verdicts.thresholds import Thresholds
 
 __all__ = [
-    "MEANING",
-    "VERDICTS",
-    "Advice",
     "ModelVerdict",
     "Thresholds",
-    "WhatIf",
     "judge_all",
     "model_verdict",
     "representative_rows",

@@ -9,14 +9,11 @@ from dataclasses import replace
 from statistics import median, median_high
 from typing import Any
 
-from attnorm.analysis.manifest import input_word
-from attnorm.analysis.verdicts.rows import Row, number, split_by_window
+from attnorm.analysis.verdicts.rows import split_by_window
 from attnorm.analysis.verdicts.rules import BEYOND_NUMBERS, judged_horizon
 from attnorm.analysis.verdicts.thresholds import DISPERSED, thresholds_of
 from attnorm.analysis.verdicts.what_if import (
-    Advice,
     Rows,
-    WhatIf,
     advise_normalizer,
     compare_medians,
     head_key,
@@ -27,6 +24,7 @@ from attnorm.analysis.verdicts.what_if import (
     select_verdicts,
     stand_in,
 )
+from attnorm.report_data import Advice, Row, WhatIf, input_word, number
 from attnorm.text import count_words, format_keys, format_percent
 
 MANY_PARKED = 0.25  # share of sink-dominated heads from which there is advice about them

@@ -18,10 +18,10 @@ import numpy as np
 import pyarrow as pa
 
 from attnorm.analysis.tables import BLOCK_METRICS, BLOCK_NORM, HEAD_KEY
-from attnorm.analysis.verdicts.rows import Row
 from attnorm.analysis.verdicts.rules import CODE, NOT_JUDGED, codes_on_both_sides, verdict_codes
-from attnorm.analysis.verdicts.thresholds import DISPERSED, VERDICTS, Thresholds
+from attnorm.analysis.verdicts.thresholds import DISPERSED, Thresholds
 from attnorm.engines.execution import each_in_a_thread
+from attnorm.report_data import VERDICTS, Row
 
 RESAMPLES = 400
 ENOUGH_WINDOWS = 4  # for a bootstrap over windows
@@ -138,10 +138,7 @@ def _judge_windows(
     fixed = {name: value[owner] for name, value in judged.fixed.items()}
     for name in ("broken_rows", "n_low", "n_high", "worst_norm"):
         fixed[name] = _column(windows, name, fixed[name])
-    sums = numbers["row_sum"]  # runs of earlier versions have none of windows
-    sums = np.where(np.isnan(sums), judged.numbers["row_sum"][owner], sums)
-    every = {**numbers, "row_sum": sums, **fixed}
-    codes = verdict_codes(every, thresholds) if len(owner) else np.zeros(0, dtype=int)
+    codes = verdict_codes({**numbers, **fixed}, thresholds) if len(owner) else np.zeros(0, dtype=int)
     slot = _indices_within_heads(owner)
     width = int(slot.max(initial=-1)) + 1
     units = {name: np.full((heads, width), np.nan) for name in numbers}

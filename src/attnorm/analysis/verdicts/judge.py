@@ -18,7 +18,7 @@ from attnorm.analysis.collect_rows import SHORTEST_IN_SLOPE
 from attnorm.analysis.tables import BLOCKS, HEAD_KEY, VERDICT_COLUMNS, WINDOW_NUMBERS, WINDOWS
 from attnorm.analysis.verdicts.certainty import Certainty, HeadArrays, assess_certainty
 from attnorm.analysis.verdicts.reach import circuit_words
-from attnorm.analysis.verdicts.rows import Row, head_rows, number, sees_fewer_keys
+from attnorm.analysis.verdicts.rows import head_rows, sees_fewer_keys
 from attnorm.analysis.verdicts.rules import (
     OPEN,
     RULES,
@@ -28,7 +28,8 @@ from attnorm.analysis.verdicts.rules import (
     judged_suffix,
     silent,
 )
-from attnorm.analysis.verdicts.thresholds import UNDECIDED, VERDICTS, Thresholds
+from attnorm.analysis.verdicts.thresholds import UNDECIDED, Thresholds
+from attnorm.report_data import VERDICTS, Row, number
 from attnorm.text import format_keys, format_percent, minus_sign
 
 ONE_SIDED = 0.95  # level of each of the two tests for saturation

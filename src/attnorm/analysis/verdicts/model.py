@@ -14,15 +14,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from attnorm.analysis.manifest import input_word
 from attnorm.analysis.tables import HEAD_KEY
 from attnorm.analysis.verdicts.advice import advise
 from attnorm.analysis.verdicts.reach import FARTHEST, Ceiling, Rate, ceiling, circuit_sentences, rate
 from attnorm.analysis.verdicts.rows import (
-    Row,
     head_id,
     head_rows,
-    number,
     representative_rows,
     split_by_window,
 )
@@ -33,12 +30,12 @@ from attnorm.analysis.verdicts.thresholds import (
     SATURATION,
     SELECTING,
     UNDECIDED,
-    VERDICTS,
     Thresholds,
     thresholds_of,
 )
-from attnorm.analysis.verdicts.what_if import Advice, own_normalizer, stand_in
+from attnorm.analysis.verdicts.what_if import own_normalizer, stand_in
 from attnorm.metrics.sampling import AUTO_ROWS
+from attnorm.report_data import VERDICTS, Advice, Row, input_word, number
 from attnorm.text import format_keys, format_percent, minus_sign
 
 FEW_KEYS = 128  # below it entropy, slopes and separability are mostly chance

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from attnorm.analysis.verdicts.rows import Row, number
 from attnorm.analysis.verdicts.rules import judged_horizon, judged_suffix
 from attnorm.analysis.verdicts.thresholds import Thresholds
+from attnorm.report_data import Row, number
 from attnorm.text import format_keys, format_percent
 
 FARTHEST = 1e10  # longer lengths are not printed as numbers

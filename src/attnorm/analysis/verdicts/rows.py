@@ -1,16 +1,14 @@
 """The heads table as Python dicts: read and format numbers, and choose one row per head for the model's verdict."""
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pyarrow as pa
 
 from attnorm.analysis.tables import HEAD_KEY, QUANTILES, VERDICT_COLUMNS
 from attnorm.analysis.verdicts.thresholds import DIFFERS, UNDECIDED
-
-Row = Mapping[str, Any]
+from attnorm.report_data import Row
 
 NUMBERS = (
     "entropy_ratio", "entropy_nats", "entropy_floor", "effective_keys", "max_weight", "row_sum", "row_sum_mean",
@@ -41,12 +39,6 @@ def _as_list(column: pa.ChunkedArray) -> list[Any]:
     numbers = pa.types.is_floating(column.type) or pa.types.is_integer(column.type)
     values: list[Any] = column.to_numpy().tolist() if numbers and not column.null_count else column.to_pylist()
     return values
-
-
-def number(row: Row, name: str) -> float | None:
-    """Return a number of the median row; None if it is not finite."""
-    value = row.get(name)
-    return None if value is None or not math.isfinite(value) else float(value)
 
 
 def representative_rows(heads: Sequence[Row], normalizer: str | None = None) -> tuple[list[Row], int]:

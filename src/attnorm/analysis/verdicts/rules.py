@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch.autograd.functional import jacobian
 
-from attnorm.analysis.verdicts.rows import Row, number
-from attnorm.analysis.verdicts.thresholds import SELECTING, VERDICTS, Thresholds
+from attnorm.analysis.verdicts.thresholds import SELECTING, Thresholds
 from attnorm.attention import normalize
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.registry import get
+from attnorm.report_data import VERDICTS, Row, number
 from attnorm.text import format_keys, format_percent, minus_sign
 from attnorm.theory.dispersion import entropy_floor
 

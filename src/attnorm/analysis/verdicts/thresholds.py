@@ -7,24 +7,6 @@ from typing import Any
 from attnorm.analysis.tables import QUANTILES
 from attnorm.text import did_you_mean
 
-# The first verdict that applies is the verdict of the head; all that apply are its flags. The order: a silent head has
-# no other flag, since it does not matter where tiny weights lie; a head that is frozen on its first key is called
-# sink-dominated; and a dispersed head selects nothing that could be judged further.
-MEANING: dict[str, str] = {
-    "broken": "logits or weights that are not finite",
-    "silent": "the weights sum to almost 0, so the head reads no key",
-    "sink-dominated": "most of the weight is on the first key (in a sliding window: the first key of the window)",
-    "frozen": "one key has almost all of the weight, and almost no gradient reaches the logits",
-    "dispersed-forced": "the weight is spread over the context; at this length the logits let no key have half of it",
-    "dispersed-by-choice": "the weight is spread over the context, although the logits would let one key have half "
-    "of it",
-    "dispersed": "the weight is spread over the context; how sharp this normalizer could be on the logits is not known",
-    "sensitive": "on many rows the Jacobian norm is near its worst case: small changes of the logits matter most",
-    "healthy": "no other verdict applies: the head selects, or it is broad but keeps up with the length",
-    "undecided": "too close to a threshold: other windows of the text, or other images, may give another verdict",
-    "differs": "different texts or images give different verdicts",
-}
-VERDICTS: tuple[str, ...] = tuple(MEANING)
 UNDECIDED, DIFFERS = "undecided", "differs"
 DISPERSED = ("dispersed-forced", "dispersed-by-choice", "dispersed")
 SELECTING = ("healthy", "sensitive", "frozen")

@@ -4,16 +4,15 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 from attnorm.analysis.settings import BUDGET, DEFAULT_TEXTS, GROUPS, USUAL_GROUPS, groups
-from attnorm.analysis.verdicts.rows import Row, number
 from attnorm.analysis.verdicts.rules import judged_suffix
-from attnorm.analysis.verdicts.thresholds import DIFFERS, DISPERSED, VERDICTS, Thresholds, thresholds_of
+from attnorm.analysis.verdicts.thresholds import DIFFERS, DISPERSED, Thresholds, thresholds_of
 from attnorm.normalizers.contract import Properties
 from attnorm.normalizers.registry import available, get
+from attnorm.report_data import VERDICTS, Advice, Row, WhatIf, number
 from attnorm.text import count_words
 
 Rows = Sequence[Row]
@@ -34,36 +33,6 @@ USUAL: dict[str, Any] = {
     "windows": "auto",
     "budget": BUDGET,
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class WhatIf:
-    """The median of a quantity over some heads: as they were judged (Advice.baseline), and with a change."""
-
-    change: str  # a normalizer, "top 100 instead of top 20", "T = 0.5"
-    quantity: str
-    before: float
-    after: float
-    heads: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Advice:
-    title: str
-    text: str
-    heads: int  # number of heads that the advice is about
-    what_if: tuple[WhatIf, ...] = ()
-    command: str | None = None  # command that measures missing numbers
-    caution: bool = False  # True: what not to expect. False: something to try
-    baseline: str = "now"  # what the numbers before a change belong to: the model as it runs, or "with NORMALIZER"
-
-    @property
-    def heading(self) -> str:
-        """Title with the number of heads."""
-        return f"{self.title} ({count_words(self.heads, 'head')})" if self.heads else self.title
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def repeat_command(manifest: Mapping[str, Any], **changes: Any) -> str:

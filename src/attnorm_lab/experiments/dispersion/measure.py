@@ -15,9 +15,9 @@ from attnorm.analysis.collect import Collector
 from attnorm.analysis.collect_rows import SHORTEST_IN_SLOPE
 from attnorm.analysis.settings import AnalysisSettings, settings_of
 from attnorm.analysis.verdicts.reach import binding_length
-from attnorm.analysis.verdicts.rows import number
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.query_key_origin import before_rotation
+from attnorm.report_data import number
 from attnorm.theory.dispersion import horizon, least_squares_line
 from attnorm_lab.experiments.experiment import ExperimentSubject, Floats, ProgressCallback
 from attnorm_lab.experiments.model_runs import run_forward_pass

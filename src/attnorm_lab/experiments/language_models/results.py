@@ -14,6 +14,7 @@ from scipy.stats import spearmanr
 from scipy.stats import t as student
 
 from attnorm.arithmetic import SIGNIFICANT, difference_over_seeds, holm, wilson_interval
+from attnorm.text import markdown_table as table
 
 Line = Mapping[str, Any]
 Heads = dict[str, list[float]]
@@ -486,14 +487,6 @@ def _describe_correlation(models: Sequence[LMContender]) -> str:
         f"Rank correlation of entropy / log n (before fine-tuning) with keys found at {length:,} tokens, over "
         f"{len(pairs)} normalizers: {correlation:+.2f}."
     )
-
-
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table; nothing if there are no rows."""
-    if not rows:
-        return ""
-    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def _number(value: float | None, form: str) -> str:

@@ -24,10 +24,9 @@ import numpy as np
 import torch
 
 from attnorm.evaluation.pass_keys import Wording
-from attnorm.files import write_json, write_text
+from attnorm.files import read_jsonl, write_json, write_text
 from attnorm.metrics.normalized import NoRowsError
 from attnorm.models.layer_normalizer import SOFTMAX
-from attnorm.normalizers.spec import key_spec
 from attnorm.provenance import machine_memory_gb
 from attnorm.text import did_you_mean
 from attnorm_lab.experiments.language_models.train import (
@@ -51,7 +50,6 @@ from attnorm_lab.experiments.trained_models import (
     WAIT_TO_WRITE,
     names_of_texts,
     prepare_texts,
-    read_results,
     read_texts,
     require_texts,
 )
@@ -239,7 +237,7 @@ def _record_choice(workspace: LMWorkspace, normalizer: str, way: Attention) -> N
         known: dict[str, str] = {}
         with contextlib.suppress(FileNotFoundError):
             known = json.loads(path.read_text(encoding="utf-8"))
-        write_json(path, {**known, key_spec(normalizer): way})
+        write_json(path, {**known, normalizer: way})
 
 
 WORKS: dict[str, Sequence[Work]] = {
@@ -288,7 +286,7 @@ def write_tables(folder: Path) -> list[Path]:
 
     if not (folder / RESULTS).exists():
         raise ValueError(f"expected the output folder of --stage, got {folder}, which has no {RESULTS}. Check --out.")
-    lines = read_results(folder / RESULTS)
+    lines = read_jsonl(folder / RESULTS)
     if not contenders(lines):
         raise ValueError(f"{folder / RESULTS} has no model whose losses were measured. Run --stage everything first.")
     tables = folder / "tables.md"

@@ -14,7 +14,6 @@ import torch
 from attnorm.files import atomic_replace, read_jsonl
 from attnorm.models.layer_normalizer import SOFTMAX
 from attnorm.models.saving import save_pretrained
-from attnorm.normalizers.spec import key_spec, state_spec
 from attnorm_lab.experiments.trained_models import ModelPlan, Texts, Workspace, learned
 from attnorm_lab.training.checkpoints import (
     METRICS,
@@ -59,9 +58,6 @@ class LanguageModelPlan(ModelPlan):
     main_tokens: int = 50_331_648
     needle: NeedleTask = field(default_factory=lambda: NeedleTask(steps=400, batch=16))
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "normalizers", tuple(map(state_spec, self.normalizers)))
-
     def settings(self, normalizer: str, *, rate: float, tokens: int, seed: int) -> LMSettings:
         return self.model_settings(normalizer, rate=rate, tokens=tokens, seed=seed)
 
@@ -73,7 +69,6 @@ class LanguageModelPlan(ModelPlan):
         """
         if not names:
             return self.normalizers
-        names = [state_spec(name) for name in names]
         unknown = [name for name in names if name not in self.normalizers]
         if unknown:
             raise ValueError(
@@ -148,7 +143,7 @@ class Worker:
     def attention(self, normalizer: str) -> Attention:
         path = self.workspace.folder / ATTENTION
         recorded: dict[str, Attention] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        return recorded.get(key_spec(normalizer)) or fastest_attention(normalizer, self.device)
+        return recorded.get(normalizer) or fastest_attention(normalizer, self.device)
 
 
 def try_rates(worker: Worker, normalizer: str, seed: int = 0) -> None:

@@ -40,7 +40,6 @@ from attnorm_lab.experiments.trained_models import (
     learned,
     on_this_machine,
     prepare_texts,
-    read_results,
     texts_of,
 )
 from attnorm_lab.training.checkpoints import METRICS, StopRequest, TrainingInterrupted, speed_and_memory
@@ -144,7 +143,7 @@ def records_of(plan: GridPlan, subject: ExperimentSubject, progress: ProgressCal
 
 def _records_elsewhere(parts: Path) -> list[Record]:
     """Return the lines of another machine, in OUT/records.jsonl or its packed copy."""
-    return [record for file in copied_records(parts) for record in read_results(file)]
+    return [record for file in copied_records(parts) for record in read_jsonl(file)]
 
 
 def _known_records(workspace: Workspace[GridPlan], parts: Path) -> dict[str, Record]:

@@ -18,7 +18,7 @@ from attnorm.engines.execution import one_thread
 from attnorm.files import read_jsonl
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.registry import available, get
-from attnorm.normalizers.spec import parse_spec, read_settings
+from attnorm.normalizers.spec import parse_spec
 from attnorm_lab.experiments.experiment import ProgressCallback
 from attnorm_lab.training.device import chosen_device
 from attnorm_lab.training.retrieval.data import RetrievalRecipe
@@ -216,7 +216,7 @@ def collect(
         known: Files of records, .jsonl or .jsonl.xz, which may not exist.
         device: Where to train and whose records to use (default: that of the records, else a GPU if there is one).
     """
-    known_records = [read_settings(record) for path in (folder / RECORDS, *known) for record in read_jsonl(path)]
+    known_records = [record for path in (folder / RECORDS, *known) for record in read_jsonl(path)]
     local_type = chosen_device(device).type
     device_type = local_type if device is not None else _common_device(plan, known_records) or local_type
     device_name = device if device_type == local_type else device_type

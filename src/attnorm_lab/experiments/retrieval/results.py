@@ -28,6 +28,7 @@ import torch
 
 from attnorm.arithmetic import SIGNIFICANT, difference_over_seeds, holm
 from attnorm.normalizers.contract import Normalizer
+from attnorm.text import markdown_table
 from attnorm_lab.experiments.retrieval.plan import (
     BASELINE,
     PAPERS_RECIPE,
@@ -450,7 +451,5 @@ def _heading(text: str) -> str:
 
 
 def _by_size(names: list[str], rows: Sequence[tuple[list[str], dict[int, str]]], sizes: Sequence[int]) -> str:
-    head = f"| {' | '.join([*names, *(f'{size:,}' for size in sizes)])} |"
-    rule = f"|{'---|' * len(names)}{'---:|' * len(sizes)}"
-    body = [f"| {' | '.join([*first, *(cells.get(size, '-') for size in sizes)])} |" for first, cells in rows]
-    return "\n".join([head, rule, *body])
+    lines = [[*first, *(cells.get(size, "-") for size in sizes)] for first, cells in rows]
+    return markdown_table([*names, *(f"{size:,}" for size in sizes)], lines, left=len(names))

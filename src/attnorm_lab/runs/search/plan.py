@@ -15,14 +15,13 @@ seeds = 5                               train the best mixed and the best unifor
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from attnorm.models.layer_normalizer import compact, parse_layers
 from attnorm.normalizers.registry import entry_of
-from attnorm.normalizers.spec import read_spec, state_spec
 from attnorm.text import did_you_mean
 from attnorm_lab.runs.plan import Item, Resources, make_item, read_resources, read_toml, require_known
 from attnorm_lab.runs.tasks import TASKS, lm_settings
@@ -117,27 +116,6 @@ def read_search_plan(path: Path) -> SearchPlan:
         raise ValueError(f"{path.name}: {error}") from None
 
 
-def read_content(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content that a search recorded, with the earlier defaults where its normalizers state none."""
-    return {**content, "space": _complete_space(content["space"], read_spec)}
-
-
-def _complete_space(space: dict[str, Any], complete: Callable[[str], str]) -> dict[str, Any]:
-    """Complete the names of normalizers; one whose drawn options state what it means stays as it is."""
-    ranges = space.get("options", {})
-
-    def completed(name: str) -> str:
-        drawn = name + "".join(f":{option}=0" for option in ranges.get(name, {}))
-        return name if complete(drawn) == drawn else complete(name)
-
-    completed_space = {**space, "normalizers": [*map(completed, space["normalizers"])]}
-    return (
-        {**completed_space, "options": {completed(name): bounds for name, bounds in ranges.items()}}
-        if ranges
-        else completed_space
-    )
-
-
 def _parse_plan(path: Path, content: dict[str, Any]) -> SearchPlan:
     """Validate the content of a plan file and return the plan."""
     require_known("plan", content, KEYS)
@@ -166,11 +144,6 @@ def _parse_plan(path: Path, content: dict[str, Any]) -> SearchPlan:
         raise ValueError(f"expected a list of normalizers in [space], got {names!r}")
     for name in names:
         entry_of(name.partition(":")[0])
-    _ranges(_table(space, "options"), names)  # checked as they were written
-    space = _complete_space(space, state_spec)
-    if len(set(space["normalizers"])) < len(set(names)):
-        raise ValueError(f"expected different normalizers in [space], got {names!r}. Remove duplicates.")
-    names = space["normalizers"]
     ranges = _ranges(_table(space, "options"), names)
     plan = SearchPlan(
         objectives=tuple(objectives), trials=_count("trials", content.get("trials", 60), 1),

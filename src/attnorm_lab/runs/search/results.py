@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from attnorm.figures import save_figure_files
 from attnorm.files import write_json
-from attnorm.models.layer_normalizer import SEARCH_NOTE, write_recipe_file
+from attnorm.models.layer_normalizer import write_recipe_file
 from attnorm_lab.runs.folder import states, write_table
 from attnorm_lab.runs.plan import Item, Plan
 from attnorm_lab.runs.run import sweep
@@ -144,7 +144,7 @@ def _write_trials(out: Path, result: SearchResult) -> None:
 
 def _write_recipe(path: Path, plan: SearchPlan, trial: TrialResult) -> None:
     numbers = ", ".join(f"{name} {value:.5g}" for name, value in trial.values.items())
-    note = f"{SEARCH_NOTE} {trial.number}: {numbers}\nOne random seed. Compare with other seeds before you use it."
+    note = f"attnorm lab search, trial {trial.number}: {numbers}\nOne random seed. Compare with other seeds before you use it."
     write_recipe_file(path, trial.recipe, trial.learning_rate, note)
 
 

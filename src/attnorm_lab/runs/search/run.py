@@ -32,7 +32,7 @@ from attnorm_lab.runs.folder import (
 )
 from attnorm_lab.runs.plan import Item
 from attnorm_lab.runs.run import OutcomeCallback, Pruned, work_in
-from attnorm_lab.runs.search.plan import COMMAND, SearchPlan, read_content
+from attnorm_lab.runs.search.plan import COMMAND, SearchPlan
 from attnorm_lab.runs.search.results import SearchResult, confirm, is_uniform, summarize
 from attnorm_lab.runs.tasks import train_lm_item
 from attnorm_lab.training.device import check_accelerate
@@ -103,14 +103,8 @@ def _open_folder(out: Path, plan: SearchPlan) -> None:
         require_only(out, (), "files, but no search")
         make_writable(out)
     else:  # more trials or seeds continue a search
-        recorded = read_content(record["content"])
-        current, previous = ({**content, "trials": 0, "confirm": {}} for content in (plan.content, recorded))
+        current, previous = ({**content, "trials": 0, "confirm": {}} for content in (plan.content, record["content"]))
         require_same_run(current, previous, f"{out} contains another search", "Choose another folder")
-        if recorded != record["content"]:  # its study has the choices and items under other names
-            raise ValueError(
-                f"{out} contains a search of an earlier version of attnorm, in which the normalizers are "
-                f"{', '.join(recorded['space']['normalizers'])}. It cannot be resumed. Choose another folder."
-            )
     write_json(out / SEARCH, {"format": FORMAT, "content": plan.content})
 
 
@@ -171,10 +165,7 @@ def _add_item(plan: SearchPlan, study: Any, trial: Any, items: dict[int, Item], 
     if trial.state == TrialState.RUNNING:
         plan.suggest(Trial(study, trial._trial_id))  # keeps what was drawn
         trial = study.get_trials(deepcopy=False)[trial.number]
-    try:
-        recipe, rate = plan.recipe(trial.params), trial.params["learning_rate"]
-    except KeyError:  # an older version gave up such trials
-        return
+    recipe, rate = plan.recipe(trial.params), trial.params["learning_rate"]
     words = " ".join(f"{layers}:{spec}" for layers, spec in recipe.items())
     kind = "one normalizer" if is_uniform(recipe) else "mixed"
     varied = {"trial": trial.number, "kind": kind, "recipe": words, "learning_rate": float(f"{rate:.4g}")}

@@ -24,7 +24,7 @@ from attnorm.models.dispatch import attention_sites
 from attnorm.models.observe import observe
 from attnorm.normalizers.adaptive_temperature import adaptive_temperature, fit
 from attnorm.normalizers.block import Block, Positions
-from attnorm.normalizers.spec import parse_spec, read_spec, state_spec
+from attnorm.normalizers.spec import parse_spec
 from attnorm.theory.dispersion import entropy_nats
 from attnorm_lab.training.clrs.data import EncodedExample, PaddedExamples, groups_by_length, padded
 
@@ -48,9 +48,6 @@ class ClrsTests:
     others: tuple[str, ...] = ()
     observed: int = 1
     test: bool = True  # False: the held-out loss only, to choose a learning rate
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "others", tuple(map(state_spec, self.others)))
 
     def as_dict(self) -> dict[str, Any]:
         return {"others": list(self.others), "observed": self.observed, "test": self.test}
@@ -122,15 +119,6 @@ def accuracy_by_size(cells: Mapping[str, Mapping[str, str]]) -> dict[str, dict[i
     return {
         algorithm: {int(size): (bits.count("1"), len(bits)) for size, bits in sizes.items()}
         for algorithm, sizes in cells.items()
-    }
-
-
-def read_result(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recorded result whose test normalizers are named with the defaults of their time."""
-    by_normalizer = ("exact", "test_loss", "entropy")
-    return {
-        key: {read_spec(name): entry for name, entry in value.items()} if key in by_normalizer else value
-        for key, value in result.items()
     }
 
 

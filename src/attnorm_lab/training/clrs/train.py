@@ -28,7 +28,8 @@ import torch
 from torch.nn import functional as F
 
 from attnorm.files import atomic_replace, write_json
-from attnorm.normalizers.spec import parse_spec, state_options
+from attnorm.models.private_names import whole_windows
+from attnorm.normalizers.spec import parse_spec
 from attnorm.provenance import file_hash
 from attnorm.run_folder import only_process
 from attnorm_lab.training.checkpoints import (
@@ -61,7 +62,6 @@ from attnorm_lab.training.clrs.evaluate import (
     bits_by_cell,
     check_answers,
     fitted_coefficients,
-    read_result,
     swap_for_test,
 )
 from attnorm_lab.training.device import accelerated, check_accelerate, chosen_device, machine
@@ -70,7 +70,6 @@ from attnorm_lab.training.lm.attention import (
     check_attention,
     compile_blocks,
     in_training,
-    whole_windows,
     without_compiled_blocks,
 )
 from attnorm_lab.training.lm.model import (
@@ -122,7 +121,6 @@ class ClrsRecipe:
     def __post_init__(self) -> None:
         if self.tokens_at_once < 1:
             raise ValueError(f"tokens_at_once must be at least 1, got {self.tokens_at_once}")
-        object.__setattr__(self, "normalizer_options", state_options(self.normalizer, self.normalizer_options))
         self.as_lm()  # checks the values that both have
 
     def as_lm(self) -> LMSettings:
@@ -252,7 +250,7 @@ def train_clrs(
     with only_process(out):
         record = open_run(out, identity, resume=True)
         if record["result"] and (not save_model or (out / MODEL).is_dir()):
-            return {**record, "result": read_result(record["result"])}
+            return record
         if record["result"] and recipe.steps not in map(step_of, finished_checkpoints(out / CHECKPOINTS)):
             raise ValueError(
                 f"expected the checkpoint of step {recipe.steps} in {out / CHECKPOINTS}, to save the model of this "
@@ -267,7 +265,7 @@ def train_clrs(
             raise TrainingInterrupted(run.step)
         if run.step < recipe.steps:
             raise OutOfTimeError
-        result = read_result(record["result"]) if record["result"] else None
+        result = record["result"]
         if result is None:
             report("testing", 0, 1, None)
             result = {

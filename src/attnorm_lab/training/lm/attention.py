@@ -1,9 +1,8 @@
 """Attention during training: compiled blocks, and dense attention over the whole matrix of weights.
 
 A rescaled softmax is traced with the rest of a block. So is a normalizer on our Triton kernels, which are operators of
-the graph, and every normalizer with dense attention. Otherwise attention runs on FlexAttention, which is compiled
-already, or block by block with its own backward pass. The graph of a block would compile these twice or unroll them, so
-it is split around the call.
+the graph, and every normalizer with dense attention. Otherwise attention runs block by block with its own
+backward pass, which the graph would unroll, so it is split around the call.
 
 Where a normalizer has no fused form, dense attention is its fastest form at training lengths: at a thousand tokens the
 matrix of a layer is a few gigabytes, and a normalizer becomes one or two kernels over whole rows. For longer sequences
@@ -13,7 +12,6 @@ use the engines, which never hold the matrix.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -116,27 +114,8 @@ def fastest_attention(normalizer: str, device: torch.device, width: int = 64) ->
 
 
 @contextmanager
-def whole_windows() -> Iterator[None]:
-    """Let models of transformers take every sequence as one text without padding, whose mask is causal.
-
-    Otherwise they wait for the GPU in every step, to find out whether several texts are packed into one sequence. And
-    while a graph is captured they would build the mask as a tensor.
-    """
-    from transformers import masking_utils
-
-    with (
-        patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
-        patch.object(masking_utils, "is_tracing", lambda tensor=None: False),
-    ):
-        yield
-
-
-@contextmanager
 def without_compiled_blocks(model: Any, settings: LMSettings) -> Iterator[None]:
-    """Run the blocks uncompiled, for shapes other than in training, where compiling costs more than it saves.
-
-    Everything else may still compile: FlexAttention without compiling would hold all weights at once.
-    """
+    """Run the blocks uncompiled, for shapes other than in training, where compiling costs more than it saves."""
     blocks = list(ARCHITECTURES[settings.architecture].blocks(model))
     compiled = [replace_compiled_call(block, None) for block in blocks]
     try:

@@ -18,6 +18,7 @@ from attnorm.files import write_json, write_text
 from attnorm.models.layer_normalizer import SOFTMAX
 from attnorm.normalizers.contract import Mechanism
 from attnorm.normalizers.registry import entries
+from attnorm.text import markdown_table
 from attnorm_lab.training.checkpoints import METRICS, loss_rise, speed_and_memory
 from attnorm_lab.training.device import device_name, training_versions
 from attnorm_lab.training.lm.data import Corpus, as_transformers, token_bytes
@@ -260,17 +261,18 @@ def _output_sentences(run: dict[str, Any], result: dict[str, Any]) -> str:
 def _figures(result: dict[str, Any]) -> str:
     validation = result["validation"]
     names = {"model": "this model", "bigram": "bigram counts", "unigram": "unigram counts"}
-    rows = "\n".join(
-        f"| {label} | {figures['nats_per_token']:.3f} | {figures['perplexity']:.1f} | {figures['bits_per_byte']:.3f} |"
-        for label, figures in ((label, validation[name]) for name, label in names.items())
+    table = markdown_table(
+        ("", "nats per token", "perplexity", "bits per byte"),
+        [
+            (label, f"{losses['nats_per_token']:.3f}", f"{losses['perplexity']:.1f}", f"{losses['bits_per_byte']:.3f}")
+            for label, losses in ((label, validation[name]) for name, label in names.items())
+        ],
     )
     rise = f"\n\n**The loss rose while training:** {rise_in_words(result['rise'])}." if result["rise"] else ""
     return f"""
 ## Validation loss
 
-| | nats per token | perplexity | bits per byte |
-|---|---|---|---|
-{rows}
+{table}
 
 Every token except the first of a held-out text ({validation["tokens"]:,} tokens, \
 {validation["bytes"]:,} bytes), in adjacent windows: on average half a window is visible. Weights as saved, \
@@ -284,8 +286,9 @@ def _length_table(validation: dict[str, Any]) -> str:
     measured = validation.get("by_length", ())
     if len(measured) < 2:
         return ""
-    rows = "\n".join(f"| {entry['length']:,} | {entry['nats_per_token']:.3f} |" for entry in measured)
-    return f"\n\nThe same tokens in windows of other lengths:\n\n| window | nats per token |\n|---|---|\n{rows}"
+    rows = [(f"{entry['length']:,}", f"{entry['nats_per_token']:.3f}") for entry in measured]
+    table = markdown_table(("window", "nats per token"), rows, left=0)
+    return f"\n\nThe same tokens in windows of other lengths:\n\n{table}"
 
 
 def rise_in_words(rise: dict[str, float]) -> str:
@@ -329,8 +332,7 @@ Versions: {versions}. `metrics.jsonl` has the logged losses, `training.json` has
 
 
 def _speed(result: dict[str, Any]) -> str:
-    """Return speed and memory; empty for records of earlier versions."""
-    speed, peak = (result.get(name) for name in ("tokens_per_second", "peak_memory_bytes"))
+    speed, peak = result["tokens_per_second"], result["peak_memory_bytes"]
     memory = "" if peak is None else f", at most {peak / 2**30:.2f} GiB of memory"
     return ("" if speed is None else f", {speed:,.0f} tokens/s") + memory
 

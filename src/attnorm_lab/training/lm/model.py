@@ -14,7 +14,7 @@ import torch
 from attnorm.arithmetic import ceil_div, round_up
 from attnorm.models.layer_normalizer import SOFTMAX, compact, specs_by_layer
 from attnorm.models.output_head import parse_output, set_output
-from attnorm.normalizers.spec import parse_spec, state_options, state_spec, with_options
+from attnorm.normalizers.spec import parse_spec, with_options
 from attnorm.text import did_you_mean
 from attnorm_lab.training.lm.data import LARGEST_VOCABULARY
 
@@ -81,13 +81,11 @@ class LMSettings:
         if self.dtype not in DTYPES:
             raise ValueError(f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPES)}")
         parse_output(self.output)
-        object.__setattr__(self, "recipe", {layers: state_spec(spec) for layers, spec in self.recipe.items()})
         if self.recipe:
             self._simplify_recipe()
         name, options = with_options(self.normalizer, self.normalizer_options)
         object.__setattr__(self, "normalizer", name)
         object.__setattr__(self, "normalizer_options", options)
-        object.__setattr__(self, "normalizer_options", state_options(self.normalizer, self.normalizer_options))
 
     def _simplify_recipe(self) -> None:
         if self.normalizer != SOFTMAX or self.normalizer_options:
@@ -119,7 +117,7 @@ class LMSettings:
         return any(named != (SOFTMAX, {}) for named in self.normalizers)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the settings without unused ones about softmaxes: records of earlier versions stay valid."""
+        """Return the settings without those about softmaxes that are not used."""
         used = {
             "normalizer": self.patched and not self.recipe,
             "normalizer_options": self.patched and not self.recipe,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnorm.arithmetic import round_up
+from attnorm.models.private_names import whole_windows
 from attnorm.run_folder import only_process
 from attnorm_lab.training.checkpoints import StopRequest, TrainingInterrupted
 from attnorm_lab.training.device import Processes, accelerated, check_accelerate, chosen_device
@@ -27,7 +28,6 @@ from attnorm_lab.training.lm.attention import (
     compile_blocks,
     in_training,
     is_traceable,
-    whole_windows,
     without_compiled_blocks,
 )
 from attnorm_lab.training.lm.data import (

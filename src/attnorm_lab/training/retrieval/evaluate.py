@@ -22,7 +22,6 @@ from torch.nn import functional as F
 from attnorm.arithmetic import student_half_width
 from attnorm.files import append_jsonl, read_jsonl
 from attnorm.normalizers.contract import Normalizer
-from attnorm.normalizers.spec import read_settings, state_spec
 from attnorm_lab.training.retrieval.data import CLASSES, Batch, Sets, Task, find_task, sets_for_testing
 from attnorm_lab.training.retrieval.model import Retrievers, TrainedSeeds, load_trained_seeds, mixture, normalizer_for
 
@@ -137,7 +136,6 @@ class Trials:
             raise ValueError(f"expected set sizes of at least 2 items, got {min(self.sizes)}.")
         if self.sets < 1:
             raise ValueError(f"expected at least 1 test set per size, got {self.sets}.")
-        object.__setattr__(self, "others", tuple(map(state_spec, self.others)))
         for name in self.others:
             normalizer_for(name, 1)
 
@@ -162,7 +160,7 @@ def records_of(
     report: called with the number of finished sizes, before each size and at the end.
     """
     path = out / RECORDS
-    lines = map(read_settings, read_jsonl(path))
+    lines = read_jsonl(path)
     known = [r for r in lines if r.get("run") == stack.run and r["seed"] in stack.seeds and trials.includes(r)]
     models: Retrievers | None = None
     for done, size in enumerate(trials.sizes):

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from attnorm.files import atomic_replace
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.registry import get
-from attnorm.normalizers.spec import key_spec, parse_spec, read_settings
+from attnorm.normalizers.spec import parse_spec
 from attnorm.provenance import settings_hash
 from attnorm_lab.training.retrieval.data import CLASSES, RetrievalRecipe, Task, stream
 
@@ -151,7 +151,6 @@ class TrainedSeeds:
 
 def run_key(task: str, normalizer: str, recipe: RetrievalRecipe, device: str) -> str:
     """Return a short name for everything that decides the weights of a seed; CPU and CUDA draw different data."""
-    normalizer = key_spec(normalizer)
     identity = {"task": task, "normalizer": normalizer, "recipe": recipe.identity(), "device": device}
     return f"{task}-{normalizer.translate({ord(':'): '_', ord('='): '_'})}-{settings_hash(identity)[:10]}"
 
@@ -175,7 +174,7 @@ def find_trained_seeds(out: Path, key: str = "") -> list[TrainedSeeds]:
                 about = json.loads(file.metadata()[HEADER])
         except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is damaged ({error}). Remove it to train its models again.") from None
-        stacks.append(TrainedSeeds(path, read_settings(about)))
+        stacks.append(TrainedSeeds(path, about))
     return stacks
 
 

@@ -34,7 +34,6 @@ from torch.nn import functional as F
 
 from attnorm.files import append_jsonl, read_jsonl, write_json, write_text
 from attnorm.normalizers.contract import Normalizer
-from attnorm.normalizers.spec import state_spec
 from attnorm.provenance import now, versions
 from attnorm.run_folder import only_process, require_only
 from attnorm_lab.training.checkpoints import (
@@ -123,7 +122,6 @@ def train_retrieval(
     if checkpoint_every < 1:
         raise ValueError(f"checkpoint_every must be at least 1, got {checkpoint_every}")
     check_accelerate()
-    normalizers = [*map(state_spec, normalizers)]
     recipe, trials = recipe or RetrievalRecipe(), trials or Trials()
     chosen_task, torch_device = find_task(task), chosen_device(device)
     compiled = torch_device.type == "cuda" if compiled is None else compiled

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from attnorm.mechanisms.soft import Soft, square_means
 from attnorm.models.patch import patch
 from attnorm.models.patch_state import normalizer_of, patched_modules
-from attnorm.normalizers.spec import parse_spec, state_spec
+from attnorm.normalizers.spec import parse_spec
 
 STAGES = 3  # of a pyramid: 32 x 32 pixels with patches of 2 become 16 x 16, 8 x 8 and 4 x 4 tokens
 ARCHITECTURES = ("vit", "pyramid")
@@ -51,7 +51,6 @@ class VisionSettings:
     dtype: str = "float32"  # float32 or bfloat16 (autocast)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "normalizer", state_spec(self.normalizer))
         for name, value, accepted in (
             ("architecture", self.architecture, ARCHITECTURES),
             ("landmarks", self.landmarks, LANDMARKS),
@@ -66,7 +65,7 @@ class VisionSettings:
             raise ValueError(f"landmark_side must be at least 1, got {self.landmark_side}")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the settings without newer ones that are not used: records of earlier versions stay valid."""
+        """Return the settings without those about architectures and landmarks that are not used."""
         unused = {"architecture"} if self.architecture == ARCHITECTURES[0] else set()
         if self.landmarks == LANDMARKS[0]:
             unused |= {"landmarks", "landmark_side"}

@@ -19,14 +19,13 @@ from torch.nn.functional import cross_entropy
 from attnorm.files import atomic_replace, write_json, write_text
 from attnorm.models.load import silence_transformers
 from attnorm.models.patch_state import patched_modules
-from attnorm.models.private_names import replace_compiled_call
+from attnorm.models.private_names import replace_compiled_call, whole_windows
 from attnorm.models.saving import ordinary_files
 from attnorm.normalizers.registry import entries
 from attnorm.normalizers.spec import parse_spec
 from attnorm.provenance import package_versions
 from attnorm.text import visible
 from attnorm_lab.training.device import MemoryPeak
-from attnorm_lab.training.lm.attention import whole_windows
 from attnorm_lab.training.run import LARGEST_GRADIENT, STEPS_BEFORE, WeightUpdate
 from attnorm_lab.training.vision.data import ImageSplits, LabeledImages, as_model_input, shifted_and_mirrored
 from attnorm_lab.training.vision.model import STAGES, VisionSettings, build_model
