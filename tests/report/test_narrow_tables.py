@@ -7,6 +7,7 @@ from rich.console import Console, RenderableType
 
 import attnorm
 from attnorm.analysis.compare import compare
+from attnorm.cli import doctor
 from attnorm.cli.doctor import examine, health_tables
 from attnorm.cli.normalizers import describe_all, normalizer_table
 from attnorm.cli.output import ByWidth

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnorm.arithmetic import round_up
+from attnorm.evaluation.windows import validation_windows
 from attnorm.models.private_names import whole_windows
 from attnorm.run_folder import only_process
 from attnorm_lab.training.checkpoints import StopRequest, TrainingInterrupted
@@ -37,7 +38,6 @@ from attnorm_lab.training.lm.data import (
     describe_texts,
     prepare,
     training_windows,
-    validation_windows,
 )
 from attnorm_lab.training.lm.evaluate import (
     check_lengths,
