@@ -107,6 +107,16 @@ def test_the_training_length_is_what_the_config_says(config: Any, length: int) -
     assert trained_length(config) == length
 
 
+def test_a_train_length_among_the_options_is_where_ssmax_starts() -> None:
+    for bias, name in ((False, "s"), (True, "bias")):
+        options = {"bias": True, "s": 0.6} if bias else {}
+        with swap(llama(), {0: "ssmax:train_length=512" + ":bias=true:s=0.6" * bias}) as handle:
+            (stated,) = (one.rules[0].state_dict()[name] for one in handle.normalizers.values())
+        with swap(llama(), "ssmax", layers=0, train_length=512, **options) as handle:
+            (given,) = (one.rules[0].state_dict()[name] for one in handle.normalizers.values())
+        assert torch.equal(stated, given)
+
+
 def test_given_options_win() -> None:
     model = llama()
     with swap(model, "ssmax", s=0.43) as handle:

@@ -9,7 +9,7 @@ The tests, `check_normalizer` and `attnorm.patch` read it through the registry; 
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -82,14 +82,17 @@ class WarmStart:
     close: how close to softmax, in a word or two. why: the reason, for tables.
     options(layer, given): returns values for options that the user did not give.
     values(layer, given, options): returns entries of the state dict that no option sets.
-    by_length: name of the option that depends on the training length.
     """
 
     close: str
     why: str = "nothing to set"
     options: Callable[[LayerFacts, Options], dict[str, Any]] = lambda *_: {}
     values: Callable[[LayerFacts, Options, Options], dict[str, float | Tensor]] = lambda *_: {}
-    by_length: str | None = None
+
+    def length_options(self, layer: LayerFacts, given: Options) -> dict[str, Any]:
+        """Return the options that depend on the training length and are not given, for this layer."""
+        start, longer = (self.options(replace(layer, length=n), given) for n in (layer.length, 2 * layer.length))
+        return {name: value for name, value in start.items() if name not in given and value != longer[name]}
 
 
 def heads_if_learned(layer: LayerFacts, given_options: Options) -> dict[str, Any]:

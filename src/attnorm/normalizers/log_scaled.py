@@ -89,7 +89,6 @@ def _reference(
         "the same up to the training length",
         "qwen's factor is 1 there, llama4's up to 8191 keys; yarn sharpens every row",
         options=lambda layer, given_options: {"train_length": layer.length},
-        by_length="train_length",
     ),
 )
 def log_scaled(

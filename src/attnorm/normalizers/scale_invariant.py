@@ -51,7 +51,6 @@ def _reference(row: Row, tau: float = 10.0) -> Tensor:
         "near",
         "tau = the training length: within it no logit is stretched by more than 1.55 or lowered by more than 1.39",
         options=lambda layer, given_options: {"tau": float(layer.length)},
-        by_length="tau",
     ),
 )
 def scale_invariant(tau: float = 10.0) -> Normalizer:

@@ -16,6 +16,7 @@ Length rules that are not learned: log_scaled.py.
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -89,17 +90,21 @@ def _reference(
     return softmax_row(row.z * factor)
 
 
+def _mean_log_n(layer: LayerFacts, given_options: Options) -> float:
+    return replace(layer, length=given_options.get("train_length") or layer.length).mean_log_n()
+
+
 def _start(layer: LayerFacts, given_options: Options) -> dict[str, Any]:
     if given_options.get("rho") is not None:
         return {"heads": layer.heads}
-    return {"s": 0.0 if given_options.get("bias") else 1 / layer.mean_log_n(), "heads": layer.heads}
+    return {"s": 0.0 if given_options.get("bias") else 1 / _mean_log_n(layer, given_options), "heads": layer.heads}
 
 
 def _start_values(layer: LayerFacts, given_options: Options, options: Options) -> dict[str, float | Tensor]:
     if not given_options.get("bias"):
         return {}
     s = critical_s(options["rho"], options.get("size", 1.0)) if options.get("s") is None else options["s"]
-    return {"scale.0.bias": 1 - s * layer.mean_log_n()}
+    return {"scale.0.bias": 1 - s * _mean_log_n(layer, given_options)}
 
 
 @declare(
@@ -111,7 +116,6 @@ def _start_values(layer: LayerFacts, given_options: Options, options: Options) -
         "shorter texts, which are flattened; with bias=True s = 0 and b = 1, exactly softmax",
         options=_start,
         values=_start_values,
-        by_length="s",
     ),
 )
 def ssmax(
