@@ -108,7 +108,7 @@ def test_a_length_rule_starts_at_the_measured_length_unless_its_options_name_ano
     assert stated == pytest.approx(512 / math.lgamma(513))
     assert [one.name for one in started.values()] == [*specs]
     (note,) = start_notes(named, started, 64)
-    assert note.startswith("ssmax and ssmax:learned=false start with train_length 64")
+    assert note.startswith("ssmax, ssmax:learned=false start with train_length 64")
     assert start_notes(named, named, 64) == []
 
 

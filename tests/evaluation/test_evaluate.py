@@ -49,7 +49,7 @@ def test_a_length_rule_is_compared_at_the_evaluated_length_unless_its_options_na
     assert abs(plain) < abs(models_own)
     assert exact == pytest.approx(0, abs=1e-5)
     assert [part.train_length for part in found.parts] == [None, 64, None, None, 64]
-    assert found.note.startswith("ssmax and log_scaled start with train_length 64")
+    assert found.note.startswith("ssmax, log_scaled start with train_length 64")
     assert found.note in found.summary()
 
 

@@ -215,9 +215,9 @@ def started_at_length(
 
 def start_note(names: Sequence[str], lengths: Sequence[int]) -> str:
     """Say at which training lengths these normalizers were compared."""
-    at = " and ".join(f"{length:,}" for length in lengths)
+    at = " and ".join(map(str, lengths))
     return (
-        f"{' and '.join(names)} start{'s' * (len(names) == 1)} with train_length {at}, the measured length or the "
+        f"{', '.join(names)} start{'s' * (len(names) == 1)} with train_length {at}, the measured length or the "
         "model's own if that is shorter. Another one is an option, e.g. ssmax:train_length=512"
     )
 

@@ -221,7 +221,8 @@ class Evaluation:
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        return {**self.record, "note": self.note, "rows": [row.as_dict() for row in self.rows]}
+        rows, parts = ([one.as_dict() for one in several] for several in (self.rows, self.parts))
+        return {**self.record, "note": self.note, "rows": rows, "parts": parts}
 
     def score_table(self) -> ScoreTable:
         """The scores as the report shows them: one line per task and length, the sides next to each other."""

@@ -179,7 +179,7 @@ def _text(spec: Any) -> str:
 def build(name: str, given: Options, layer: LayerFacts, *, warm: bool) -> tuple[Normalizer | Mechanism, dict[str, Any]]:
     """Build a normalizer for one layer; return it with all options it was built with."""
     registered = entries().get(name)
-    entry = WarmStart("unknown") if registered is None else warm_start_of(registered.factory())
+    entry = WarmStart() if registered is None else warm_start_of(registered.factory())
     given = given if registered is None else plain_options(registered.factory(), given)
     start = entry.options(layer, given)
     if not warm:

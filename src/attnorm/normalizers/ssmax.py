@@ -32,7 +32,6 @@ SSA_START = 2.0  # of beta
 class LogLengthScale(ScaleRule):
     length = "log n"
     may_round_queries = True
-    swap_untrained = False  # near softmax at one length only: on short texts SmolLM2's perplexity rises from 18 to 61
     s: Tensor
     bias: Tensor | None
 
@@ -111,7 +110,6 @@ def _start_values(layer: LayerFacts, given_options: Options, options: Options) -
     reference=_reference,
     examples=[{}, {"s": 0.43}, {"rho": 0.2, "size": 3.0}, {"s": 0.6, "bias": True, "heads": HEADS}],
     warm_start=WarmStart(
-        "near at the training length",
         "s = 1 / mean log n over the rows of a text of train_length tokens: a factor of 1 on average there, of less in "
         "shorter texts, which are flattened; with bias=True s = 0 and b = 1, exactly softmax",
         options=_start,
@@ -146,7 +144,6 @@ class SelectiveLengthScale(ScaleRule):
         if math.isinf(beta):
             raise ValueError(f"expected a finite beta, got {beta}. Use 'softmax' or 'ssmax' for the two limits.")
         set_per_head(self, "beta", beta, heads, learned=learned)
-        self.swap_untrained = beta >= SSA_START
 
     def factor(self, n: Tensor, positions: Tensor | None, hidden_states: Tensor | None) -> Tensor:
         beta = self.beta if self.beta.dim() == 0 else self.beta[:, None, None]
@@ -162,9 +159,9 @@ def _ssa_reference(row: Row, beta: float = SSA_START, **_: Any) -> Tensor:
     reference=_ssa_reference,
     examples=[{}, {"beta": -0.5}, {"beta": 0.3, "heads": HEADS}],
     warm_start=WarmStart(
-        "near",
         "beta = 2: a factor of 1.0043 at 1,024 keys and of 1.0073 at 131,072",
         options=lambda layer, given_options: {"heads": layer.heads},
+        safe=True,
     ),
 )
 def ssa(beta: float = SSA_START, *, learned: bool = True, heads: int | None = None) -> Normalizer:
