@@ -26,7 +26,7 @@ from attnorm.analysis.verdicts.rules import (
 )
 from attnorm.report_data import VERDICTS
 from tests.analysis.synthetic import synthetic_tables
-from tests.analysis.tiny_models import gpt2, ids
+from tests.analysis.tiny_models import gpt2, ids, llama
 
 share = st.one_of(st.sampled_from([0.0, 0.1, 0.5, 0.7, 0.99, 1.0, math.nan]), st.floats(0, 1))
 positive = st.one_of(st.sampled_from([0.0, 1.0, 1e5, math.inf, math.nan]), st.floats(0, 2000))
@@ -320,21 +320,21 @@ def test_a_what_if_is_judged_by_its_sharpness_and_not_by_the_slope_that_its_fact
     assert judge_head(HeadCase(**case, what_if=True)).verdict == "dispersed-by-choice"
 
 
-def test_ssmax_starts_from_the_models_context_length() -> None:
-    short, long = (
-        analyze(gpt2(positions=n), ids(96), normalizers=("model", "ssmax"), metrics="core") for n in (128, 2048)
-    )
-    details = [one.manifest["settings"]["normalizer_details"]["ssmax"] for one in (short, long)]
-    assert details[0] != details[1]
+def test_ssmax_starts_at_the_measured_length_and_the_run_says_so() -> None:
+    specs = ("model", "ssmax", "ssmax:train_length=96")
+    for positions, lengths in ((128, None), (2048, None), (2048, (32, 96))):
+        run = analyze(gpt2(positions=positions), ids(96), lengths=lengths, normalizers=specs, metrics="core")
+        entropies = {
+            name: [row["entropy_nats"] for row in run.heads.to_pylist() if row["normalizer"] == name] for name in specs
+        }
+        assert entropies["ssmax"] == pytest.approx(entropies["ssmax:train_length=96"])
+        assert any(note.startswith("ssmax starts with train_length 96") for note in run.manifest["notes"])
+        assert "train_length 96" in run.summary()
 
-    def entropy(run: Any) -> list[list[float]]:
-        rows = run.heads.to_pylist()
-        return [[row["entropy_ratio"] for row in rows if row["normalizer"] == name] for name in ("model", "ssmax")]
 
-    plain, near = entropy(short)
-    _, far = entropy(long)
-    gaps = [np.abs(np.subtract(one, plain)).mean() for one in (near, far)]
-    assert gaps[0] < gaps[1] or np.allclose(plain, 1, atol=0.02), "at its own length it is near softmax"
+def test_ssmax_starts_at_the_models_own_length_in_longer_texts() -> None:
+    run = analyze(llama(), ids(300), lengths=300, normalizers=("ssmax",), metrics="core")  # made for 256
+    assert any(note.startswith("ssmax starts with train_length 256") for note in run.manifest["notes"])
 
 
 def test_stability_counts_heads_that_no_run_contradicts(core: Analysis) -> None:

@@ -166,3 +166,15 @@ def test_timm_models_are_observed() -> None:
     assert torch.equal(observed, expected)
     assert [(layer.path, layer.heads) for layer in seen.layers] == [("blocks.0.attn", 3), ("blocks.1.attn", 3)]
     assert seen.analysis().heads["length"].to_pylist() == [197] * 6
+
+
+def test_a_length_rule_starts_at_the_number_of_keys_of_the_first_call() -> None:
+    q, k, v = torch.randn(3, 1, 2, 48, 8)
+    seen = {
+        spec: attnorm.measure(q, k, v, causal=True, normalizers=(spec,), metrics="core")
+        for spec in ("ssmax", "ssmax:train_length=48")
+    }
+    short, stated = (run.heads["entropy_nats"].to_pylist() for run in seen.values())
+    assert short == pytest.approx(stated)
+    assert "ssmax starts with train_length 48" in seen["ssmax"].summary()
+    assert "train_length 48," not in seen["ssmax:train_length=48"].summary()

@@ -19,11 +19,11 @@ from attnorm.analysis.settings import (
     named_normalizers,
     sampled_rows_at,
     settings_of,
+    start_notes,
     started_at_length,
 )
 from attnorm.analysis.tables import SENSITIVITY
 from attnorm.metrics.sampling import rows_to_measure
-from tests.models.tiny import tiny
 
 
 def settings(**changes: Any) -> AnalysisSettings:
@@ -97,14 +97,19 @@ def test_one_normalizer_with_several_options_is_named_with_them() -> None:
     assert named["entmax:alpha=1.8"].map.alpha == 1.8
 
 
-def test_options_do_not_keep_a_normalizer_from_starting_at_the_length_of_the_model() -> None:
-    specs = ("ssmax", "ssmax:learned=false", "ssmax:s=0.3", "ssmax:bias=true")
-    started = started_at_length(named_normalizers(specs), tiny("llama"), specs, 64)
-    plain, fixed, given, biased = (float(one.rules[0].s.detach()) for one in started.values())
+def test_a_length_rule_starts_at_the_measured_length_unless_its_options_name_another() -> None:
+    specs = ("ssmax", "ssmax:learned=false", "ssmax:s=0.3", "ssmax:bias=true", "ssmax:train_length=512")
+    named = named_normalizers(specs)
+    started = started_at_length(named, specs, 64)
+    plain, fixed, given, biased, stated = (float(one.rules[0].s.detach()) for one in started.values())
     assert plain == fixed == pytest.approx(64 / math.lgamma(65))
     assert given == pytest.approx(0.3)
     assert biased > 0  # what starts at s = 0 is not measured without its bias
+    assert stated == pytest.approx(512 / math.lgamma(513))
     assert [one.name for one in started.values()] == [*specs]
+    (note,) = start_notes(named, started, 64)
+    assert note.startswith("ssmax, ssmax:learned=false start with train_length 64")
+    assert start_notes(named, named, 64) == []
 
 
 def test_a_mechanism_cannot_be_measured_on_logits() -> None:

@@ -63,7 +63,7 @@ class SquaredByMixin(Squaring, LogLengthScale):
 
 
 class NoPart(nn.Module):
-    shift_invariant, permutation_equivariant, swap_untrained, length = False, True, True, ""
+    shift_invariant, permutation_equivariant, length = False, True, ""
     forward = Squaring.forward
 
 

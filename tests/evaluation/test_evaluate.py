@@ -41,6 +41,31 @@ def test_both_sides_see_the_same_documents_and_the_change_is_their_difference(bu
     assert before.interval[0] < before.mean < before.interval[1]
 
 
+def test_a_length_rule_is_compared_at_the_evaluated_length_unless_its_options_name_another(bundled: Any) -> None:
+    specs = ["ssmax", "ssmax:train_length=64", "ssmax:train_length=1024", "log_scaled"]
+    found = small(bundled, normalizers=specs, tasks=["perplexity"], limit=2)
+    plain, same, models_own, exact = (row.change.mean for row in found.rows[1:] if row.change is not None)
+    assert plain == pytest.approx(same, abs=1e-5)
+    assert abs(plain) < abs(models_own)
+    assert exact == pytest.approx(0, abs=1e-5)
+    assert [part.train_length for part in found.parts] == [None, 64, None, None, 64]
+    assert found.note.startswith("ssmax, log_scaled start with train_length 64")
+    assert found.note in found.summary()
+
+
+def test_every_length_has_its_own_start_also_in_a_recipe(bundled: Any, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[layers]\n"0-2" = "ssmax"\n"3" = "ssmax:train_length=512"\n')
+    options = {"normalizer": recipe, "tasks": "perplexity", "lengths": "32,64", "limit": 2, "out": tmp_path / "out"}
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    shown = runner.invoke(app, ["evaluate", "bundled", *words, "--json"])
+    assert shown.exit_code == 0, shown.output
+    assert "starts with train_length 32 and 64" in json.loads(shown.stdout)["note"]
+    assert "starts with train_length 32 and 64" in (tmp_path / "out" / "evaluation.html").read_text()
+    shown = runner.invoke(app, ["compare", str(tmp_path / "out")])
+    assert "train_length 32 and 64" in " ".join(shown.output.split())
+
+
 def test_perplexity_is_the_loss_that_training_reports(bundled: Any) -> None:
     from attnorm.analysis.settings import passage
     from attnorm.evaluation.tasks import score_perplexity, token_ids

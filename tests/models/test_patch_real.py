@@ -1,4 +1,4 @@
-"""A real language model still writes sensible text with every normalizer that claims to need no training."""
+"""A real language model still writes sensible text with every normalizer that is called safe without training."""
 
 from pathlib import Path
 from typing import Any
@@ -7,12 +7,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-import attnorm
 from attnorm.analysis.settings import passage
 from attnorm.models.load import load
 from attnorm.models.patch import swap
+from attnorm.normalizers.declaration import warm_start_of
+from attnorm.normalizers.registry import BUILT_IN
 
-# ssmax is near softmax at one length only, so it claims nothing; at the length of this prompt it holds all the same.
+# ssmax is near softmax at one length only, so it is not called safe; at the length of this prompt it holds.
 OPTIONS: dict[str, dict[str, Any]] = {"ssmax": {"train_length": 256}}
 
 # Long enough that top-k has keys to leave out.
@@ -22,10 +23,7 @@ map, a photograph of the landscape, a flag, and a short text about the largest r
 food that people like to eat, and the most famous buildings. We begin in the west. Last week the children learned about
 Spain, whose capital is Madrid, and about Portugal, whose capital is Lisbon. Today it is the turn of France. Please help
 me with the first line of the text. What is the capital of France?"""
-SAFE = [
-    name for name in attnorm.available()
-    if attnorm.get(name).properties.swap_untrained and name != "softmax"
-]  # fmt: skip
+SAFE = [name for name, entry in BUILT_IN.items() if warm_start_of(entry.factory()).safe and name != "softmax"]
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""A normalizer starts in a trained model where the model's function changes least, and the table says how close."""
+"""A normalizer starts in a trained model where the model's function changes least."""
 
 import math
 from typing import Any
@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import GPT2Config, LlamaConfig, T5Config
 
-import attnorm
 from attnorm.models.layer_normalizer import trained_length
 from attnorm.models.patch import patch, swap
 from attnorm.normalizers.declaration import LayerFacts
@@ -18,9 +17,7 @@ from tests.models.tiny import llama, quiet_logits, tiny, tokens
 
 STARTS = {name: entry.declaration.warm_start for name, entry in BUILT_IN.items()}
 THE_SAME: dict[str, dict[str, Any]] = {
-    **{
-        name: {} for name, entry in BUILT_IN.items() if "the same" in getattr(entry.declaration.warm_start, "close", "")
-    },
+    **{name: {} for name in ("softmax", "log_scaled", "composed", "tempered")},
     "ssmax": {"bias": True},
     "topk": {"k": 12},
     "local": {"window": 12},
@@ -107,6 +104,16 @@ def test_the_training_length_is_what_the_config_says(config: Any, length: int) -
     assert trained_length(config) == length
 
 
+def test_a_train_length_among_the_options_is_where_ssmax_starts() -> None:
+    for bias, name in ((False, "s"), (True, "bias")):
+        options = {"bias": True, "s": 0.6} if bias else {}
+        with swap(llama(), {0: "ssmax:train_length=512" + ":bias=true:s=0.6" * bias}) as handle:
+            (stated,) = (one.rules[0].state_dict()[name] for one in handle.normalizers.values())
+        with swap(llama(), "ssmax", layers=0, train_length=512, **options) as handle:
+            (given,) = (one.rules[0].state_dict()[name] for one in handle.normalizers.values())
+        assert torch.equal(stated, given)
+
+
 def test_given_options_win() -> None:
     model = llama()
     with swap(model, "ssmax", s=0.43) as handle:
@@ -134,9 +141,3 @@ def test_the_models_own_sinks_are_kept_in_front_of_another_map() -> None:
             for layer in model.model.layers:
                 layer.self_attn.sinks.fill_(-1e4)
         assert (quiet_logits(model, ids) - kept).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("name", [name for name, start in STARTS.items() if start is not None])
-def test_what_claims_to_be_safe_untrained_is_not_called_far(name: str) -> None:
-    if attnorm.get(name).properties.swap_untrained:
-        assert STARTS[name].close != "far"

@@ -168,14 +168,13 @@ def test_a_mechanism_is_no_part() -> None:
 
 def test_properties_of_compositions() -> None:
     plain = get("softmax").properties
-    assert (plain.row_sum, plain.shift_invariant, plain.swap_untrained) == ("one", True, True)
+    assert (plain.row_sum, plain.shift_invariant) == ("one", True)
     with_sink = compose(sink="sink").properties
-    assert (with_sink.row_sum, with_sink.shift_invariant, with_sink.swap_untrained) == ("at most one", False, False)
+    assert (with_sink.row_sum, with_sink.shift_invariant) == ("at most one", False)
     assert compose(select="topk").properties.exact_zeros
     assert compose("sigmoid", sink="sink").properties.row_sum == "free"
     assert not compose("entmax15", scale="scale_invariant").properties.permutation_equivariant
     assert compose("relu", scale="ssmax").properties.length == "log n, 1/n"
-    assert not compose("sparsemax", scale="ssmax").properties.swap_untrained
 
 
 def test_lipschitz_multiplies_gains_and_is_unknown_where_a_part_is() -> None:
@@ -205,7 +204,7 @@ def test_a_users_own_parts_compose(z: Tensor) -> None:
             return torch.arange(block.logits.shape[-1]) % 2 == 0
 
     class Uniform(Map):
-        properties = Properties(row_sum="one", swap_untrained=False)
+        properties = Properties(row_sum="one")
 
         def forward(self, block: Block) -> Tensor:
             return block.hide(torch.ones_like(block.logits) / block.n.clamp(min=1))

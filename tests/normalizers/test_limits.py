@@ -122,8 +122,6 @@ def test_ssa_starts_as_softmax_and_ends_as_one_plus_log_n(z: Tensor) -> None:
     close(get("ssa", beta=-40.0)(z), torch.softmax((1 + math.log(KEYS)) * z, -1))
     (rule,) = get("ssa").rules
     assert rule.gain(1024) == pytest.approx(1.0043, abs=5e-5)
-    assert get("ssa").properties.swap_untrained
-    assert not get("ssa", beta=0.0).properties.swap_untrained
 
 
 def test_norm_softmax_does_not_depend_on_the_size_of_the_logits(z: Tensor) -> None:

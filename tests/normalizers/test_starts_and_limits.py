@@ -87,7 +87,7 @@ def test_a_factory_without_a_declared_start_is_given_the_heads_if_it_takes_them(
 
     assert warm_start_of(with_heads).options(LAYER, {}) == {"heads": 3}
     assert warm_start_of(without).options(LAYER, {}) == {}
-    assert warm_start_of(with_heads).close == "unknown"
+    assert not warm_start_of(with_heads).safe
     start = warm_start_of(declare(warm_start=BUILT_IN["ssmax"].declaration.warm_start)(with_heads))
     assert start is BUILT_IN["ssmax"].declaration.warm_start
 

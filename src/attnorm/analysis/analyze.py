@@ -37,6 +37,7 @@ from attnorm.analysis.settings import (
     description,
     named_normalizers,
     settings_of,
+    start_notes,
     started_at_length,
     whole_pictures,
 )
@@ -50,6 +51,7 @@ from attnorm.models.describe import describe
 from attnorm.models.dispatch import check_has_rows, check_observable
 from attnorm.models.forward_pass import reading, run
 from attnorm.models.inputs import Text, texts_from
+from attnorm.models.layer_normalizer import measured_length
 from attnorm.models.load import BUNDLED, LoadedModel, load
 from attnorm.models.media import PatchPicture, picture_of, with_model_inputs
 from attnorm.models.observe import observe
@@ -120,7 +122,8 @@ def analyze(
         top_n: Sizes N of the sets of heaviest keys for which mass, distances and separability are measured.
         rows: Query rows per window: "auto" (up to 512, spread over all lengths), "all", "last" or a number.
         normalizers: "model" is the normalizer that the model runs. Others are applied to the same logits. A
-            normalizer given by name starts at this model's context length, as in attnorm.patch.
+            length rule given by name, such as ssmax, starts at the longest length measured, but not beyond the
+            model's own; "ssmax:train_length=512" names another.
         vectors: Vectors for distances and separability: "values" or layer "inputs".
         vector_rows: Number of longest rows with the costly metrics (default: 64; if `rows` is a number, 16, and fewer
             above 1,024 keys, down to 4).
@@ -177,11 +180,16 @@ def analyze(
         check_observable(loaded.model)
         if MODEL in named:
             check_has_rows(loaded.model)
-        named = started_at_length(named, loaded.model, normalizers)
         source_texts = texts_from(default_text(bundled=source == BUNDLED) if inputs is None else inputs)
         texts = [with_model_inputs(text, loaded) for text in source_texts]
         parts_plan = plan(loaded, texts, lengths, windows=windows, budget=budget, bos=bos)
         check_read_rows(settings.read_rows, parts_plan.parts)
+        longest = max((length for part in parts_plan.parts if (length := part.sequence_length)), default=None)
+        train_length = measured_length(loaded.model, longest)
+        causal = not getattr(loaded.model.config, "is_encoder_decoder", False)
+        started = started_at_length(named, normalizers, train_length, causal=causal)
+        parts_plan = replace(parts_plan, notes=(*parts_plan.notes, *start_notes(named, started, train_length)))
+        named = started
         pictures = _pictures(texts, loaded) if read_keys else {}
         settings = replace(
             whole_pictures(settings, [(picture.rows, picture.columns) for picture in pictures.values()]),

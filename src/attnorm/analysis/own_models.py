@@ -24,8 +24,11 @@ from attnorm.analysis.settings import (
     AnalysisSettings,
     Normalizers,
     Rows,
+    description,
     named_normalizers,
     settings_of,
+    start_notes,
+    started_at_length,
 )
 from attnorm.analysis.tables import Part, merge_parts
 from attnorm.analysis.verdicts import Thresholds
@@ -38,6 +41,8 @@ from attnorm.models.hf_call import VisibleKeys, read_mask
 from attnorm.models.torch_calls import CallSite, CallSites, watch_torch
 from attnorm.models.torch_functions import kind_of
 from attnorm.normalizers.contract import Normalizer
+
+SHORTEST_RULE = 3  # keys; log n of fewer is 0 for too many rows to start a length rule there
 
 
 @dataclass(frozen=True)
@@ -62,8 +67,11 @@ class Observation:
         normalizers: Mapping[str, Normalizer | None],
         thresholds: Thresholds,
         name: str | None,
+        given: Normalizers = (),
     ) -> None:
+        """given: the normalizers as they were given; those given by name start at the keys of the first call."""
         self.name = name
+        self._given, self._notes = given, list[str]()
         self.layers: list[ObservedLayer] = []
         self._settings, self._normalizers, self._thresholds = settings, normalizers, thresholds
         self._sites: CallSites | None = None
@@ -101,6 +109,8 @@ class Observation:
         """Measure one call. site: the module that made it; None for given tensors."""
         number = 1 if self._sites is None else self._sites.passes
         part = self._parts.get(number)
+        if not self._parts:
+            self._start_at(call.key_BGKD.shape[-2], causal=call.causal)
         if part is None:
             part = self._parts[number] = _Part(
                 Collector(self._settings, self._normalizers, {}, lambda layers: None, together=False)
@@ -116,6 +126,13 @@ class Observation:
             path, function = ("", "tensors") if site is None else (site.path, site.function)
             sizes = call.query_BHQD.shape[1], call.key_BGKD.shape[1], call.query_BHQD.shape[3]
             self.layers.append(ObservedLayer(call.kind, call.layer, path, function, *sizes))
+
+    def _start_at(self, length: int, *, causal: bool) -> None:
+        length = max(length, SHORTEST_RULE)
+        started = started_at_length(self._normalizers, self._given, length, causal=causal)
+        self._notes = start_notes(self._normalizers, started, length)
+        descriptions = {name: description(normalizer) for name, normalizer in started.items()}
+        self._normalizers, self._settings = started, replace(self._settings, normalizers=descriptions)
 
     def begin(self, sites: CallSites) -> None:
         self._sites, self.active = sites, True
@@ -133,7 +150,7 @@ class Observation:
         ]
         lengths = [part.collector.longest for part in self._parts.values()]
         settings = {"lengths": sorted(set(lengths)), **self._settings.as_dict()}
-        notes = [*_layer_notes(self.layers), *sampling_notes(self._settings, lengths)]
+        notes = [*_layer_notes(self.layers), *sampling_notes(self._settings, lengths), *self._notes]
         if any(part.collector.repeats for part in self._parts.values()):
             notes.append("a layer attends more than once per pass: heads of later calls continue the numbers")
         parts = [
@@ -338,7 +355,7 @@ def _observation(
         raise ValueError(
             f"metrics: {probed[0]!r} needs a language model that attnorm can run. Use attnorm.analyze(model) for it."
         )
-    return Observation(settings, named, checked(thresholds), name)
+    return Observation(settings, named, checked(thresholds), name, normalizers)
 
 
 def _tensor_call(

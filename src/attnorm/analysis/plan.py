@@ -32,10 +32,20 @@ class PartPlan:
     @property
     def tokens(self) -> int:
         """Number of positions in the batch; progress is counted in them."""
-        ids = next(
-            (self.model_inputs[name] for name in ("input_ids", "inputs_embeds") if name in self.model_inputs), None
-        )
-        return int(ids.shape[0] * ids.shape[1]) if ids is not None and ids.dim() >= 2 else 1
+        rows, length = self._shape or (1, 1)
+        return rows * length
+
+    @property
+    def sequence_length(self) -> int | None:
+        """Tokens of one sequence; None: not known before the model runs, as for an image."""
+        return self._shape[1] if self._shape else self.length
+
+    @property
+    def _shape(self) -> tuple[int, int] | None:
+        for name in ("input_ids", "inputs_embeds"):
+            if name in self.model_inputs and self.model_inputs[name].dim() >= 2:
+                return self.model_inputs[name].shape[0], self.model_inputs[name].shape[1]
+        return None
 
 
 @dataclass(frozen=True)

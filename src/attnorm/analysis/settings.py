@@ -191,32 +191,45 @@ def named_normalizers(normalizers: Any) -> dict[str, Normalizer | None]:
 
 
 def started_at_length(
-    named: Mapping[str, Normalizer | None], model: Any, given: Any, length: int | None = None
+    named: Mapping[str, Normalizer | None], given: Any, length: int, *, causal: bool = True
 ) -> dict[str, Normalizer | None]:
-    """Start normalizers that are given by name at this model's context length, as attnorm.patch does.
+    """Start length rules that are given by name at this training length, as attnorm.patch does.
 
-    Only the option that depends on the length is set. Normalizers given as objects stay as they are. length: start
-    at this length instead.
+    Only the option that depends on the length is set. Normalizers given as objects, or with a train_length of their
+    own, stay as they are.
     """
-    from attnorm.models.layer_normalizer import trained_length  # loads transformers
-
     names = {given} if isinstance(given, str) else set()
     if isinstance(given, Iterable) and not isinstance(given, str):
         names = {item for item in given if isinstance(item, str)}
-    config = model.config.get_text_config(decoder=True)
-    length = trained_length(config) if length is None else length
-    layer = LayerFacts(heads=1, length=length, causal=not getattr(config, "is_encoder_decoder", False))
+    layer = LayerFacts(heads=1, length=length, causal=causal)
     started = dict(named)
     for spec in names & set(named) - {"model"}:
         name, options = parse_spec(spec)
-        start = warm_start_of(entries()[name].factory())
-        all_options = {**start.options(layer, options), **options}
-        if start.by_length in all_options and not start.values(layer, options, all_options):
-            normalizer = get(name, **{**options, start.by_length: all_options[start.by_length]})
+        if by_length := warm_start_of(entries()[name].factory()).length_options(layer, options):
+            normalizer = get(name, **options, **by_length)
             assert isinstance(normalizer, Normalizer)
             normalizer.name = spec
             started[spec] = normalizer
     return started
+
+
+def start_note(names: Sequence[str], lengths: Sequence[int]) -> str:
+    """Say at which training lengths these normalizers were compared."""
+    at = " and ".join(map(str, lengths))
+    return (
+        f"{', '.join(names)} start{'s' * (len(names) == 1)} with train_length {at}, the measured length or the "
+        "model's own if that is shorter. Another one is an option, e.g. ssmax:train_length=512"
+    )
+
+
+def start_notes(
+    named: Mapping[str, Normalizer | None], started: Mapping[str, Normalizer | None], length: int
+) -> list[str]:
+    """Return a note on the normalizers that started_at_length changed, if there are any."""
+    names = [name for name in named if started[name] is not named[name]]
+    if not names:
+        return []
+    return [start_note(names, [length])]
 
 
 def description(normalizer: Normalizer | Mechanism | None) -> str:

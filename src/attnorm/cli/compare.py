@@ -275,7 +275,8 @@ def _table(evaluation: "Evaluation") -> Table:
     table = plain_table(
         "task", "length", "normalizer", "documents", "score", "95 % interval", "change", "p (Holm)", "verdict",
         right=("length", "documents", "score", "p (Holm)"),
-        caption="perplexity: nats per token, lower is better; others: share of right answers, higher is better",
+        caption="perplexity: nats per token, lower is better; others: share of right answers, higher is better"
+        + (f". {evaluation.note}" if evaluation.note else ""),
     )  # fmt: skip
     last: tuple[str, int | None] | None = None
     for row in evaluation.rows:

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from attnorm.cli.output import ByWidth, Json, show, show_json, usage_errors
 from attnorm.normalizers.contract import Mechanism, RowSum
+from attnorm.normalizers.declaration import warm_start_of
 from attnorm.normalizers.registry import NormalizerEntry, as_normalizer, entries, entry_of
 
 
@@ -54,7 +55,7 @@ class Description:
     permutation_equivariant: bool
     length: str
     lipschitz_1024: float | None  # for rows of 1,024 keys; None: unbounded or not known
-    swap_untrained: bool
+    safe_untrained: bool
     learned: tuple[str, ...]  # parameters that train by default
     options: tuple[str, ...]
     paper: str
@@ -81,7 +82,7 @@ def describe(name: str, entry: NormalizerEntry) -> Description:
         permutation_equivariant=declared.permutation_equivariant,
         length=declared.length,
         lipschitz_1024=None if isinstance(normalizer, Mechanism) else normalizer.lipschitz(KEYS),
-        swap_untrained=declared.swap_untrained,
+        safe_untrained=warm_start_of(factory).safe,
         learned=tuple(
             key.rpartition(".")[2].removeprefix("raw_")
             for key, value in normalizer.named_parameters()
@@ -105,7 +106,6 @@ def promises(description: Description) -> str:
         "shift invariant" if description.shift_invariant else "",
         "" if description.permutation_equivariant else "order of the keys matters",
         f"length enters by {description.length}" if description.length else "",
-        "swap" if description.swap_untrained else "",
     ]
     return f"Promises: {'; '.join(part for part in parts if part)}."
 
@@ -113,14 +113,15 @@ def promises(description: Description) -> str:
 def _card(description: Description) -> Text:
     """Return one normalizer for people: formula, properties, options and paper."""
     options = ", ".join(description.options) or "none"
-    lines = [description.summary, promises(description)]
+    safe = "yes" if description.safe_untrained else "no, or not measured"
+    lines = [description.summary, promises(description), f"Safe in a trained model without training: {safe}"]
     if description.lipschitz_1024 is not None:
         lines.append(f"Largest Jacobian norm over rows of {KEYS:,} keys: {description.lipschitz_1024:.3g}")
     lines += [f"Options: {options}", f"Paper: {description.paper}, {description.url}"]
     return Text("\n").join([Text(description.name, style="bold"), *map(Text, lines)])
 
 
-NARROW = ("name", "sum", "zeros", "length enters by", "Lipschitz", "swap")  # these fit into 80 columns
+NARROW = ("name", "sum", "zeros", "length enters by", "Lipschitz", "safe")  # these fit into 80 columns
 
 
 def normalizer_table(descriptions: list[Description], *, narrow: bool = False) -> Table:
@@ -128,8 +129,9 @@ def normalizer_table(descriptions: list[Description], *, narrow: bool = False) -
         title="Normalizers: logits to weights",
         caption="sum: of the weights of a row. sign: ± if weights may be negative. zeros: weights can be exactly 0. "
         "shift: adding a constant to a row of logits changes nothing. length enters by: how the number n of visible "
-        f"keys changes the weights. Lipschitz: largest Jacobian norm over rows of {KEYS:,} keys, if known. swap: can "
-        "replace softmax in a trained model without training. learned: parameters that are trained by default. Last "
+        f"keys changes the weights. Lipschitz: largest Jacobian norm over rows of {KEYS:,} keys, if known. safe: "
+        "can replace softmax in a trained model without training (measured on SmolLM2-135M, docs/results/swap.md). "
+        "learned: parameters that are trained by default. Last "
         "group (italics): mechanisms, which need q, k and v instead of a row of logits."
         + (" A wider terminal shows more columns." if narrow else ""),
         title_justify="left",
@@ -157,7 +159,7 @@ def _cells(description: Description) -> dict[str, str | Text]:
         "shift": "yes" if description.shift_invariant else "",
         "length enters by": description.length,
         "Lipschitz": "" if description.lipschitz_1024 is None else f"{description.lipschitz_1024:.3g}",
-        "swap": "yes" if description.swap_untrained else "",
+        "safe": "yes" if description.safe_untrained else "",
         "learned": ", ".join(description.learned),
         "paper": Text(
             description.paper, style=f"link {description.url}" if description.url.startswith("https://") else ""

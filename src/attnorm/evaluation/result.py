@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from scipy.stats import binomtest, ttest_1samp
 
+from attnorm.analysis.settings import start_note
 from attnorm.arithmetic import Interval, holm, student_interval, wilson_interval
 from attnorm.files import write_text
 from attnorm.report.page_text import WIDTH as PANEL_WIDTH
@@ -135,13 +136,17 @@ class EvaluationPart:
     length: int | None
     scores: Scores
     seconds: float
+    train_length: int | None = None  # at which a length rule starts; None: no such rule, or its options state it
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "scores": self.scores.as_dict()}
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> "EvaluationPart":
-        return cls(saved["side"], saved["task"], saved["length"], Scores(**saved["scores"]), saved["seconds"])
+        return cls(
+            saved["side"], saved["task"], saved["length"], Scores(**saved["scores"]), saved["seconds"],
+            saved["train_length"],
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -166,8 +171,9 @@ class Evaluation:
         parts = []
         for path in sorted((folder / PARTS).glob("*.json")):
             saved = read_record(
-                path, ("side", "task", "length", "scores", "seconds"), "Remove it and run attnorm evaluate again."
-            )
+                path, ("side", "task", "length", "scores", "seconds", "train_length"),
+                "Remove it and run attnorm evaluate again.",
+            )  # fmt: skip
             if saved is not None:
                 parts.append(EvaluationPart.of(saved))
         return cls(record, tuple(parts))
@@ -177,6 +183,13 @@ class Evaluation:
         """The sides in their order; changes are measured from the first."""
         measured = {part.side for part in self.parts}
         return [side for side in self.record["sides"] if side in measured]
+
+    @property
+    def note(self) -> str:
+        """The training lengths at which length rules start, in a sentence; empty without such a rule."""
+        started = [(part.side, part.train_length) for part in self.parts if part.train_length is not None]
+        names = [side for side in self.sides if side in dict(started)]
+        return f"{start_note(names, sorted({length for _, length in started}))}." if started else ""
 
     @property
     def rows(self) -> list[EvaluationRow]:
@@ -206,7 +219,8 @@ class Evaluation:
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        return {**self.record, "rows": [row.as_dict() for row in self.rows]}
+        rows, parts = ([one.as_dict() for one in several] for several in (self.rows, self.parts))
+        return {**self.record, "note": self.note, "rows": rows, "parts": parts}
 
     def score_table(self) -> ScoreTable:
         """The scores as the report shows them: one line per task and length, the sides next to each other."""
@@ -220,22 +234,27 @@ class Evaluation:
             most, any_row = max(row.documents for row in by_side.values()), next(iter(by_side.values()))
             lines.append(ScoreRow(task, length, most, any_row.better, cells))
         model = self.record["run"].get("model", "several models")
-        return ScoreTable(model, tuple(self.sides), tuple(lines), self.record.get("command", ""))
+        return ScoreTable(model, tuple(self.sides), tuple(lines), self.record.get("command", ""), self.note)
 
     def summary(self) -> str:
         """One line per task, length and side."""
-        return "\n".join(
+        lines = [
             f"{row.task}{'' if row.length is None else f' at {row.length}'}, {row.side}: {row.mean:.4g} {row.metric}, "
             f"{row.documents} documents{f' ({row.verdict})' if row.verdict else ''}"
             for row in self.rows
-        )
+        ]
+        return "\n".join([*lines, self.note] if self.note else lines)
 
     def save_html(self, path: str | Path) -> None:
         """Write the table as one HTML file that works offline."""
         write_text(
             Path(path),
             render(
-                self.rows, self.sides[0] if self.parts else "", self._describe_subject(), self.record.get("command", "")
+                self.rows,
+                self.sides[0] if self.parts else "",
+                self._describe_subject(),
+                self.record.get("command", ""),
+                self.note,
             ),
         )
 
@@ -265,7 +284,7 @@ def side_by_side(evaluations: Mapping[str, Evaluation]) -> Evaluation:
     return Evaluation({"run": runs, "sides": sides, "items": unique}, tuple(parts))
 
 
-def render(rows: Sequence[EvaluationRow], first: str, about: str, command: str) -> str:
+def render(rows: Sequence[EvaluationRow], first: str, about: str, command: str, note: str) -> str:
     """first: the side from which changes are measured. about: the model and the documents."""
     here = Path(__file__).parent
     return render_page(
@@ -273,6 +292,7 @@ def render(rows: Sequence[EvaluationRow], first: str, about: str, command: str) 
         style=(here / "page.css").read_text(encoding="utf-8"),
         about=about,
         command=command,
+        note=note,
         rows=[{"row": row, "drawn": _interval_pixels(row, _drawn_range(row, rows))} for row in rows],
         first=first,
         width=WIDTH,

@@ -29,7 +29,7 @@ from attnorm.evaluation.tasks import (
 )
 from attnorm.files import read_text, text_name, write_json
 from attnorm.models.describe import longest_context
-from attnorm.models.layer_normalizer import is_recipe, read_recipe_file
+from attnorm.models.layer_normalizer import is_recipe, measured_length, read_recipe_file, starts_by_length
 from attnorm.models.load import BUNDLED, LoadedModel, load
 from attnorm.models.patch import check_replacement, swap
 from attnorm.models.threads import exclusive
@@ -96,7 +96,7 @@ def evaluate(
     )
     check_model(loaded)
     for side in sides[1:]:
-        with _with_normalizer(loaded, side):
+        with _with_normalizer(loaded, side, None):
             pass  # one that does not fit this model raises now, not after the parts before it
     warn_of_lengths(loaded, items)
     if content is None:
@@ -196,14 +196,15 @@ def _run_all(
         for side in sides:
             progress(f"{item}, {side}", len(parts), total)
             path = None if folder is None else folder / PARTS / f"{_part_key(side, item)}.json"
-            saved = None if path is None else read_record(path, ("scores", "seconds"), "Remove it.")
+            saved = None if path is None else read_record(path, ("scores", "seconds", "train_length"), "Remove it.")
             if saved is not None:
                 parts.append(EvaluationPart.of(saved))
                 continue
             began = time.monotonic()
-            with _with_normalizer(work.loaded, side, alone=needs_lm_eval(item.task)):
+            with _with_normalizer(work.loaded, side, item.length, alone=needs_lm_eval(item.task)):
                 scores = work.score(item)
-            part = EvaluationPart(side, item.task, item.length, scores, round(time.monotonic() - began, 2))
+            seconds = round(time.monotonic() - began, 2)
+            part = EvaluationPart(side, item.task, item.length, scores, seconds, _start(work.loaded, side, item.length))
             if path is not None:
                 write_json(path, part.as_dict())
             parts.append(part)
@@ -212,15 +213,28 @@ def _run_all(
 
 
 @contextmanager
-def _with_normalizer(loaded: LoadedModel, side: str, *, alone: bool = False) -> Iterator[None]:
-    """alone: let all other threads wait; lm-eval replaces sys.stdout and seeds the global random generators."""
+def _with_normalizer(loaded: LoadedModel, side: str, length: int | None, *, alone: bool = False) -> Iterator[None]:
+    """The model with the normalizer, for texts of that length. None: of the length that the model was made for.
+
+    A length rule is meant for texts as long as those in training. Compared on shorter ones it would flatten them.
+    alone: let all other threads wait; lm-eval replaces sys.stdout and seeds the global random generators.
+    """
     with exclusive(loaded.model, alone=alone):
         if side == AS_LOADED:
             yield
             return
-        name, options = (side, {}) if is_recipe(side) else parse_spec(side)
-        with swap(loaded.model, Path(name) if is_recipe(side) else name, **options):
+        train_length = None if length is None else measured_length(loaded.model, length)
+        name, options = (Path(side), {}) if is_recipe(side) else parse_spec(side)
+        with swap(loaded.model, name, **{"train_length": train_length, **options}):
             yield
+
+
+def _start(loaded: LoadedModel, side: str, length: int | None) -> int | None:
+    """The train_length that `_with_normalizer` sets; None where it does not change the normalizer."""
+    if side == AS_LOADED or length is None:
+        return None
+    specs = [*read_recipe_file(Path(side)).layers.values()] if is_recipe(side) else [side]
+    return measured_length(loaded.model, length) if any(map(starts_by_length, specs)) else None
 
 
 def _part_key(side: str, item: Item) -> str:

@@ -28,7 +28,6 @@ from attnorm.normalizers.declaration import WarmStart, declare
 
 @declare(
     warm_start=WarmStart(
-        "near",
         "b = 10: log f = -0.000045, so that a key 1,000 tokens back keeps 96 % of its weight; with width=, b = 14 and "
         "w = 0: 99.9 %, as w can move many coordinates at once",
         options=lambda layer, given_options: {
@@ -36,6 +35,7 @@ from attnorm.normalizers.declaration import WarmStart, declare
             "bias": 14.0 if given_options.get("width") else 10.0,
         },
         values=lambda layer, given_options, options: {"weight": 0.0} if options.get("width") else {},
+        safe=True,
     )
 )
 class Forget(Mechanism):
@@ -75,7 +75,6 @@ class Forget(Mechanism):
             resolved.properties,
             permutation_equivariant=False,
             length=", ".join(filter(None, ["forget gates between key and query", resolved.properties.length])),
-            swap_untrained=False,
         )
         self.bias = per_head_parameter(bias, heads)
         self.weight: nn.Parameter | None = None

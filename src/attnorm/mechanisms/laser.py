@@ -22,7 +22,7 @@ from attnorm.normalizers.declaration import WarmStart, declare
 LOG2E = math.log2(math.e)
 
 
-@declare(warm_start=WarmStart("far", "nothing to set: a smooth maximum of the values instead of their mean"))
+@declare(warm_start=WarmStart("nothing to set: a smooth maximum of the values instead of their mean"))
 class Laser(Mechanism):
     """log of attention over exp(v): a smooth maximum of the values, with any normalizer whose rows sum to 1.
 
@@ -42,7 +42,7 @@ class Laser(Mechanism):
                 "would have no finite logarithm. Use 'softmax' or 'entmax15'."
             )
         self.normalizer = resolved
-        self.properties = replace(resolved.properties, swap_untrained=False)
+        self.properties = resolved.properties
 
     def forward(
         self,

@@ -46,7 +46,7 @@ class _Products(nn.Module):
         return self.feature_map(q * self.scale) @ self.feature_map(k).transpose(-1, -2)
 
 
-@declare(warm_start=WarmStart("far", "nothing to set: no function of the logits"))
+@declare(warm_start=WarmStart("nothing to set: no function of the logits"))
 class Linear(Mechanism):
     """f(q) . f(k) over its sum, f = elu + 1 or your own positive feature map: attention in O(L)."""
 

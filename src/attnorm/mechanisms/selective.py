@@ -20,7 +20,7 @@ from attnorm.normalizers.declaration import WarmStart, declare
 from attnorm.normalizers.softmax import Softmax
 
 
-@declare(warm_start=WarmStart("far", "nothing to set: no function of the logits"))
+@declare(warm_start=WarmStart("nothing to set: no function of the logits"))
 class Selective(Mechanism):
     """softmax(z - F): keys that head 0 selected for earlier queries get lower logits."""
 

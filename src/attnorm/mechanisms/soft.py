@@ -55,7 +55,7 @@ class Exp(Map):
         return KernelForm("exp")
 
 
-@declare(warm_start=WarmStart("far", "nothing to set: no function of the logits"))
+@declare(warm_start=WarmStart("nothing to set: no function of the logits"))
 class Gaussian(Mechanism):
     """exp(-||q - k||^2 / (2 sqrt D)): SOFT's kernel on q and k, not normalised by default."""
 
@@ -167,7 +167,7 @@ class Unchanged(Map):
 
 @declare(
     warm_start=WarmStart(
-        "far", "nothing to set: no function of the logits",
+        "nothing to set: no function of the logits",
         options=lambda layer, given_options: {"heads": layer.heads} if "learned" in given_options else {},
     )
 )  # fmt: skip

@@ -175,7 +175,7 @@ def _text(spec: Any) -> str:
 def build(name: str, given: Options, layer: LayerFacts, *, warm: bool) -> tuple[Normalizer | Mechanism, dict[str, Any]]:
     """Build a normalizer for one layer; return it with all options it was built with."""
     registered = entries().get(name)
-    entry = WarmStart("unknown") if registered is None else warm_start_of(registered.factory())
+    entry = WarmStart() if registered is None else warm_start_of(registered.factory())
     given = given if registered is None else plain_options(registered.factory(), given)
     start = entry.options(layer, given)
     if not warm:
@@ -200,6 +200,23 @@ def trained_length(config: Any) -> int:
         getattr(config, "max_target_positions", None),
     ]
     return next((int(length) for length in candidates if isinstance(length, int) and length > 2), USUAL_LENGTH)
+
+
+def measured_length(model: Any, length: int | None) -> int:
+    """Return the training length at which a length rule starts in a comparison on texts of that length.
+
+    Texts beyond the model's own length are what the rule is for, so that it starts at the model's length there, as
+    where the length of the texts is not known.
+    """
+    own = trained_length(model.config.get_text_config(decoder=True))
+    return own if length is None else min(length, own)
+
+
+def starts_by_length(spec: str) -> bool:
+    """Return whether a normalizer starts in another way at another training length, which its options do not state."""
+    name, given = parse_spec(spec)
+    start = warm_start_of(entries()[name].factory())
+    return bool(start.length_options(LayerFacts(heads=1, length=USUAL_LENGTH), given))
 
 
 class ByHead(Map):

@@ -33,7 +33,6 @@ class LinearBias(LogitRule):
     length = "distance"
     additive = True
     permutation_equivariant = False
-    swap_untrained = False
     slopes: Tensor
 
     def __init__(self, heads: int | None = None) -> None:
@@ -80,9 +79,7 @@ def slope_per_head(layer: LayerFacts, given_options: Options) -> dict[str, Any]:
 @declare(
     reference=_reference,
     examples=[{}, {"heads": HEADS}, {"map": "sparsemax", "heads": HEADS}],
-    warm_start=WarmStart(
-        "far", "nothing to set: for models trained without positions, or with ALiBi", options=slope_per_head
-    ),
+    warm_start=WarmStart("nothing to set: for models trained without positions, or with ALiBi", options=slope_per_head),
 )
 def alibi(map: str = "softmax", *, heads: int | None = None) -> Normalizer:
     """softmax, or another map, of logits minus a slope times the distance; for models without other positions."""
@@ -96,7 +93,7 @@ def _nearmax_reference(row: Row, knee: float = 0.25, heads: int | None = None) -
 @declare(
     reference=_nearmax_reference,
     examples=[{}, {"heads": HEADS}, {"knee": 0.1, "heads": HEADS}],
-    warm_start=WarmStart("far", "nothing to set: for models that are trained with it", options=slope_per_head),
+    warm_start=WarmStart("nothing to set: for models that are trained with it", options=slope_per_head),
 )
 def nearmax(knee: float = 0.25, *, heads: int | None = None) -> Normalizer:
     """Kneemax of logits minus a slope times the distance: sparse, softmax's gradient bound, reach constant in n."""

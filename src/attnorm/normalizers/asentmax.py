@@ -19,7 +19,6 @@ from attnorm.normalizers.entmax import Entmax, entmax_row
 
 class AdaptiveLengthScale(ScaleRule):
     length = "log(n+1)^gamma"
-    swap_untrained = False
 
     def __init__(
         self,
@@ -109,7 +108,6 @@ def _start(layer: LayerFacts, given_options: Options) -> dict[str, Any]:
     reference=_reference,
     examples=[{}, {"gamma": 1.5}, {"gamma": -1.0, "heads": HEADS}, {"heads": HEADS, "width": WIDTH}],
     warm_start=WarmStart(
-        "far",
         "delta = beta = 1/4, gamma = 0: with the factor 1/2 a weight of 1/4 changes with its logit as softmax's does",
         options=_start,
     ),

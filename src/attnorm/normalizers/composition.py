@@ -68,7 +68,6 @@ def common_properties(a: Properties, b: Properties) -> Properties:
         shift_invariant=a.shift_invariant and b.shift_invariant,
         permutation_equivariant=a.permutation_equivariant and b.permutation_equivariant,
         length=", ".join(dict.fromkeys(text for text in (a.length, b.length) if text)),
-        swap_untrained=a.swap_untrained and b.swap_untrained,
     )
 
 
@@ -270,7 +269,7 @@ def _composed_start(layer: LayerFacts, given_options: Options) -> dict[str, Any]
     reference=_composed_reference,
     examples=[{}, {"scale": "ssa", "map": "entmax15", "sink": "sink", "heads": HEADS}],
     warm_start=WarmStart(
-        "the same", "softmax without parts; each part starts as its paper has it", options=_composed_start
+        "softmax without parts; each part starts as its paper has it", options=_composed_start, safe=True
     ),
 )
 def composed(
@@ -302,9 +301,7 @@ def _tempered_reference(row: Row, map: str = "softmax", temperature: float = 1.0
 @declare(
     reference=_tempered_reference,
     examples=[{}, {"map": "sparsemax", "temperature": 0.37}, {"temperature": 2.0, "learned": True, "heads": HEADS}],
-    warm_start=WarmStart(
-        "the same", "T = 1 in front of softmax; as far as its map otherwise", options=heads_if_learned
-    ),
+    warm_start=WarmStart("T = 1 in front of softmax; as far as its map otherwise", options=heads_if_learned, safe=True),
 )
 def tempered(
     map: str = "softmax", *, temperature: float = 1.0, learned: bool = False, heads: int | None = None

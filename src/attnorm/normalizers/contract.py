@@ -42,7 +42,6 @@ class Properties:
     shift_invariant: bool = True
     permutation_equivariant: bool = True
     length: str = ""  # how the weights depend on the number of visible keys or on positions; empty: not at all
-    swap_untrained: bool = False  # may replace softmax in a trained model without further training
 
     def __post_init__(self) -> None:
         if self.row_sum not in get_args(RowSum):
@@ -152,7 +151,6 @@ class LogitRule(Part):
     additive: bool = False  # whether it adds numbers that do not depend on the logits: then the Jacobian is the map's
     shift_invariant: bool = True
     permutation_equivariant: bool = True
-    swap_untrained: bool = True
 
     @abstractmethod
     def forward(self, block: Block) -> Tensor:
@@ -253,7 +251,6 @@ class Selection(Part):
     length: str = ""
     permutation_equivariant: bool = True
     continuous: bool = True
-    swap_untrained: bool = True
     kernel_window: int | None = None  # for the kernels: keep exactly the keys less than this many positions away
 
     @abstractmethod
@@ -404,7 +401,6 @@ class Normalizer(Part):
             permutation_equivariant=base.permutation_equivariant
             and all(part.permutation_equivariant for part in parts),
             length=", ".join(text for text in [*(part.length for part in parts), base.length] if text),
-            swap_untrained=base.swap_untrained and self.sink is None and all(part.swap_untrained for part in parts),
         )
 
     def lipschitz(self, n: int) -> float | None:

@@ -1,6 +1,6 @@
 """`@declare`: the declaration in the file of each normalizer: a reference, example options and a warm start.
 
-    @declare(reference=_reference, examples=[{}, {"temperature": 0.37}], warm_start=WarmStart("the same", "T = 1"))
+    @declare(reference=_reference, examples=[{}, {"temperature": 0.37}], warm_start=WarmStart("T = 1"))
     def softmax(temperature: float = 1.0) -> Normalizer: ...
 
 The tests, `check_normalizer` and `attnorm.patch` read it through the registry; none of them keeps a table of its own.
@@ -9,7 +9,7 @@ The tests, `check_normalizer` and `attnorm.patch` read it through the registry; 
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -77,19 +77,24 @@ class LayerFacts:
 
 @dataclass(frozen=True)
 class WarmStart:
-    """How close to softmax a normalizer starts in a trained model, and how it gets there.
+    """How a normalizer starts close to softmax in a trained model, and whether that is close enough without training.
 
-    close: how close to softmax, in a word or two. why: the reason, for tables.
+    why: what is set, and what it does.
     options(layer, given): returns values for options that the user did not give.
     values(layer, given, options): returns entries of the state dict that no option sets.
-    by_length: name of the option that depends on the training length.
+    safe: measured in docs/results/swap.json: with the default options the loss of SmolLM2 stays the same. The page
+    beside it has the limit; a test compares the two.
     """
 
-    close: str
     why: str = "nothing to set"
     options: Callable[[LayerFacts, Options], dict[str, Any]] = lambda *_: {}
     values: Callable[[LayerFacts, Options, Options], dict[str, float | Tensor]] = lambda *_: {}
-    by_length: str | None = None
+    safe: bool = False
+
+    def length_options(self, layer: LayerFacts, given: Options) -> dict[str, Any]:
+        """Return the options that depend on the training length and are not given, for this layer."""
+        start, longer = (self.options(replace(layer, length=n), given) for n in (layer.length, 2 * layer.length))
+        return {name: value for name, value in start.items() if name not in given and value != longer[name]}
 
 
 def heads_if_learned(layer: LayerFacts, given_options: Options) -> dict[str, Any]:
@@ -136,6 +141,4 @@ def warm_start_of(factory: Callable[..., Any]) -> WarmStart:
     if declared is not None:
         return declared
     takes_heads = "heads" in inspect.signature(factory).parameters
-    return WarmStart(
-        "unknown", "not declared", lambda layer, given_options: {"heads": layer.heads} if takes_heads else {}
-    )
+    return WarmStart("not declared", lambda layer, given_options: {"heads": layer.heads} if takes_heads else {})

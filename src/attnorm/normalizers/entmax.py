@@ -175,7 +175,7 @@ class Entmax(Map):
                 "remove heads, or learn alpha."
             )
         if alpha == 1:
-            self.properties = Properties(row_sum="one", swap_untrained=True)
+            self.properties = Properties(row_sum="one")
 
     def forward(self, block: Block) -> Tensor:
         z = block.filled_low()
@@ -249,13 +249,13 @@ def _start(layer: LayerFacts, given_options: Options) -> dict[str, Any]:
     return {"alpha": 1.05, "heads": layer.heads} if given_options.get("learned") else {}
 
 
-@declare(reference=lambda row: entmax_row(row.z, 2.0), warm_start=WarmStart("far"))
+@declare(reference=lambda row: entmax_row(row.z, 2.0), warm_start=WarmStart())
 def sparsemax() -> Normalizer:
     """Euclidean projection onto the simplex: entmax with alpha = 2, the sparsest of the family."""
     return Normalizer(Entmax(2.0), name="sparsemax")
 
 
-@declare(reference=lambda row: entmax_row(row.z, 1.5), warm_start=WarmStart("far"))
+@declare(reference=lambda row: entmax_row(row.z, 1.5), warm_start=WarmStart())
 def entmax15() -> Normalizer:
     """entmax with alpha = 1.5: sparse, with quadratic instead of exponential weights."""
     return Normalizer(Entmax(1.5), name="entmax15")
@@ -271,7 +271,7 @@ def entmax15() -> Normalizer:
         {"alpha": 1.85},
         {"alpha": 1.6, "learned": True, "heads": HEADS},
     ],
-    warm_start=WarmStart("near if learned", "learned=True starts at alpha = 1.05; a fixed alpha is as given", _start),
+    warm_start=WarmStart("learned=True starts at alpha = 1.05; a fixed alpha is as given", _start),
 )
 def entmax(alpha: float = 1.5, *, learned: bool = False, heads: int | None = None) -> Normalizer:
     """alpha-entmax for any alpha in [1, 2], fixed or learned per head."""

@@ -93,7 +93,6 @@ class Kernel(Map):
             row_sum="one" if function.log is not None else "at most one",
             shift_invariant=function.shift_invariant,
             exact_zeros=function.log is None,
-            swap_untrained=function.shift_invariant,
         )
 
     def forward(self, block: Block) -> Tensor:
@@ -144,7 +143,7 @@ def _reference(row: Row, function: str = "softplus", power: int = 2, offset: flo
         {"function": "polynomial"},
         {"function": "polynomial", "power": 4},
     ],
-    warm_start=WarmStart("far", "nothing to set; function='exp' is softmax itself"),
+    warm_start=WarmStart("nothing to set; function='exp' is softmax itself"),
 )
 def kernel(
     function: str | PositiveFunction | Elementwise = "softplus",

@@ -177,7 +177,7 @@ def _reference(
         {"knee": 0.1},
         {"temperature": 0.5, "learned": True, "heads": HEADS},
     ],
-    warm_start=WarmStart("far", options=heads_if_learned),
+    warm_start=WarmStart(options=heads_if_learned),
 )
 def kneemax(
     share: float | None = None,

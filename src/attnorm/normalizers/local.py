@@ -11,7 +11,6 @@ from attnorm.normalizers.softmax import Softmax, softmax_over
 class Local(Selection):
     length = "window"
     permutation_equivariant = False
-    swap_untrained = False
 
     def __init__(self, window: int = 256) -> None:
         super().__init__()
@@ -33,7 +32,7 @@ def _reference(row: Row, window: int = 256) -> Tensor:
 @declare(
     reference=_reference,
     examples=[{}, {"window": 3}],
-    warm_start=WarmStart("far", "nothing to set: the same for rows of at most `window` keys"),
+    warm_start=WarmStart("nothing to set: the same for rows of at most `window` keys"),
 )
 def local(window: int = 256) -> Normalizer:
     """softmax over the keys within a window around the query."""

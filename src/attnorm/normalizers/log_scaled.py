@@ -86,10 +86,9 @@ def _reference(
     reference=_reference,
     examples=[{}, {"train_length": 2}, {"train_length": 5}, {"rule": "llama4", "floor_scale": 4}, {"rule": "yarn"}],
     warm_start=WarmStart(
-        "the same up to the training length",
-        "qwen's factor is 1 there, llama4's up to 8191 keys; yarn sharpens every row",
+        "qwen's factor is 1 up to the training length, llama4's up to 8191 keys; yarn sharpens every row",
         options=lambda layer, given_options: {"train_length": layer.length},
-        by_length="train_length",
+        safe=True,
     ),
 )
 def log_scaled(

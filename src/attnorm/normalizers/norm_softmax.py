@@ -21,7 +21,6 @@ MIN_DEVIATION = 1e-6  # its square is added to the variance: equal logits have a
 
 class UnitVariance(LogitRule):
     length = "variance of the row"
-    swap_untrained = False
 
     def __init__(self, temperature: float = 1.0) -> None:
         super().__init__()
@@ -52,7 +51,7 @@ def _reference(row: Row, temperature: float = 1.0) -> Tensor:
 @declare(
     reference=_reference,
     examples=[{}, {"temperature": 0.5}],
-    warm_start=WarmStart("far", "nothing to set: rows of every spread get the same one"),
+    warm_start=WarmStart("nothing to set: rows of every spread get the same one"),
 )
 def norm_softmax(temperature: float = 1.0) -> Normalizer:
     """softmax of logits scaled to unit variance, so that sharpness does not depend on the norms of q and k."""

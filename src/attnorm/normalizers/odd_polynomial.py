@@ -50,7 +50,7 @@ def _reference(row: Row, power: int = 3) -> Tensor:
     return row.z**power / math.sqrt(row.n)
 
 
-@declare(reference=_reference, examples=[{}, {"power": 1}, {"power": 5}], warm_start=WarmStart("far"))
+@declare(reference=_reference, examples=[{}, {"power": 1}, {"power": 5}], warm_start=WarmStart())
 def odd_polynomial(power: int = 3) -> Normalizer:
     """z^power / sqrt(n) for odd powers: signed weights that are not normalized over the row."""
     return Normalizer(OddPolynomial(power), name="odd_polynomial")

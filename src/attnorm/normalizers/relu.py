@@ -59,7 +59,7 @@ def _reference(row: Row, power: float = 1.0) -> Tensor:
     return row.z.relu() ** power / row.n
 
 
-@declare(reference=_reference, examples=[{}, {"power": 2.0}], warm_start=WarmStart("far"))
+@declare(reference=_reference, examples=[{}, {"power": 2.0}], warm_start=WarmStart())
 def relu(power: float = 1.0) -> Normalizer:
     """[z]_+^power / n: no normalization across keys, exact zeros for negative logits."""
     return Normalizer(Relu(power), name="relu")
@@ -117,7 +117,7 @@ def _threshold_reference(row: Row, beta: float = 1.0, power: float = 2.0, width:
 @declare(
     reference=_threshold_reference,
     examples=[{}, {"beta": 0.3, "power": 1.0}, {"beta": 0.5, "power": 3.0, "width": 16}],
-    warm_start=WarmStart("far"),
+    warm_start=WarmStart(),
 )
 def threshold_relu(beta: float = 1.0, power: float = 2.0, *, width: int | None = None) -> Normalizer:
     """[z - beta sqrt(2 log n)]_+^power: only logits above the largest that noise would reach get weight."""

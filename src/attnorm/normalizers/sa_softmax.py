@@ -53,7 +53,7 @@ def _reference(row: Row, normalised: bool = True) -> Tensor:
     return (row.z - low) / (high - low) * softmax_row(row.z)
 
 
-@declare(reference=_reference, examples=[{}, {"normalised": False}], warm_start=WarmStart("far"))
+@declare(reference=_reference, examples=[{}, {"normalised": False}], warm_start=WarmStart())
 def sa_softmax(*, normalised: bool = True) -> Normalizer:
     """softmax weights times the logit (plain) or times its position in the row's range (normalised)."""
     return Normalizer(SelfAdjusted(normalised=normalised), name="sa_softmax")

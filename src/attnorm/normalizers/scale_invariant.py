@@ -18,7 +18,6 @@ class DistanceRule(LogitRule):
     length = "distance of the key"
     shift_invariant = False
     permutation_equivariant = False
-    swap_untrained = False
 
     def __init__(self, tau: float = 10.0) -> None:
         super().__init__()
@@ -48,10 +47,8 @@ def _reference(row: Row, tau: float = 10.0) -> Tensor:
     reference=_reference,
     examples=[{}, {"tau": 2.0}],
     warm_start=WarmStart(
-        "near",
         "tau = the training length: within it no logit is stretched by more than 1.55 or lowered by more than 1.39",
         options=lambda layer, given_options: {"tau": float(layer.length)},
-        by_length="tau",
     ),
 )
 def scale_invariant(tau: float = 10.0) -> Normalizer:

@@ -71,7 +71,7 @@ def _reference(row: Row, bias: float | None = None, **_: Any) -> Tensor:
     reference=_reference,
     examples=[{}, {"bias": -2.0}, {"learned": True, "heads": HEADS}],
     warm_start=WarmStart(
-        "far", "nothing to set: the bias -log n of each row keeps the sum of weights near 1", heads_if_learned
+        "nothing to set: the bias -log n of each row keeps the sum of weights near 1", heads_if_learned
     ),
 )
 def sigmoid(bias: float | None = None, *, learned: bool = False, heads: int | None = None) -> Normalizer:

@@ -29,7 +29,7 @@ def _model_sinks(layer: LayerFacts, given_options: Options, options: Options) ->
 
 @declare(
     reference=_reference,
-    warm_start=WarmStart("far", "nothing to set: its sink is fixed at 0; `sink` learns it from far below"),
+    warm_start=WarmStart("nothing to set: its sink is fixed at 0; `sink` learns it from far below"),
 )
 def softmax1() -> Normalizer:
     """exp(z) / (1 + sum exp(z)): a head may leave part of its weight unused."""
@@ -40,11 +40,11 @@ def softmax1() -> Normalizer:
     reference=_reference,
     examples=[{}, {"logit": 1.5}, {"logit": -1.0, "heads": HEADS}],
     warm_start=WarmStart(
-        "near",
         f"logit {LOW_SINK:g}: the sink takes next to nothing, and can still learn, unless all logits of a row are as "
         "low; a model with sinks of its own starts from those, exactly",
         options=lambda layer, given_options: {"logit": LOW_SINK, "heads": layer.heads},
         values=_model_sinks,
+        safe=True,
     ),
 )
 def sink(logit: float = 0.0, *, learned: bool = True, heads: int | None = None) -> Normalizer:

@@ -17,7 +17,6 @@ from attnorm.normalizers.softmax import Softmax, softmax_row
 
 class Softcap(LogitRule):
     shift_invariant = False
-    swap_untrained = False  # logits near the cap are lowered
 
     def __init__(self, cap: float = 50.0) -> None:
         super().__init__()
@@ -42,7 +41,7 @@ def _reference(row: Row, cap: float = 50.0) -> Tensor:
 @declare(
     reference=_reference,
     examples=[{}, {"cap": 3.0}],
-    warm_start=WarmStart("near", "c = 50: a logit of 10 becomes 9.87, one of 30 becomes 26.9"),
+    warm_start=WarmStart("c = 50: a logit of 10 becomes 9.87, one of 30 becomes 26.9", safe=True),
 )
 def softcap(cap: float = 50.0) -> Normalizer:
     """softmax(c tanh(z / c)): no logit exceeds the cap c."""

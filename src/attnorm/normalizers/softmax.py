@@ -16,7 +16,7 @@ from attnorm.normalizers.declaration import HEADS, Row, WarmStart, declare, head
 
 
 class Softmax(Map):
-    properties = Properties(row_sum="one", swap_untrained=True)
+    properties = Properties(row_sum="one")
     jacobian = "threshold"
 
     def forward(self, block: Block) -> Tensor:
@@ -81,7 +81,7 @@ def _reference(row: Row, temperature: float = 1.0, **_: Any) -> Tensor:
 @declare(
     reference=_reference,
     examples=[{}, {"temperature": 0.37}, {"temperature": 0.5, "learned": True, "heads": HEADS}],
-    warm_start=WarmStart("the same", "T = 1; learned=True starts there", heads_if_learned),
+    warm_start=WarmStart("T = 1; learned=True starts there", heads_if_learned, safe=True),
 )
 def softmax(temperature: float = 1.0, *, learned: bool = False, heads: int | None = None) -> Normalizer:
     """exp(z / T) over its sum; T fixed, or learned per head."""

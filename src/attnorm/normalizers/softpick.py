@@ -38,7 +38,7 @@ def _reference(row: Row, eps: float = 1e-8) -> Tensor:
     return above.relu() / (above.abs().sum() + eps)
 
 
-@declare(reference=_reference, warm_start=WarmStart("far"))
+@declare(reference=_reference, warm_start=WarmStart())
 def softpick(eps: float = 1e-8) -> Normalizer:
     """[e^z - 1]_+ over sum |e^z - 1|: weights may be 0 for all keys, so no sink is needed."""
     return Normalizer(Softpick(eps), name="softpick")

@@ -16,6 +16,7 @@ Length rules that are not learned: log_scaled.py.
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +32,6 @@ SSA_START = 2.0  # of beta
 class LogLengthScale(ScaleRule):
     length = "log n"
     may_round_queries = True
-    swap_untrained = False  # near softmax at one length only: on short texts SmolLM2's perplexity rises from 18 to 61
     s: Tensor
     bias: Tensor | None
 
@@ -89,29 +89,31 @@ def _reference(
     return softmax_row(row.z * factor)
 
 
+def _mean_log_n(layer: LayerFacts, given_options: Options) -> float:
+    return replace(layer, length=given_options.get("train_length") or layer.length).mean_log_n()
+
+
 def _start(layer: LayerFacts, given_options: Options) -> dict[str, Any]:
     if given_options.get("rho") is not None:
         return {"heads": layer.heads}
-    return {"s": 0.0 if given_options.get("bias") else 1 / layer.mean_log_n(), "heads": layer.heads}
+    return {"s": 0.0 if given_options.get("bias") else 1 / _mean_log_n(layer, given_options), "heads": layer.heads}
 
 
 def _start_values(layer: LayerFacts, given_options: Options, options: Options) -> dict[str, float | Tensor]:
     if not given_options.get("bias"):
         return {}
     s = critical_s(options["rho"], options.get("size", 1.0)) if options.get("s") is None else options["s"]
-    return {"scale.0.bias": 1 - s * layer.mean_log_n()}
+    return {"scale.0.bias": 1 - s * _mean_log_n(layer, given_options)}
 
 
 @declare(
     reference=_reference,
     examples=[{}, {"s": 0.43}, {"rho": 0.2, "size": 3.0}, {"s": 0.6, "bias": True, "heads": HEADS}],
     warm_start=WarmStart(
-        "near at the training length",
         "s = 1 / mean log n over the rows of a text of train_length tokens: a factor of 1 on average there, of less in "
         "shorter texts, which are flattened; with bias=True s = 0 and b = 1, exactly softmax",
         options=_start,
         values=_start_values,
-        by_length="s",
     ),
 )
 def ssmax(
@@ -142,7 +144,6 @@ class SelectiveLengthScale(ScaleRule):
         if math.isinf(beta):
             raise ValueError(f"expected a finite beta, got {beta}. Use 'softmax' or 'ssmax' for the two limits.")
         set_per_head(self, "beta", beta, heads, learned=learned)
-        self.swap_untrained = beta >= SSA_START
 
     def factor(self, n: Tensor, positions: Tensor | None, hidden_states: Tensor | None) -> Tensor:
         beta = self.beta if self.beta.dim() == 0 else self.beta[:, None, None]
@@ -158,9 +159,9 @@ def _ssa_reference(row: Row, beta: float = SSA_START, **_: Any) -> Tensor:
     reference=_ssa_reference,
     examples=[{}, {"beta": -0.5}, {"beta": 0.3, "heads": HEADS}],
     warm_start=WarmStart(
-        "near",
         "beta = 2: a factor of 1.0043 at 1,024 keys and of 1.0073 at 131,072",
         options=lambda layer, given_options: {"heads": layer.heads},
+        safe=True,
     ),
 )
 def ssa(beta: float = SSA_START, *, learned: bool = True, heads: int | None = None) -> Normalizer:

@@ -53,7 +53,7 @@ def _reference(row: Row, attend_current: bool = True) -> Tensor:
     return weights if attend_current else weights + left * (row.distance == 0)
 
 
-@declare(reference=_reference, examples=[{}, {"attend_current": False}], warm_start=WarmStart("far"))
+@declare(reference=_reference, examples=[{}, {"attend_current": False}], warm_start=WarmStart())
 def stick_breaking(*, attend_current: bool = True) -> Normalizer:
     """Each key takes a sigmoid share of what later keys left over; order replaces position encodings."""
     return Normalizer(StickBreaking(attend_current=attend_current), name="stick_breaking")

@@ -83,7 +83,7 @@ def _reference(row: Row, k: int | str = 64) -> Tensor:
 @declare(
     reference=_reference,
     examples=[{}, {"k": 3}, {"k": "sqrt"}, {"k": "log"}],
-    warm_start=WarmStart("near", "nothing to set: the same for rows of at most k keys"),
+    warm_start=WarmStart("nothing to set: the same for rows of at most k keys"),
 )
 def topk(k: int | str | CountRule = 64) -> Normalizer:
     """softmax over the k largest logits of each row; k a number or a rule of n."""
@@ -109,7 +109,7 @@ def _hard_reference(row: Row) -> Tensor:
 
 @declare(
     reference=_hard_reference,
-    warm_start=WarmStart("far"),
+    warm_start=WarmStart(),
     exceptions={
         "first_derivative": "piecewise constant; its gradient is declared to be softmax's (straight-through)",
     },

@@ -276,6 +276,7 @@ class ScoreTable:
     sides: tuple[str, ...]
     rows: tuple[ScoreRow, ...]
     command: str = ""
+    note: str = ""
 
 
 class Evaluated(Protocol):

@@ -116,7 +116,7 @@ def lengths_of(subject: ExperimentSubject) -> list[int]:
 def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> Outcome:
     loaded = subject.loaded()
     names = WHAT_IFS
-    normalizers = started_at_length(named_normalizers(names), loaded.model, names, SHORTEST)
+    normalizers = started_at_length(named_normalizers(names), names, SHORTEST)
     lengths = lengths_of(subject)
     text = str(subject.passages()[0].content) if subject.texts else None
     tables = []
