@@ -17,9 +17,9 @@ ARGS ?=
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-OPTIONAL := train,lightning,media,frames,slurm,search,onnx,bench
+OPTIONAL := lab,lightning,media,frames,onnx
 SMOKE := $(addprefix tests/,cli/test_commands.py normalizers/test_registry.py attention/test_learned_parts.py models/test_patch.py)
-GPU_TESTS = $(shell grep -rlE --include='test_*.py' '\bDEVICE\b|cuda\.is_available' tests)
+GPU_TESTS = $(shell grep -rlE --include='test_*.py' '\bDEVICE\b|cuda\.is_available' tests tests_lab)
 LINT = $(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy && $(BIN)/lint-imports --no-logo
 NOT_COMPILED := tests?|testing|transformers/models|pip|debugpy|onnxruntime|onnxscript|IPython|jedi|prompt_toolkit|mypyc?|pygments/lexers|ray|aiohttp|grpc|ipykernel|jupyter_client|parso|pymdownx|sympy/physics|torchgen|tornado|traitlets|watchdog|wcwidth|werkzeug|ziamath|zmq
 

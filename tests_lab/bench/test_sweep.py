@@ -47,7 +47,7 @@ def test_a_quick_run_measures_local_processes_and_names_what_is_missing(monkeypa
     assert (found.what, found.items, found.met) == ("local processes", 2, None)
     assert 0 < found.item_seconds < found.workers * found.wall_seconds
     assert found.models_loaded == 1  # of two items
-    assert "attnorm[ray]" in results.notes[0]
+    assert "attnorm[lab]" in results.notes[0]
 
 
 @pytest.mark.nightly

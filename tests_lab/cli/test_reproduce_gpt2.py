@@ -131,7 +131,8 @@ def test_several_models_in_one_table_are_found_finished_again(cache: Path, tmp_p
     folder = save_model(tmp_path / "tiny")
     gpt2(layers=2, heads=2, positions=512, seed=0).save_pretrained(folder)
     text = save_text(tmp_path / "words.txt", words=600)
-    command = ["lab", "reproduce", "spread", "--quick", "--model", "bundled", "--model", str(folder), "--text", str(text),
+    command = ["lab", "reproduce", "spread", "--quick", "--model", "bundled", "--model", str(folder),
+        "--text", str(text),
         "--out", str(tmp_path / "out"),
     ]  # fmt: skip
     result = runner.invoke(app, command)

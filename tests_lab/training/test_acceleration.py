@@ -169,5 +169,5 @@ def test_without_accelerate_one_is_told_what_to_install(
         app, ["lab", "train", command, *arguments[command], "--device", "cpu"], env={"COLUMNS": "200"}
     )
     assert done.exit_code == 2
-    assert "pip install 'attnorm[train]'" in done.output
+    assert "pip install 'attnorm[lab]'" in done.output
     assert not Path(out).exists()

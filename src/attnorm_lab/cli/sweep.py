@@ -151,8 +151,8 @@ def search(
 ) -> None:
     """Search for the normalizer of every layer, its options and the learning rate with Optuna.
 
-    Each trial trains a small language model, as `attnorm lab train lm` does. Several objectives give a Pareto front. The
-    best recipe is written to DIR/recipe.toml, which `attnorm lab train lm --recipe` and attnorm.patch read. If
+    Each trial trains a small language model, as `attnorm lab train lm` does. Several objectives give a Pareto front.
+    The best recipe is written to DIR/recipe.toml, which `attnorm lab train lm --recipe` and attnorm.patch read. If
     the plan has a table `confirm`, the best mixed and the best uniform recipe are trained again with other seeds.
 
     Exit codes: 0 done; 1 no disk space or memory; 2 wrong usage or input; 3 no trial finished; 130 interrupted.

@@ -1,4 +1,4 @@
-"""attnorm lab train: language models (lm), pass keys hidden in text (needle), images (vision); tasks: train_tasks.py."""
+"""attnorm lab train: language models (lm), keys hidden in text (needle), images (vision); tasks: train_tasks.py."""
 
 import math
 from dataclasses import replace

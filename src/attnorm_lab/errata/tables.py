@@ -1,4 +1,4 @@
-"""Tables of claims: for the terminal and JSON (`attnorm lab verify`, `attnorm lab frontier`), and that of docs/theory.md.
+"""Tables of claims: for the terminal and JSON (`attnorm lab verify`, `attnorm lab frontier`), and of docs/theory.md.
 
 python -m attnorm_lab.errata.tables docs/theory.md     updates the page
 """

@@ -185,8 +185,8 @@ def _finished_records(parts: Path, *, of_all_images: bool = False) -> dict[str, 
             if "images" in record:  # other experiments keep records under the same name
                 if lacking := [name for name in RECORDED if name not in record]:
                     raise ValueError(
-                        f"{file}: expected records of attnorm lab reproduce vision, got one without {lacking[0]!r}. Remove "
-                        "the file, or copy it again."
+                        f"{file}: expected records of attnorm lab reproduce vision, got one without {lacking[0]!r}. "
+                        "Remove the file, or copy it again."
                     )
                 records[_key(record["settings"], record["images"])] = record
     return records

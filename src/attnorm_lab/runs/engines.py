@@ -80,7 +80,7 @@ def check_engine(name: str) -> None:
         raise ValueError(f"expected an engine of {', '.join(NAMES)}, got {name!r}")
     library = LIBRARIES.get(name)
     if library and not (sys.modules[library] if library in sys.modules else find_spec(library)):
-        raise ImportError(f"--on {name} needs {library}, which is not installed. Run: pip install 'attnorm[{name}]'")
+        raise ImportError(f"--on {name} needs {library}, which is not installed. Run: pip install 'attnorm[lab]'")
 
 
 def open_engine(

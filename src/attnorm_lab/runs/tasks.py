@@ -1,7 +1,7 @@
 """The commands that a sweep can run: their parameters, how values are checked, and the rows that a run returns.
 
-Each run writes an ordinary folder, the same as `attnorm analyze --out`, `attnorm lab train lm --out` and so on. A worker
-keeps the last model that it loaded, so items of one model load it once per worker.
+Each run writes an ordinary folder, the same as `attnorm analyze --out`, `attnorm lab train lm --out` and so on. A
+worker keeps the last model that it loaded, so items of one model load it once per worker.
 """
 
 from collections.abc import Callable, Mapping

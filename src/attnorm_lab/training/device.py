@@ -44,7 +44,7 @@ def check_accelerate(*, several: bool = False) -> None:
         ValueError: This is one of several processes that cannot share the work.
     """
     if find_spec("accelerate") is None:
-        raise ImportError("training needs accelerate, which is not installed. Run: pip install 'attnorm[train]'")
+        raise ImportError("training needs accelerate, which is not installed. Run: pip install 'attnorm[lab]'")
     launched = several and "RANK" in os.environ
     for name in PROCESSES:
         if os.environ.get(name, "1") not in ("0", "1") and not (launched and name == "WORLD_SIZE"):

@@ -211,7 +211,7 @@ def figure(records: Sequence[Record], longer: Sequence[int]) -> Figure:
     without_offsets(drawn)
     note(
         drawn,
-        "Learned positions end at the training length; bars: standard error over heads. attnorm lab reproduce positions",
+        "Learned positions end at the training length; bars: standard error of heads. attnorm lab reproduce positions",
     )
     drawn.tight_layout(rect=(0, 0.03, 1, 1))
     return drawn

@@ -144,7 +144,10 @@ def _write_trials(out: Path, result: SearchResult) -> None:
 
 def _write_recipe(path: Path, plan: SearchPlan, trial: TrialResult) -> None:
     numbers = ", ".join(f"{name} {value:.5g}" for name, value in trial.values.items())
-    note = f"attnorm lab search, trial {trial.number}: {numbers}\nOne random seed. Compare with other seeds before you use it."
+    note = (
+        f"attnorm lab search, trial {trial.number}: {numbers}\n"
+        "One random seed. Compare with other seeds before you use it."
+    )
     write_recipe_file(path, trial.recipe, trial.learning_rate, note)
 
 

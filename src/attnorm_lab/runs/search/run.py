@@ -255,7 +255,7 @@ def check_optuna() -> None:
     try:
         import optuna  # noqa: F401
     except ImportError:
-        raise ImportError("search needs Optuna, which is not installed. Run: pip install 'attnorm[search]'") from None
+        raise ImportError("search needs Optuna, which is not installed. Run: pip install 'attnorm[lab]'") from None
 
 
 @contextmanager

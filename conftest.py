@@ -15,7 +15,7 @@ from tests.clean_interpreter import start_server
 from tests.parallel_rewriting import rewrite_share
 from tests.real_model import smollm2 as smollm2
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parent
 
 # Read once, when torch starts: two workers on two cores must not fight over them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
