@@ -9,13 +9,11 @@ from attnorm.arithmetic import student_interval
 from attnorm.cli.normalizers import describe_all
 from attnorm.normalizers.declaration import warm_start_of
 from attnorm.normalizers.registry import BUILT_IN
-from attnorm.normalizers.spec import state_spec
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 RECORD = json.loads((DOCS / "results" / "swap.json").read_text(encoding="utf-8"))
 ROWS: dict[str, dict[str, Any]] = {row["side"]: row for row in RECORD["rows"]}
 LIMIT = 0.01  # nats per token
-NAMES = {state_spec(name): name for name in BUILT_IN}  # as the record names the default options
 SAFE = {side for side, row in ROWS.items() if row["change"] is not None and row["change"]["interval"][1] < LIMIT}
 
 
@@ -31,8 +29,10 @@ def test_the_record_has_16_windows_and_its_intervals_follow_from_them() -> None:
 
 def test_a_normalizer_is_declared_safe_if_and_only_if_the_record_shows_it() -> None:
     declared = {name for name, entry in BUILT_IN.items() if warm_start_of(entry.factory()).safe}
-    assert declared == {NAMES[side] for side in SAFE & NAMES.keys()}
-    assert NAMES.keys() - ROWS.keys() == {"soft", "differential", "differential_v2", "tda"}, "these cannot be swapped"
+    assert declared == SAFE & BUILT_IN.keys()
+    assert BUILT_IN.keys() - ROWS.keys() == {"soft", "differential", "differential_v2", "tda"}, (
+        "these cannot be swapped"
+    )
     assert {one.name for one in describe_all() if one.safe_untrained} == declared
 
 
@@ -53,6 +53,6 @@ def test_the_page_has_the_numbers_of_the_record() -> None:
 def test_the_guide_recommends_without_training_what_is_safe() -> None:
     guide = (DOCS / "normalizers.md").read_text(encoding="utf-8")
     (listed,) = re.findall(r"^\*\*Safe without training:\*\*(.*?)\.\s", guide, re.MULTILINE | re.DOTALL)
-    assert set(re.findall(r"`(\w+)`", listed)) == SAFE & NAMES.keys()
+    assert set(re.findall(r"`(\w+)`", listed)) == SAFE & BUILT_IN.keys()
     (recommended,) = re.findall(r"^\| [^|]*without training \| ([^|]*) \|", guide, re.MULTILINE)
     assert set(re.findall(r"`(\w+)`", recommended)) <= SAFE

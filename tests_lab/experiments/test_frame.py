@@ -17,7 +17,7 @@ from typing import get_args
 import pyarrow.parquet as pq
 import pytest
 
-from attnorm.cli import reproduce as command
+from attnorm_lab.cli import reproduce as command
 from attnorm_lab.experiments import catalogue, run
 from attnorm_lab.experiments.experiment import (
     ExperimentFinding,
