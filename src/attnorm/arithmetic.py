@@ -2,7 +2,7 @@
 
 Two kinds of model are compared by one rule, which docs/results/index.md states: `difference_over_seeds` where each
 model has one number, `difference_over_seeds_and_questions` where every model answers the same questions, and `holm`
-over all comparisons that a table makes.
+over the comparisons that a page names together.
 
 Numpy and scipy are imported where they are used: scipy.stats takes nearly a second to load.
 """

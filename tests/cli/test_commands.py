@@ -73,7 +73,7 @@ def test_doctor_finds_this_machine_well() -> None:
     required = {Requirement(line).name for line in project["dependencies"]}
     optional = {one["name"] for one in health["optional"]}
     assert not optional & required, "what is required is not optional"
-    for_users = ("train", "lightning", "frames", "bench")
+    for_users = ("lab", "lightning", "frames")
     assert optional >= {Requirement(line).name for one in for_users for line in project["optional-dependencies"][one]}
     assert health["versions"]["attnorm"] == attnorm.__version__
     assert "cpu" in health["devices"]
