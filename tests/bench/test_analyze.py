@@ -39,7 +39,6 @@ from attnorm.bench.results import (
 from attnorm.bench.suites import run_benchmarks
 from attnorm.cli import app
 from tests.cli.saved_model import save_model, save_text
-from tests.fork_script import forked_json
 
 SMALL = Shape(48, layers=2, heads=2)
 
@@ -116,14 +115,6 @@ def test_the_plain_pass_is_the_model_itself() -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.fixture(params=["fork", pytest.param("new interpreter", marks=pytest.mark.nightly)])
-def _process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fork has the libraries, which a new interpreter imports for 5 s."""
-    if request.param == "fork":
-        monkeypatch.setattr(bench_analyze, "run_and_read_json", forked_json)
-
-
-@pytest.mark.usefixtures("_process")
 @linux_only
 def test_a_process_of_its_own_tells_time_and_memory() -> None:
     cost = cost_in_new_process("core", Shape(512, layers=2, heads=2), least_seconds=0)

@@ -16,7 +16,6 @@ from attnorm.bench.normalizers import by_bisection, compare_normalizers
 from attnorm.bench.results import Ratio, Result
 from attnorm.bench.suites import run_benchmarks
 from attnorm.bench.timing import peak_above, run_and_read_json, time_alternating
-from tests.fork_script import forked_json
 
 linux_only = pytest.mark.skipif(not timing.RESET.exists(), reason="needs /proc/self/clear_refs")
 
@@ -27,7 +26,6 @@ def test_a_quick_run_covers_everything_and_judges_nothing(monkeypatch: pytest.Mo
     asked: list[Any] = []
     for name in ("measure_analysis", "measure_linear", "measure_sweep"):
         monkeypatch.setattr(f"attnorm.bench.suites.{name}", lambda **options: iter(asked.append(options) or ()))
-    monkeypatch.setattr(attention, "run_and_read_json", forked_json)
     heard: list[Result] = []
     results = run_benchmarks("all", threads=1, quick=True, finished=heard.append)
     assert [options["quick"] for options in asked] == [True, True, True]

@@ -46,7 +46,6 @@ depths = [0.5]
 """
 
 
-@pytest.mark.usefixtures("forked_workers")
 def test_a_search_in_processes_with_a_database_weighs_three_objectives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
