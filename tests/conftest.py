@@ -68,12 +68,6 @@ def _alone() -> Iterator[None]:
     registry._registered = registered
 
 
-@pytest.fixture(autouse=True)
-def _without_shape_checks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.node.get_closest_marker("as_installed"):
-        monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _refuse_wrongly_compiled_kernels() -> Iterator[None]:
     """The numbers of such a kernel may come close enough to pass."""

@@ -114,7 +114,6 @@ def test_0_keys_keep_no_token_of_the_text() -> None:
     assert (found.reads.num_rows, found.tokens.num_rows) == (0, 0)
 
 
-@pytest.mark.as_installed
 @pytest.mark.parametrize("options", [{"read_keys": -1}, {"read_keys": 10**9}, {"read_keys": True}, {"read_rows": 0},
                                      {"read_rows": ()}, {"read_rows": "last"}, {"read_rows": (1.5,)}])  # fmt: skip
 def test_options_that_make_no_sense_are_rejected(options: dict[str, Any]) -> None:

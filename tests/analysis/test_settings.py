@@ -67,7 +67,6 @@ def test_a_wrong_parameter_is_named_with_what_was_expected(change: dict[str, Any
         settings(**change)
 
 
-@pytest.mark.as_installed
 @pytest.mark.parametrize(
     "change", [{"rows": "first"}, {"rows": 1.5}, {"rows": True}, {"seed": "x"}, {"vector_rows": 2.5}]
 )

@@ -37,12 +37,10 @@ def assert_compiles(name: str, backend: str, **options: object) -> None:
     "name",
     ["ssmax", "differential_v2", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("softmax", "entmax15"))],
 )
-@pytest.mark.as_installed
 def test_one_graph_gives_the_same_outputs_and_gradients(name: str) -> None:
     assert_compiles(name, "aot_eager", causal=True)
 
 
-@pytest.mark.as_installed
 @torch.no_grad()
 def test_compiled_code_gives_the_same_outputs() -> None:
     """Scalar C++ without precompiled headers takes two thirds of the time, gradients three times as long.
@@ -66,7 +64,6 @@ def test_compiled_code_gives_the_same_outputs() -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", ROWS)
-@pytest.mark.as_installed
 def test_every_normalizer_compiles(name: str) -> None:
     assert_compiles(name, "inductor", causal=True)
 
@@ -74,7 +71,6 @@ def test_every_normalizer_compiles(name: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", sorted(set(attnorm.available()) - set(ROWS)))
-@pytest.mark.as_installed
 def test_every_mechanism_compiles(name: str) -> None:
     assert_compiles(name, "inductor", causal=name != "soft")
 

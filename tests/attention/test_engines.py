@@ -21,7 +21,6 @@ ON_SDPA = ["softmax", "ssmax", "log_scaled", "softmax1", "sink", "adaptive_tempe
 
 @every_case
 @pytest.mark.parametrize("name", ["causal", "padding, causal", "a mask per head", "more queries than keys"])
-@pytest.mark.as_installed
 @torch.no_grad()
 def test_a_forced_engine_agrees_or_says_why_not(case: Case, name: str) -> None:
     normalizer = case.make()
@@ -74,7 +73,6 @@ def test_a_large_offset_costs_the_entropy_about_what_it_costs_the_logits(offset:
     assert (two_passes - exact).abs().max() <= 4 * (rows - exact).abs().max() + 1e-6
 
 
-@pytest.mark.as_installed
 def test_adaptive_temperature_with_gradients_leaves_the_fused_engine() -> None:
     q, k, v, _ = Call().tensors()
     q.requires_grad_()

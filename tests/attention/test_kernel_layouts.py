@@ -11,7 +11,7 @@ import attnorm
 from attnorm.kernels.launch import FARTHEST_ROWS, in_rows
 from tests.attention.kernel_calls import DEVICE, draw, run
 
-pytestmark = [pytest.mark.as_installed, pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")
 
 SHAPE = (1, 4, 2, 16, 20, 24, 40)  # batch, heads, key heads, queries, keys, width, width of the values
 ENGINES = {

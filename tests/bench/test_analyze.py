@@ -58,7 +58,6 @@ def _no_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(bench_analyze.FOLDER, raising=False)
 
 
-@pytest.mark.as_installed
 @pytest.mark.usefixtures("_no_real_model")
 @linux_only
 def test_a_quick_run_measures_every_way_and_judges_nothing() -> None:

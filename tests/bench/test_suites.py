@@ -20,7 +20,6 @@ from attnorm.bench.timing import peak_above, run_and_read_json, time_alternating
 linux_only = pytest.mark.skipif(not timing.RESET.exists(), reason="needs /proc/self/clear_refs")
 
 
-@pytest.mark.as_installed
 def test_a_quick_run_covers_everything_and_judges_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """But analyze, sweep and linear, which test_analyze.py, test_sweep.py and cli/test_reproduce.py run."""
     asked: list[Any] = []

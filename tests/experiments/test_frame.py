@@ -78,7 +78,6 @@ def test_every_form_of_figures_and_tables_is_written_with_verdict_and_manifest(t
     assert "a \\| b <i> | 1 of 2 | does not | because |" in (tmp_path / "toy" / "verdict.md").read_text()
 
 
-@pytest.mark.as_installed
 def test_figures_are_the_same_bytes_when_drawn_again(toy: Toy, tmp_path: Path) -> None:
     for folder in ("one", "two"):
         toy.runs = 0

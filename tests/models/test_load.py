@@ -85,7 +85,6 @@ def test_only_devices_of_this_machine_are_suggested(monkeypatch: pytest.MonkeyPa
             load("bundled", device="cuda:99")
 
 
-@pytest.mark.as_installed
 def test_what_is_neither_a_model_nor_a_name_is_named() -> None:
     with pytest.raises(ValueError, match="got 3"):
         load(3)

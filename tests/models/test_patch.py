@@ -337,7 +337,6 @@ def test_an_unknown_name_is_reported_before_an_earlier_patch(normalizer: str | d
         (attnorm.get("sink", heads=2), {"layers": {0: [1]}}, "'sink'.*4 heads"),
     ],
 )
-@pytest.mark.as_installed
 def test_what_cannot_be_is_refused_before_anything_changes(
     normalizer: str | attnorm.Normalizer, options: dict[str, Any], message: str
 ) -> None:
@@ -371,7 +370,6 @@ def test_an_encoder_takes_mechanisms_without_a_causal_form_and_none_that_is_caus
         assert {normalizer.name for normalizer in handle.normalizers.values()} == {"soft"}
 
 
-@pytest.mark.as_installed
 def test_what_is_no_model_or_no_normalizer_is_named() -> None:
     with pytest.raises(TypeError, match=r"from_pretrained\('gpt2'\)"):
         unpatch("gpt2")
@@ -498,7 +496,6 @@ def test_a_model_that_shares_the_config_of_a_patched_one_is_left_alone() -> None
     assert (quiet_logits(sibling, ids) - plain).abs().max() > 1e-3
 
 
-@pytest.mark.as_installed
 def test_the_name_of_a_model_is_no_model() -> None:
     with pytest.raises(TypeError, match=r"from_pretrained\('gpt2'\)"):
         patch("gpt2", "ssmax")
@@ -515,7 +512,6 @@ def test_one_layer_and_one_head_need_no_list() -> None:
         assert handle.normalizers["model.layers.0.self_attn"].map.heads == (2,)
 
 
-@pytest.mark.as_installed
 def test_numbers_out_of_a_table_are_numbers() -> None:
     model, one = llama(), np.array([1])
     for layers in (one, torch.tensor([1]), {one[0]: one}, {1: torch.tensor([1])}, {1: list(one)}):

@@ -71,7 +71,6 @@ def test_thresholds_can_be_moved() -> None:
         ("dispersed_entropy", "x"), ("separability", None), ("logit_growth", True),
     ],
 )  # fmt: skip
-@pytest.mark.as_installed
 def test_thresholds_that_make_no_sense(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"threshold {name}"):
         AlertThresholds(**{name: value})

@@ -388,7 +388,6 @@ def test_mechanisms_are_left_out() -> None:
     assert {key.split("/")[1] for key in numbers} == {"layer_01", "worst", "alert"}
 
 
-@pytest.mark.as_installed
 @pytest.mark.parametrize("options", [{"rows": 0}, {"top_n": 1.5}, {"every": -1}, {"rows": True}])
 def test_settings_that_make_no_sense(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):

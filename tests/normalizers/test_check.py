@@ -279,7 +279,6 @@ def test_what_cannot_run_at_all_says_what_to_pass() -> None:
     assert check_normalizer(get("ssmax", heads=3), heads=3).passed
 
 
-@pytest.mark.as_installed
 def test_a_mechanism_has_no_rows_to_check() -> None:
     with pytest.raises(TypeError, match="'gaussian'"):
         check_normalizer("gaussian")

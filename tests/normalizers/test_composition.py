@@ -156,7 +156,6 @@ def test_a_part_that_would_lose_the_rest_of_its_normalizer_is_refused(options: d
         compose(**options)
 
 
-@pytest.mark.as_installed
 def test_a_mechanism_is_no_part() -> None:
     for build in (lambda: compose("gaussian"), lambda: mixture("softmax", "gaussian"), lambda: compose(scale="linear")):
         with pytest.raises(TypeError, match="mechanism"):

@@ -8,7 +8,6 @@ from attnorm.normalizers.block import Positions, check_mask
 from attnorm.normalizers.contract import per_head
 
 
-@pytest.mark.as_installed
 @pytest.mark.parametrize(
     ("mask", "advice"),
     [(torch.zeros(3, 5), r"float32.*finfo"), (torch.zeros(3, 5, dtype=torch.int64), r"int64.*\.bool\(\)")],

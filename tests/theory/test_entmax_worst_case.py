@@ -38,7 +38,6 @@ def norm_of_weights(p: Tensor, alpha: float) -> Tensor:
     return rank_one_eigenvalue(p ** (2 - alpha))
 
 
-@pytest.mark.as_installed  # the checks of shapes would take half of the time
 @pytest.mark.parametrize(
     ("n", "alpha"),
     [

@@ -45,7 +45,6 @@ SEARCHED = [claim for claim in CLAIMS.values() if claim.searched]
 OFTEN = {(claim.family, claim.status): claim.id for claim in reversed(SEARCHED)}.values()
 
 
-@pytest.mark.as_installed
 @pytest.mark.parametrize(
     "name",
     [pytest.param(claim.id, marks=() if claim.id in OFTEN else pytest.mark.nightly) for claim in SEARCHED],
@@ -81,7 +80,6 @@ def test_the_same_seed_finds_the_same_and_another_does_not() -> None:
 SLOWER = ("theorem-1-random", "figure-4")
 
 
-@pytest.mark.as_installed
 @pytest.mark.parametrize(
     "name", ["corollary-3", "lemma-2", *(pytest.param(name, marks=pytest.mark.nightly) for name in SLOWER)]
 )
@@ -169,7 +167,6 @@ def few(broken: list[Any], of_each: int) -> list[Any]:
     return [pytest.param(*one, marks=nightly if n >= of_each else ()) for one, n in zip(broken, before, strict=True)]
 
 
-@pytest.mark.as_installed
 @pytest.mark.parametrize(
     ("name", "owner", "attribute", "change"), few(BROKEN, 1), ids=[f"{b[0]}-{b[2]}" for b in BROKEN]
 )
@@ -233,7 +230,6 @@ LOOSENED = [
 ]  # fmt: skip
 
 
-@pytest.mark.as_installed
 @pytest.mark.parametrize(
     ("name", "owner", "attribute", "change"), few(LOOSENED, 1), ids=[f"{b[0]}-{b[3].__name__}" for b in LOOSENED]
 )
@@ -336,7 +332,6 @@ class Clock:
         return self.now
 
 
-@pytest.mark.as_installed
 def test_more_budget_means_more_rounds_and_refuted_claims_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "time", Clock())
     finding, refuted = verify([CLAIMS["lemma-2.1"], CLAIMS["must-collapse"]], budget_seconds=0.4, first_rounds=3)

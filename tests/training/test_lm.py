@@ -273,7 +273,6 @@ def test_bfloat16_trains_too(train: Train, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.as_installed
 def test_compiled_blocks_train_to_the_same_loss(train: Train, uninterrupted: Path, tmp_path: Path) -> None:
     train(tmp_path / "run", options={"compiled": True})
     plain, compiled = (metrics(out)[-1]["valid_loss"] for out in (uninterrupted, tmp_path / "run"))
@@ -281,7 +280,6 @@ def test_compiled_blocks_train_to_the_same_loss(train: Train, uninterrupted: Pat
 
 
 @pytest.mark.nightly
-@pytest.mark.as_installed
 @pytest.mark.parametrize("name", ["ssmax", "entmax15"])  # traced with its block, and beside the graphs
 def test_compiled_blocks_train_with_any_normalizer(name: str, train: Train, tmp_path: Path) -> None:
     change: dict[str, Any] = {"architecture": "llama", "normalizer": name, "layers": 9}
