@@ -7,7 +7,6 @@ import html
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -345,11 +344,6 @@ def test_parts_that_nothing_needs_are_gone_after_success_and_what_is_finished_is
     assert [path.name for path in (tmp_path / "parts").iterdir()] == ["other"]
 
 
-def test_two_models_of_one_name_are_refused() -> None:
-    with pytest.raises(ValueError, match="'bundled'"):
-        ExperimentSubject(others=("bundled",)).identity(with_model=True)
-
-
 def test_another_second_model_is_another_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         ExperimentSubject, "described", lambda self: {"name": self.model, "fingerprint": f"weights of {self.model}"}
@@ -377,19 +371,6 @@ def test_every_experiment_of_the_table_that_is_there_goes_by_its_own_name() -> N
         found = catalogue.experiment(name)
         assert found.name == name
         assert found.question.endswith("?")
-
-
-@pytest.mark.parametrize(
-    ("subject", "name"),
-    [
-        (ExperimentSubject(texts=(Path("missing.txt"),)), "missing.txt"),
-        (ExperimentSubject(model="./no-such-folder"), "'./no-such-folder'"),
-        (ExperimentSubject(device="abacus"), "'abacus'"),
-    ],
-)
-def test_errors_name_what_is_wrong_with_a_subject(subject: ExperimentSubject, name: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(name)):
-        subject.identity(with_model=True)
 
 
 def test_the_error_of_a_short_text_has_its_length(tmp_path: Path) -> None:

@@ -173,8 +173,3 @@ def test_what_is_no_trainer_or_no_model_is_told_where_it_belongs() -> None:
         monitor.attach(llama())
     with pytest.raises(TypeError, match="'gpt2'"), monitor.step("gpt2"):
         pass
-
-
-def test_thresholds_of_another_kind_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"\{'heads': 0\.2\}.*AlertThresholds\("):
-        AttentionMonitor(thresholds={"heads": 0.2})

@@ -131,12 +131,6 @@ def test_a_fit_has_degree_four_by_default_and_needs_one_row_more() -> None:
     assert len(fit(torch.randn(5, 5, dtype=torch.float64) * 3)) == 5
 
 
-@pytest.mark.parametrize("coefficients", [(), (1.0, math.nan), (math.inf,)])
-def test_coefficients_must_be_finite_numbers(coefficients: tuple[float, ...]) -> None:
-    with pytest.raises(ValueError, match="coefficients"):
-        get("adaptive_temperature", coefficients=coefficients)
-
-
 @pytest.mark.parametrize(
     ("coefficients", "points"),
     [

@@ -144,21 +144,6 @@ def test_a_measured_constant_comes_close_from_below() -> None:
     assert exact * 0.999 <= measured <= exact * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: fr.frontier_weight(1, 0.5), "at least 2, got 1"),
-        (lambda: fr.frontier_weight(5, -0.5), "must not be negative, got -0.5"),
-        (lambda: fr.frontier_effort(10, 0.05), r"\[0.1, 1\], got 0.05"),
-        (lambda: fr.softmax_gap(1.2, 10), "got 1.2"),
-        (lambda: fr.kneemax_weight(-1.0, 10), "got -1.0"),
-    ],
-)
-def test_bad_input_is_named(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
 @pytest.mark.parametrize(("gap", "checked"), [(11.0, True), (17.0, True), (19.0, False)])
 def test_the_gap_of_softmax_is_checked_down_to_a_millionth_beside_the_leader(gap: float, checked: bool) -> None:
     keys = 64

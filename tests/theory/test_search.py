@@ -454,20 +454,6 @@ def test_the_search_leaves_torch_as_it_was() -> None:
     assert torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: verify([], budget_seconds=0), "budget_seconds must be positive, got 0"),
-        (lambda: verify([], first_rounds=0), "first_rounds must be at least 1, got 0"),
-        (lambda: replay(CLAIMS["theorem-2.2"], 0, 0), "theorem-2.2 is proved by an argument"),
-        (lambda: replay(CLAIMS["lemma-1"], 0, -1), "round of at least 0, got -1"),
-    ],
-)
-def test_bad_input_is_named(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
 def claim_of(ratios: list[float], **options: Any) -> Claim:
     """A claim whose ratios are these, row after row."""
     values = torch.tensor(ratios, dtype=torch.float64)
