@@ -367,15 +367,6 @@ def test_weights_with_a_nan_are_refused_and_not_passed_on() -> None:
         gradient.entmax_jacobian_norm(weights)
 
 
-def test_softmax_at_temperature_1_is_the_default() -> None:
-    p = torch.softmax(torch.randn(3, 6, dtype=torch.float64), -1)
-    for name in ("entmax_jacobian_norm", "entmax_norm_bracket"):
-        function = getattr(gradient, name)
-        torch.testing.assert_close(function(p), function(p, 1.0, 1.0), rtol=0, atol=0)
-    assert gradient.finite_difference_corrected(0.1) == 0.5
-    assert gradient.finite_difference_corrected(0.1, 2.0) == 0.25
-
-
 @pytest.mark.parametrize("keys", [1, 3, 16, 17, 40])
 def test_the_norm_of_any_map_is_exact_for_few_keys_and_a_lower_bound_for_more(keys: int) -> None:
     z = torch.randn(5, keys, dtype=torch.float64)

@@ -492,33 +492,6 @@ def test_verdicts(changes: dict[str, Any], verdict: str) -> None:
     assert search.Finding(argument).verdict == "argument"
 
 
-def test_totals_of_a_round() -> None:
-    one = search._Search(claim_of([0.5, math.nan, 1 + 5e-10, 1.5, 2.0, math.inf]), seed=3)
-    rows = len(one.case_of(0)[1])
-    one.run_round()
-    kinds = [row % 6 for row in range(rows)]
-    assert one.rounds == 1
-    assert one.tried == sum(kind != 1 for kind in kinds)
-    assert one.violations == sum(kind in (3, 4, 5) for kind in kinds)
-    assert one.smallest is not None
-    assert (one.smallest.row, one.smallest.ratio, one.smallest.round, one.smallest.seed) == (5, math.inf, 0, 3)
-    assert one.smallest.address == "x:3:0:5"
-    finding = one.finding()
-    assert (finding.worst_ratio, finding.tried, finding.rounds) == (math.inf, one.tried, 1)
-    smaller = one.smallest
-    one._keep_smallest(dataclasses.replace(one.case_of(0)[0]), torch.zeros(rows))
-    assert one.smallest is smaller  # as large as the one that is kept
-    assert search._size(smaller) == (smaller.keys, smaller.width, smaller.top_n)
-
-
-def test_quantiles_are_the_nearest_ranks() -> None:
-    assert search._quantiles([]) is None
-    assert search._quantiles([torch.empty(0)]) is None
-    assert search._quantiles([torch.tensor([2.0])]) == (2.0, 2.0, 2.0)
-    assert search._quantiles([torch.arange(61.0, 101.0), torch.arange(0.0, 61.0)]) == (5.0, 50.0, 95.0)
-    assert search._quantiles([torch.tensor([1.0, math.inf])])[2] == math.inf  # type: ignore[index]
-
-
 def test_shares_of_rows_where_a_bound_says_nothing_are_those_of_random_rounds() -> None:
     def silent(case: Any) -> Tensor:
         kinds = torch.arange(len(case.dial)) % 4
