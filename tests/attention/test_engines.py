@@ -15,7 +15,6 @@ from attnorm.engines import inputs as engine_inputs
 from attnorm.engines.execution import MIN_QUERIES
 from attnorm.engines.inputs import Inputs, validate_inputs
 from attnorm.normalizers import compose
-from attnorm.normalizers.softcap import Softcap
 from tests.attention.calls import CALLS, Call, assert_all_close, calling, learned, outputs_and_gradients
 from tests.attention.reference import TYPICAL, Case, seen
 
@@ -199,23 +198,6 @@ def test_causal_attention_of_few_queries_ends_at_the_last_key(queries: int, keys
 def test_no_kernel_takes_float64_however_narrow() -> None:
     for width in (1, 16):
         assert not execution.runs_kernels(torch.ones(1, width, dtype=torch.float64))
-
-
-@torch.no_grad()
-def test_sdpa_takes_factors_and_at_the_end_the_sharpening_by_entropy() -> None:
-    for scale, runs in [
-        ([], True),
-        (["ssmax"], True),
-        (["ssmax", "log_scaled"], True),
-        (["adaptive_temperature"], True),
-        (["ssmax", "adaptive_temperature"], True),
-        (["adaptive_temperature", "ssmax"], False),
-        ([Softcap(3.0)], False),
-        ([Softcap(3.0), "ssmax"], False),
-        ([Softcap(3.0), "adaptive_temperature"], False),
-        (["scale_invariant"], False),
-    ]:
-        assert fused.applies(call(), compose(scale=scale)) is runs, scale
 
 
 @pytest.mark.parametrize("engine", ["fused", "triton"])
