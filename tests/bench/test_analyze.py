@@ -183,7 +183,7 @@ def test_a_run_must_keep_all_its_promises(seconds: float, times: float | None, m
     assert run.met is met
 
 
-@pytest.mark.usefixtures("_process")
+@pytest.mark.nightly  # starts new interpreters, as the test above that measures one
 def test_a_folder_is_measured_from_the_start_of_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_analyze, "_against_plain", lambda *_: iter(()))
     monkeypatch.setattr(bench_analyze, "_in_own_processes", lambda *_: iter(()))
