@@ -4,7 +4,7 @@
 #   make lint      the first three only
 #   make format    let ruff rewrite what it can
 #   make nightly   the checks too long for every commit: every normalizer compiled, random examples,
-#                  kills, annotations checked in every call, a sample of mutants of the code, and test-lowest
+#                  kills, a sample of mutants of the code, and test-lowest
 #   make test-lowest  a part of the tests with the lowest versions that pyproject.toml allows, in .venv-lowest
 #   make test-gpu  the tests that run on a GPU where there is one
 #   make docs      the documentation as a site: open site/index.html, no server or network needed
@@ -66,7 +66,6 @@ docs: $(INSTALLED)
 
 nightly: $(INSTALLED)
 	HYPOTHESIS_PROFILE=explore $(BIN)/pytest -n $(WORKERS) -m "nightly or further_case" --timeout 900 $(ARGS)
-	ATTNORM_CHECK_ANNOTATIONS=everywhere $(BIN)/pytest -n $(WORKERS) $(ARGS)
 	$(BIN)/python tools/mutate.py --sample 200 --stop-after 7200 --out mutants
 	$(MAKE) test-lowest
 

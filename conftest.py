@@ -1,80 +1,44 @@
-"""Which tests run, and the ground rules for the processes that run them."""
+"""Which tests run, and what is equal for all of them: one thread, fixed random seeds, checks of annotated shapes."""
+# ruff: noqa: E402 - some variables are read once, when torch or Triton is imported
 
-import atexit
-import gc
-import importlib
 import os
-import shutil
-import sys
+import random
+from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two workers on two cores must not fight over them
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("MPLBACKEND", "Agg")
 
+import hypothesis
+import jaxtyping
+import numpy as np
+import pytest
+import setuptools  # noqa: F401  # torch.compile needs it, and it must come before anyone's distutils
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run, slowly, on a CPU
+torch.set_num_threads(1)
+
+# Shape annotations are dense in theory. mypy checks the other annotations.
+jaxtyping.install_import_hook("attnorm.theory", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
+
+from attnorm.engines.execution import HAS_TRITON, known_calls
+from attnorm.normalizers import registry
 from tests.case_selection import mark_further_cases
-from tests.clean_interpreter import start_server
-from tests.parallel_rewriting import rewrite_share
+from tests.fast_interpreter import speed_up_interpreter
+from tests.miscompiled_reductions import refuse_scattered
 from tests.real_model import smollm2 as smollm2
 
 ROOT = Path(__file__).resolve().parent
 
-# Read once, when torch starts: two workers on two cores must not fight over them.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-os.environ.setdefault("MPLBACKEND", "Agg")
-# Read once, when Triton starts: the conftest.py of a folder named on the command line may import it first.
-DRIVERS = ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
-if shutil.which("nvidia-smi") is None and not any(Path(driver).exists() for driver in DRIVERS):
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run, slowly, on a CPU
+if not torch.cuda.is_available():
+    speed_up_interpreter()
 
-gc.disable()  # until the tests are collected: it took a fifth of that time and found nothing
-
-# The process that hands tests to workers runs none. In others the package is imported with checks of shapes, before the
-# conftest.py of a folder named on the command line imports it without.
-if "PYTEST_XDIST_WORKER" in os.environ or not any(given.startswith(("-n", "--numprocesses")) for given in sys.argv):
-    start_server()
-    importlib.import_module("tests.global_fixtures")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """The process that hands tests to workers runs none: without torch it starts them two seconds earlier.
-
-    A worker leaves without freeing its million objects, which takes three seconds.
-    """
-    worker = hasattr(config, "workerinput")
-    if worker:
-        atexit.register(os._exit, 0)
-        _send_fewer_reports(config)
-    else:
-        atexit.register(gc.unfreeze)  # or nanobind reports what was never freed
-    if worker or not config.getoption("numprocesses", None):
-        config.pluginmanager.register(importlib.import_module("tests.global_fixtures"), "global_fixtures")
-
-
-def _send_fewer_reports(config: pytest.Config) -> None:
-    """A worker keeps what nobody reads: starts of tests, setups and teardowns that passed, too short for --durations.
-
-    They are three of six messages, and half of the time that pytest-xdist takes.
-    """
-    plugins = config.pluginmanager
-    (sender,) = (one for one in plugins.get_plugins() if type(one).__name__ == "WorkerInteractor")
-    send = sender.pytest_runtest_logreport
-
-    def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-        if report.when == "call" or not report.passed or report.duration > 0.005:
-            send(report)
-
-    plugins.unregister(sender)
-    sender.pytest_runtest_logreport = pytest_runtest_logreport
-    sender.pytest_runtest_logstart = lambda nodeid, location: None
-    plugins.register(sender)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection(session: pytest.Session) -> None:
-    config = session.config
-    if hasattr(config, "workerinput") and config.args == config.getini("testpaths"):
-        number, workers = int(config.workerinput["workerid"].removeprefix("gw")), config.workerinput["workercount"]
-        rewrite_share(config, sorted((ROOT / "tests").rglob("test_*.py")), number, workers)
+hypothesis.settings.register_profile("fixed", deadline=None, max_examples=40, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=500, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
 @pytest.hookimpl(tryfirst=True)  # the markers must be there before -m is applied
@@ -88,11 +52,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             items[:] = [item for item in items if id(item) not in left_out]
 
 
-def pytest_collection_finish() -> None:
-    """From here on the garbage collector looks at what the tests make, not at the million objects before them."""
-    gc.freeze()
-    gc.set_threshold(50_000, 10, 10)  # by default it takes a fiftieth of the time, half of it in hypothesis
-    gc.enable()
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    """Random seeds for each test. Registered normalizers and known calls end with it."""
+    random.seed(0)
+    np.random.seed(0)
+    if torch.cuda.is_available():
+        torch.manual_seed(0)
+    else:
+        torch.default_generator.manual_seed(0)  # torch.manual_seed formats a stack trace per absent device: 4 ms a test
+    registered = registry._registered
+    registry._registered = dict(registered)
+    known_calls.forget()
+    yield
+    registry._registered = registered
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _refuse_wrongly_compiled_kernels() -> Iterator[None]:
+    """The numbers of such a kernel may come close enough to pass."""
+    with pytest.MonkeyPatch.context() as patch:
+        if HAS_TRITON and torch.cuda.is_available():
+            import triton
+
+            if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7):
+                patch.setattr(triton.knobs.compilation, "listener", refuse_scattered)
+        yield
 
 
 @pytest.fixture(scope="session")

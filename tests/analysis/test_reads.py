@@ -113,20 +113,6 @@ def test_0_keys_keep_no_token_of_the_text() -> None:
     assert (found.reads.num_rows, found.tokens.num_rows) == (0, 0)
 
 
-@pytest.mark.as_installed
-@pytest.mark.parametrize("options", [{"read_keys": -1}, {"read_keys": 10**9}, {"read_keys": True}, {"read_rows": 0},
-                                     {"read_rows": ()}, {"read_rows": "last"}, {"read_rows": (1.5,)}])  # fmt: skip
-def test_options_that_make_no_sense_are_rejected(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(options))}.*: expected"):
-        attnorm.analyze(llama(), tokens(1, 32), **options, **CORE)
-
-
-@pytest.mark.parametrize(("rows", "wrong"), [((-1, 48), 48), ((-49,), -49)])
-def test_a_row_beyond_every_window_is_rejected(rows: tuple[int, ...], wrong: int) -> None:
-    with pytest.raises(ValueError, match=rf"--token-rows\).*-48 to 47.*got {wrong}"):
-        attnorm.analyze(llama(), list(range(1, 49)), lengths=(32, 48), read_keys=4, read_rows=rows, **CORE)
-
-
 def test_several_normalizers_read_from_the_same_rows() -> None:
     found = attnorm.analyze(llama(), tokens(1, 32), normalizers=("model", "sparsemax"), read_keys=4, **CORE)
     for name in ("model", "sparsemax"):

@@ -1,6 +1,7 @@
 """An Analysis can be saved, read again, merged, exported and shown, and loses nothing on the way."""
 
 import json
+import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,7 +18,6 @@ from attnorm.analysis.tables import SCHEMAS, TABLES, VERDICT_COLUMNS
 from attnorm.analysis.verdicts import Thresholds
 from attnorm.report_data import VERDICTS
 from tests.analysis.tiny_models import gpt2, ids
-from tests.clean_interpreter import run_in_clean_interpreter
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'&<script>alert(2)</script>"
 
@@ -268,4 +268,4 @@ def test_reading_an_analysis_needs_no_transformers(analysis: Analysis, tmp_path:
         "import sys, attnorm; a = attnorm.Analysis.load(sys.argv[1]); a.summary(); a._repr_html_(); "
         "assert 'transformers' not in sys.modules, 'transformers was loaded'"
     )
-    run_in_clean_interpreter(code, str(folder))
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True)

@@ -40,47 +40,6 @@ def settings(**changes: Any) -> AnalysisSettings:
     return settings_of(**asked | changes)
 
 
-def test_the_normalizer_of_the_model_is_among_the_known_names() -> None:
-    with pytest.raises(ValueError, match=r"'modl'.*'model'"):
-        named_normalizers("modl")
-    with pytest.raises(ValueError, match=r"'x'.* model, "):
-        named_normalizers("x")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"metrics": "sensitivty"}, "'sensitivty'.*'sensitivity'"),
-        ({"metrics": ("core", "zebra")}, "'zebra'"),
-        ({"vectors": "value"}, "'value'.*'values'"),
-        ({"rows": 0}, "rows: .*got 0"),
-        ({"vector_rows": 0}, "vector_rows: .*got 0"),
-        ({"top_n": ()}, r"top_n: .*got \(\)"),
-        ({"top_n": (0, 5)}, "top_n: "),
-        ({"temperatures": (1.0, -1.0)}, "temperatures: "),
-        ({"temperatures": (float("nan"),)}, "temperatures: "),
-        ({"temperatures": ()}, "temperatures: "),
-    ],
-)
-def test_a_wrong_parameter_is_named_with_what_was_expected(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        settings(**change)
-
-
-@pytest.mark.as_installed
-@pytest.mark.parametrize(
-    "change", [{"rows": "first"}, {"rows": 1.5}, {"rows": True}, {"seed": "x"}, {"vector_rows": 2.5}]
-)
-def test_a_parameter_of_the_wrong_type_is_named(change: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(change))}: expected"):
-        settings(**change)
-
-
-def test_an_unknown_normalizer_comes_with_a_suggestion() -> None:
-    with pytest.raises(ValueError, match=r"'entmx15'.*'entmax15'"):
-        named_normalizers(("model", "entmx15"))
-
-
 def test_two_normalizers_of_one_name_are_refused_because_their_rows_could_not_be_told_apart() -> None:
     with pytest.raises(ValueError, match=r"'entmax'.*attribute \.name"):
         named_normalizers((attnorm.get("entmax", alpha=1.2), attnorm.get("entmax", alpha=1.8)))
@@ -110,11 +69,6 @@ def test_a_length_rule_starts_at_the_measured_length_unless_its_options_name_ano
     (note,) = start_notes(named, started, 64)
     assert note.startswith("ssmax, ssmax:learned=false start with train_length 64")
     assert start_notes(named, named, 64) == []
-
-
-def test_a_mechanism_cannot_be_measured_on_logits() -> None:
-    with pytest.raises(TypeError, match="'linear'"):
-        named_normalizers(("linear",))
 
 
 def test_one_name_alone_and_none_at_all() -> None:

@@ -10,8 +10,6 @@ import attnorm
 from attnorm import attention, attention_statistics
 from attnorm.attention import ENGINES
 
-pytestmark = pytest.mark.as_installed  # the checks of the test run would speak first
-
 
 def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.ones(shape, dtype=dtype)

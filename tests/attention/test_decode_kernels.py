@@ -10,7 +10,7 @@ from attnorm.engines import one_pass
 from attnorm.engines.inputs import validate_inputs
 from tests.attention.kernel_calls import DEVICE, HALF, assert_compiles, assert_follows, draw, each_depth, mask_of
 
-pytestmark = [pytest.mark.as_installed, pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 
 ONE = (2, 4, 2, 1, 520, 24, 40)  # batch, heads, key heads, queries, keys, width, width of the values
 WIDE = (1, 4, 2, 1, 300, 192, 256)

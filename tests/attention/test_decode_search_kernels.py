@@ -14,7 +14,7 @@ from attnorm.engines.inputs import Inputs, validate_inputs
 from attnorm.normalizers.contract import Normalizer
 from tests.attention.kernel_calls import DEVICE, HALF, draw, mask_of
 
-pytestmark = [pytest.mark.as_installed, pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 
 MAPS: dict[str, dict[str, Any]] = {
     "entmax15": {},

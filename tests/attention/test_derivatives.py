@@ -8,8 +8,6 @@ import attnorm
 from attnorm.engines import blocked as blocked_engine
 from tests.attention.calls import Call
 
-pytestmark = pytest.mark.as_installed
-
 
 def inputs() -> list[Tensor]:
     return [t.requires_grad_() for t in Call(batch=1, queries=7, keys=7).tensors()[:3]]

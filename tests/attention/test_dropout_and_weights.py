@@ -45,7 +45,6 @@ def test_weights_after_dropout_made_the_output() -> None:
     assert (weights == 0).any()
 
 
-@pytest.mark.as_installed
 def test_weights_that_are_too_large_are_an_error_with_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_module("attnorm.attention"), "MAX_WEIGHT_BYTES", 2 * 4 * 7 * 7 * 8 - 1)
     with pytest.raises(ValueError, match=r"3,135.*3,136.*\(2, 4, 7, 7\)"):

@@ -1,6 +1,8 @@
 """The engines agree, and one that cannot run a call says so."""
 
+from dataclasses import replace
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -8,9 +10,11 @@ from torch import Tensor
 
 import attnorm
 from attnorm.engines import blocked as blocked_engine
-from attnorm.engines import fused
+from attnorm.engines import execution, fused
 from attnorm.engines import inputs as engine_inputs
-from attnorm.engines.inputs import validate_inputs
+from attnorm.engines.execution import MIN_QUERIES
+from attnorm.engines.inputs import Inputs, validate_inputs
+from attnorm.normalizers import compose
 from tests.attention.calls import CALLS, Call, assert_all_close, calling, learned, outputs_and_gradients
 from tests.attention.reference import TYPICAL, Case, seen
 
@@ -21,7 +25,6 @@ ON_SDPA = ["softmax", "ssmax", "log_scaled", "softmax1", "sink", "adaptive_tempe
 
 @every_case
 @pytest.mark.parametrize("name", ["causal", "padding, causal", "a mask per head", "more queries than keys"])
-@pytest.mark.as_installed
 @torch.no_grad()
 def test_a_forced_engine_agrees_or_says_why_not(case: Case, name: str) -> None:
     normalizer = case.make()
@@ -74,7 +77,6 @@ def test_a_large_offset_costs_the_entropy_about_what_it_costs_the_logits(offset:
     assert (two_passes - exact).abs().max() <= 4 * (rows - exact).abs().max() + 1e-6
 
 
-@pytest.mark.as_installed
 def test_adaptive_temperature_with_gradients_leaves_the_fused_engine() -> None:
     q, k, v, _ = Call().tensors()
     q.requires_grad_()
@@ -168,3 +170,38 @@ def test_blocks_without_dropout_draw_no_random_numbers(monkeypatch: pytest.Monke
     before = torch.get_rng_state()
     attnorm.attention(q, k, v, "entmax15", engine="blocked")
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def call(queries: int = 4, keys: int = 6, **options: Any) -> Inputs:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 4, queries, 16, generator=generator)
+    k, v = (torch.randn(1, 2, keys, 16, generator=generator) for _ in range(2))
+    return replace(validate_inputs(q, k, v, mask=None, causal=False, scale=0.3, positions=None), **options)
+
+
+@pytest.mark.parametrize("queries", [1, 2, 3, 5])
+@pytest.mark.parametrize("keys", [1, 2, 3, 5])
+@pytest.mark.parametrize("sink", [None, "softmax1"])
+def test_causal_attention_of_few_queries_ends_at_the_last_key(queries: int, keys: int, sink: str | None) -> None:
+    inputs, normalizer = call(queries, keys, causal=True), compose("softmax", sink=sink)
+    seen = torch.arange(keys) <= torch.arange(queries)[:, None] + keys - queries
+    z = 0.3 * inputs.q_BHQD.double() @ inputs.k_BGKD.double().repeat_interleave(2, 1).mT
+    e = torch.exp(z).masked_fill(~seen, 0.0)
+    weights = e / (e.sum(-1, keepdim=True) + (sink is not None)).clamp(min=1e-300)
+    expected = weights @ inputs.v_BGKE.double().repeat_interleave(2, 1)
+    found = attnorm.attention(
+        inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, normalizer, causal=True, scale=0.3, engine="fused"
+    )
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_no_kernel_takes_float64_however_narrow() -> None:
+    for width in (1, 16):
+        assert not execution.runs_kernels(torch.ones(1, width, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("engine", ["fused", "triton"])
+def test_a_sink_has_one_logit_or_one_for_each_head(engine: str) -> None:
+    inputs = call(MIN_QUERIES)
+    with pytest.raises(ValueError, match="the sink has logits for 3 heads, but q has 4 heads"):
+        attnorm.attention(inputs.q_BHQD, inputs.k_BGKD, inputs.v_BGKE, attnorm.get("sink", heads=3), engine=engine)

@@ -1,6 +1,7 @@
 """Where the kernels put outputs and gradients in memory: as models hold their queries, keys and values."""
 
 import functools
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,10 +9,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import attnorm
+from attnorm import kernels
 from attnorm.kernels.launch import FARTHEST_ROWS, in_rows
 from tests.attention.kernel_calls import DEVICE, draw, run
 
-pytestmark = [pytest.mark.as_installed, pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")
 
 SHAPE = (1, 4, 2, 16, 20, 24, 40)  # batch, heads, key heads, queries, keys, width, width of the values
 ENGINES = {
@@ -60,3 +62,8 @@ def test_rows_too_far_apart_for_places_in_32_bits_are_copied() -> None:
     near, far = (memory.as_strided((1, 1, 2, 8), (0, 0, stride, 1)) for stride in (FARTHEST_ROWS - 1, FARTHEST_ROWS))
     assert in_rows(near) is near
     assert in_rows(far).stride(-2) == 8
+
+
+def test_no_kernel_adds_in_the_order_in_which_programs_finish() -> None:
+    """Atomic sums of floats would differ from call to call; tests/cuda compares the bits."""
+    assert [file.name for file in Path(kernels.__file__).parent.glob("*.py") if "tl.atomic" in file.read_text()] == []

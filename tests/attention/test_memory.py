@@ -90,7 +90,6 @@ IN_TURN = [
 
 
 @pytest.mark.parametrize(("name", "mask"), IN_TURN)
-@pytest.mark.as_installed
 @pytest.mark.every_second("name")
 def test_no_map_of_all_queries_and_keys_is_made(name: str, mask: str) -> None:
     normalizer = attnorm.get(name)
@@ -99,7 +98,6 @@ def test_no_map_of_all_queries_and_keys_is_made(name: str, mask: str) -> None:
     assert watch.most <= MAP // 2
 
 
-@pytest.mark.as_installed
 def test_adaptive_temperature_makes_no_map_in_its_two_passes() -> None:
     q, k, v = inputs()
     with torch.no_grad(), Watch() as watch:
@@ -122,7 +120,6 @@ MECHANISMS: dict[str, tuple[Callable[[], attnorm.Mechanism], dict[str, Any]]] = 
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
-@pytest.mark.as_installed
 @pytest.mark.every_second("name", first=1)
 def test_no_mechanism_makes_a_map_of_all_queries_and_keys(name: str) -> None:
     make, options = MECHANISMS[name]

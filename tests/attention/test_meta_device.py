@@ -7,7 +7,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from attnorm import attention
-from attnorm.engines import decoding, fused, one_pass_operators, sparse, stick_breaking
+from attnorm.engines import fused
 from attnorm.engines.inputs import validate_inputs
 from attnorm.normalizers.registry import BUILT_IN, get
 
@@ -103,105 +103,3 @@ def test_threshold_maps_take_fake_tensors_as_meta_tensors(name: str, length: int
         output = attention(q, q, q, name, causal=True)
         (gradient,) = torch.autograd.grad(output.sum(), q)
     assert output.shape == gradient.shape == q.shape
-
-
-def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-Q, K, V = empty(2, 6, 5, 4), empty(2, 3, 7, 4), empty(2, 3, 7, 8)
-ROWS, SINK, OUTPUT = empty(2, 6, 5, dtype=torch.float32), empty(6, dtype=torch.float32), empty(2, 6, 5, 8)
-NOTHING = empty(0, dtype=torch.float32)
-
-
-def shapes(found: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    return [(tuple(one.shape), one.dtype) for one in (found if isinstance(found, tuple) else (found,))]
-
-
-def like(*tensors: torch.Tensor) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    return shapes(tensors)
-
-
-def options(map_: str) -> tuple[Any, ...]:
-    """map, power, floor, rule, softcap, causal, window, scale"""
-    return (map_, 1, 0.0, "none", None, True, None, 0.5)
-
-
-def test_shapes_of_logits_that_are_compared() -> None:
-    found = one_pass_operators.extreme_logits.operator(Q, K, None, None, None, True, None, 0.5)
-    assert shapes(found) == [((2, 6, 5), dtype) for dtype in (torch.float32,) * 2 + (torch.int32,) * 2]
-    count = ROWS.to(torch.int32)
-    assert shapes(one_pass_operators.top_k_cutoff.operator(Q, K, None, None, count, 3, None, True, None, 0.5)) == like(
-        ROWS
-    )
-    index = ROWS.to(torch.int64)
-    assert shapes(one_pass_operators._sum_by_key.operator(Q.float(), index, 7, 2)) == [((2, 3, 7, 4), torch.float32)]
-
-
-@pytest.mark.parametrize(
-    ("map_", "scaled", "normalised"), [("softmax", True, False), ("sigmoid", False, False), ("relu", False, False)]
-)
-@pytest.mark.parametrize("precise", [False, True])
-def test_shapes_of_one_pass(map_: str, scaled: bool, normalised: bool, precise: bool) -> None:
-    output = OUTPUT.float() if precise else OUTPUT
-    found = one_pass_operators.forward.operator(Q, K, V, *[None] * 6, *options(map_), precise)
-    assert shapes(found) == like(output, ROWS if scaled else NOTHING, ROWS if normalised else NOTHING)
-
-
-def test_shapes_of_decoding() -> None:
-    assert shapes(one_pass_operators.decode.operator(Q, K, V, *[None] * 8, *options("softmax"), 0.0, 0.0)) == like(
-        OUTPUT
-    )
-    numbers = (0.5, 0.0, 0.0)
-    found = decoding._decode.operator(
-        Q, K, V, *[None] * 9, "none", None, True, None, *numbers, "entmax15", [], [], None
-    )
-    assert shapes(found) == like(OUTPUT)
-
-
-@pytest.mark.parametrize("factor", [None, ROWS])
-@pytest.mark.parametrize("shift", [None, ROWS])
-@pytest.mark.parametrize("sink", [None, SINK])
-def test_shapes_of_the_gradients_of_one_pass(
-    factor: torch.Tensor | None, shift: torch.Tensor | None, sink: torch.Tensor | None
-) -> None:
-    given = (OUTPUT, Q, K, V, None, factor, shift, sink, None, None, OUTPUT, ROWS, NOTHING)
-    rows = [NOTHING if one is None else one for one in (factor, shift, sink)]
-    found = one_pass_operators.backward.operator(*given, factor is not None, *options("softmax"))
-    assert shapes(found) == like(Q, K, V, *rows)
-    found = one_pass_operators.backward.operator(*given, False, *options("softmax"))
-    assert shapes(found) == like(Q, K, V, NOTHING, *rows[1:])
-
-
-@pytest.mark.parametrize("soft_factor", [None, ROWS])
-def test_shapes_of_sharpened_attention(soft_factor: torch.Tensor | None) -> None:
-    assert shapes(one_pass_operators.row_entropy.operator(Q, K, None, soft_factor, True, 0.5)) == like(ROWS, ROWS)
-    given = (Q, K, V, None, ROWS, None, soft_factor, ROWS, ROWS, ROWS)
-    assert shapes(one_pass_operators.sharpened_attention.operator(*given, True, None, 0.5)) == like(OUTPUT, ROWS)
-    grads = one_pass_operators._sharpened_backward.operator(OUTPUT, *given, OUTPUT, ROWS, True, None, 0.5)
-    assert shapes(grads) == like(Q, K, V, ROWS, NOTHING if soft_factor is None else ROWS)
-
-
-def test_shapes_of_the_variance_of_rows() -> None:
-    assert shapes(one_pass_operators.row_variance.operator(Q, K, None, True, 0.5)) == like(ROWS, ROWS, ROWS)
-    assert shapes(one_pass_operators._variance_backward.operator(ROWS, Q, K, None, ROWS, True, 0.5)) == like(Q, K)
-
-
-@pytest.mark.parametrize("rest", [False, True])
-@pytest.mark.parametrize("factor", [None, ROWS])
-def test_shapes_of_stick_breaking(rest: bool, factor: torch.Tensor | None) -> None:
-    found = stick_breaking._forward.operator(Q, K, V, None, factor, rest, True, None, 0.5, False)
-    assert shapes(found)[:3] == like(OUTPUT, ROWS if rest else NOTHING, NOTHING)
-    assert shapes(found)[3] == ((0,), torch.int32)
-    grads = stick_breaking._backward.operator(OUTPUT, Q, K, V, None, factor, ROWS, *found[2:], rest, True, None, 0.5)
-    assert shapes(grads) == like(Q, K, V, NOTHING if factor is None else ROWS)
-
-
-@pytest.mark.parametrize("learned", [False, True])
-@pytest.mark.parametrize("factor", [None, ROWS])
-def test_shapes_of_the_gradients_of_sparse_attention(learned: bool, factor: torch.Tensor | None) -> None:
-    live = empty(3, dtype=torch.uint8)
-    grads = sparse._backward.operator(
-        OUTPUT, Q, K, V, None, factor, ROWS, None, OUTPUT, ROWS, live, True, 0.5, "entmax", learned
-    )
-    assert shapes(grads) == like(Q, K, V, NOTHING if factor is None else ROWS, ROWS if learned else NOTHING)

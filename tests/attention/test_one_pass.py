@@ -36,7 +36,7 @@ from tests.attention.kernel_calls import (
 from tests.attention.reference import Case
 
 # The kernels compute values that they do not take, as an exponential that overflows beside its series.
-pytestmark = [pytest.mark.as_installed, pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")
 
 NAMES: dict[str, dict[str, Any]] = {
     "softmax": {"temperature": 0.7, "learned": True, "heads": 4},

@@ -8,17 +8,20 @@ import torch
 from torch import Tensor, nn
 
 from attnorm import attention, attention_statistics, normalize
-from attnorm.attention import _computation
+from attnorm.attention import _computation, attend
+from attnorm.engines import blocked, decoding, stick_breaking
 from attnorm.engines.execution import MIN_QUERIES
-from attnorm.engines.inputs import validate_inputs
+from attnorm.engines.inputs import Inputs, validate_inputs
 from attnorm.metrics.fused_maps import kernel_form
 from attnorm.metrics.sensitivity import has_closed_form
 from attnorm.normalizers.adaptive_temperature import EntropyRule
 from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import LogitRule, Map, Normalizer, ScaleRule, Sink
+from attnorm.normalizers.entmax import Entmax
 from attnorm.normalizers.sigmoid import Sigmoid
 from attnorm.normalizers.softmax import Softmax
 from attnorm.normalizers.ssmax import LogLengthScale
+from attnorm.normalizers.stick_breaking import StickBreaking
 from attnorm.normalizers.topk import TopK
 
 
@@ -154,3 +157,24 @@ def test_a_forward_of_its_own_is_refused_since_attention_does_not_call_it() -> N
         with pytest.raises(TypeError, match=r"Halved.*weights"):
             ask(q=q, k=k, normalizer=Halved(Softmax()))
     assert normalize(q, Halved(Softmax())).sum() == pytest.approx(normalize(q).sum() / 2)
+
+
+def small_call(queries: int) -> Inputs:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 4, queries, 16, generator=generator)
+    k, v = (torch.randn(1, 2, 6, 16, generator=generator) for _ in range(2))
+    return validate_inputs(q, k, v, mask=None, causal=False, scale=0.3, positions=None)
+
+
+@pytest.mark.parametrize("base", [Softmax, Sigmoid, Entmax, StickBreaking])
+def test_a_map_derived_from_one_of_ours_has_its_own_weights(base: type[Map]) -> None:
+    class Halved(base):  # type: ignore[misc, valid-type]
+        def forward(self, block: Block) -> Tensor:
+            return super().forward(block) / 2  # type: ignore[no-any-return]
+
+    inputs, derived = small_call(MIN_QUERIES), Normalizer(Halved())
+    expected = blocked.blocked(inputs, Normalizer(base())) / 2
+    torch.testing.assert_close(attend(inputs, derived), expected)
+    assert derived.map.kernel_form() is derived.map.threshold_form() is None
+    assert not stick_breaking.applies(inputs, derived)
+    assert decoding.plan(inputs, derived) is None

@@ -200,7 +200,6 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-@pytest.mark.as_installed
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -271,7 +270,6 @@ class OtherEntmax(Entmax):
     """Not known to do what its attributes say."""
 
 
-@pytest.mark.as_installed
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_call_that_differs_from_a_known_one_is_computed(change: str, computed: list[str]) -> None:
     q, k, v = (t.detach() for t in draw((1, 2, 1, 1, 300, 16, 16)))
@@ -293,7 +291,6 @@ def test_a_call_that_differs_from_a_known_one_is_computed(change: str, computed:
         assert computed == ([] if change in KNOWN_AFTERWARDS else ["asentmax"])
 
 
-@pytest.mark.as_installed
 def test_known_calls_of_one_normalizer_are_not_those_of_another(computed: list[str]) -> None:
     """With the same attributes and layouts: of other classes, and with a parameter or a buffer of the same name."""
     q, k, v = (t.detach() for t in draw((1, 2, 1, 1, 260, 16, 16)))
@@ -309,7 +306,6 @@ def test_known_calls_of_one_normalizer_are_not_those_of_another(computed: list[s
             attnorm.attention(q, k, v, "hard", **FAST)
 
 
-@pytest.mark.as_installed
 def test_a_known_call_is_not_repeated_with_gradients_or_where_more_was_done(computed: list[str]) -> None:
     q, k, v = (t.detach() for t in draw((1, 1, 1, 1, 260, 16, 16)))
     inputs, normalizer = (
@@ -326,7 +322,6 @@ def test_a_known_call_is_not_repeated_with_gradients_or_where_more_was_done(comp
         attnorm.attention(q.requires_grad_(), k, v, normalizer, engine="triton")
 
 
-@pytest.mark.as_installed
 def test_softmax_is_known_only_where_sdpa_does_not_compute_it(computed: list[str]) -> None:
     q, k, v = (t.detach() for t in draw((1, 1, 1, 1, 260, 16, 16)))
     plain = validate_inputs(q, k, v, mask=None, causal=False, scale=None, positions=None)
@@ -349,7 +344,6 @@ def test_a_known_call_knows_every_field_of_its_inputs() -> None:
     )
 
 
-@pytest.mark.as_installed
 def test_a_call_whose_parts_share_a_parameter_is_not_taken_for_one_of_two(computed: list[str]) -> None:
     q, k, v = (t.detach() for t in draw((1, 2, 1, 1, 260, 16, 16)))
     shared, own = (attnorm.get("asentmax", heads=2, gamma=0.7).to(DEVICE) for _ in range(2))
@@ -376,7 +370,6 @@ def test_kernels_get_no_addresses_of_two_devices() -> None:
         device_of_all(on_cpu, (*on_cpu[:3], 0))
 
 
-@pytest.mark.as_installed
 def test_only_so_many_calls_are_kept(computed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KnownCalls, "LIMIT", 2)
     q, k, v = (t.detach() for t in draw((1, 1, 1, 1, 260, 16, 16)))
@@ -386,7 +379,6 @@ def test_only_so_many_calls_are_kept(computed: list[str], monkeypatch: pytest.Mo
     assert len(computed) == 4  # 258 was kept once, and then forgotten with 259
 
 
-@pytest.mark.as_installed
 def test_parameters_of_half_precision_and_of_other_strides() -> None:
     q, k, v = (t.detach() for t in draw((1, 4, 2, 1, 300, 16, 16)))
     normalizer = attnorm.get("ssmax", heads=4).to(DEVICE, torch.bfloat16)
@@ -402,7 +394,6 @@ def test_parameters_of_half_precision_and_of_other_strides() -> None:
             attnorm.attention(q[:, :2], k, v, normalizer, causal=True, engine="triton")
 
 
-@pytest.mark.as_installed
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 @pytest.mark.parametrize("delta", [0.0, 1.0])
 def test_factors_of_asentmax_have_the_digits_of_float32(delta: float) -> None:

@@ -33,7 +33,7 @@ from tests.attention.kernel_calls import (
 )  # fmt: skip
 
 # In rows that see nothing and in hidden keys -inf is subtracted from -inf; the kernels do not use the result.
-pytestmark = [pytest.mark.as_installed, pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 
 CASES = [
     (SQUARE, "rows", True), (SQUARE, "heads", False), (GROUPS, "padding", True), (WIDE, "none", False),

@@ -28,7 +28,7 @@ from tests.attention.kernel_calls import (
     run,
 )  # fmt: skip
 
-pytestmark = [pytest.mark.as_installed, pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 
 CASES = [
     (SQUARE, "rows", True), (WIDE, "none", True), (GROUPS, "padding", False), (MORE_QUERIES, "none", True),

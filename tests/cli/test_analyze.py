@@ -6,6 +6,8 @@ import lzma
 import os
 import re
 import shutil
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,6 @@ from attnorm.analysis.result import Analysis
 from attnorm.cli import app
 from attnorm.cli.analysis_options import texts_of
 from attnorm.cli.output import duration, memory_words
-from tests.clean_interpreter import run_in_clean_interpreter
 from tests.cli.saved_model import save_model, save_text
 
 runner = CliRunner()
@@ -213,7 +214,9 @@ def test_a_wrong_name_is_refused_before_anything_heavy_is_imported(tmp_path: Pat
         "    heavy = {'transformers', 'pyarrow', 'scipy'} & {*sys.modules}\n"
         "    print(result.exit_code, heavy, *result.stderr.split())"
     )
-    done = run_in_clean_interpreter(code, environment={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)})
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     for line, said in zip(done.stdout.splitlines(), ("nonsense", "nonsense", "'bundled'"), strict=True):
         assert line.startswith("2 set()")
         assert said in flat(line)

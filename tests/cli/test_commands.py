@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -18,7 +19,6 @@ from attnorm.cli import app, doctor
 from attnorm.machine import this_machine
 from attnorm_lab.bench import suites
 from attnorm_lab.bench.results import Benchmarks, Ratio
-from tests.clean_interpreter import run_in_clean_interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -188,9 +188,7 @@ def test_without_a_verb_the_command_explains_itself() -> None:
 @needs_installation
 def test_the_installed_command_keeps_stdout_for_results() -> None:
     command = Path(sys.executable).with_name("attnorm")
-    listed = run_in_clean_interpreter(
-        f"import runpy; runpy.run_path({str(command)!r}, run_name='__main__')", "normalizers", "--json"
-    )
+    listed = subprocess.run([command, "normalizers", "--json"], capture_output=True, text=True, check=True)
     assert json.loads(listed.stdout)
 
 

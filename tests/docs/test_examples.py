@@ -24,7 +24,6 @@ def blocks(text: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.as_installed
 @pytest.mark.filterwarnings("ignore::attnorm.monitor.alerts.AttentionAlert")
 @pytest.mark.parametrize("page", [*PAGES, "start.md"])
 def test_the_examples_of_a_page_run_one_after_another(

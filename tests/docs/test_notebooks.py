@@ -19,7 +19,6 @@ def test_there_are_three() -> None:
     assert NAMES == ["measure", "own-normalizer", "swap-and-finetune"]
 
 
-@pytest.mark.as_installed
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "swap-and-finetune"])
 def test_the_cells_of_a_notebook_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, which has imported the libraries. All of them run in a kernel at night.

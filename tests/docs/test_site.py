@@ -23,7 +23,6 @@ def _needs_the_docs_extra() -> None:
 
 
 # One test, so that parallel workers do not build the site twice; only the worker that builds it imports mkdocs.
-@pytest.mark.as_installed
 def test_the_site_builds_strictly_and_is_complete(tmp_path: Path) -> None:
     _needs_the_docs_extra()
     from mkdocs import config as mkdocs_config

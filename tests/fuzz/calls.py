@@ -13,9 +13,6 @@ from torch import Tensor
 import attnorm
 from attnorm.attention import Engine
 from attnorm.normalizers import Normalizer
-from tests.fast_interpreter import speed_up_interpreter
-
-speed_up_interpreter()
 
 NAMES: dict[str, dict[str, Any]] = {
     "softmax": {},

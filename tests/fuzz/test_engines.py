@@ -11,7 +11,7 @@ from tests.fuzz.__main__ import fuzz
 from tests.fuzz.calls import ENGINES, Example, check, examples
 
 # The kernels compute values that they do not take, as an exponential that overflows beside its series.
-pytestmark = [pytest.mark.as_installed, pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from attnorm.mechanisms import soft
 from attnorm.mechanisms.soft import Gaussian, as_dot_products
 from tests.attention.kernel_calls import DEVICE, GROUPS, PAST_THE_EDGES, SMALL, SQUARE, draw, exactly, mask_of
 
-pytestmark = pytest.mark.as_installed
 FLOAT32 = 5e-6
 
 

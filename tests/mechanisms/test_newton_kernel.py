@@ -8,7 +8,7 @@ from attnorm.mechanisms import soft
 from attnorm.mechanisms.soft import RIDGE, gaussian_logits, newton_inverse
 from tests.attention.kernel_calls import DEVICE
 
-pytestmark = [pytest.mark.as_installed, pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in .*:RuntimeWarning")
 
 
 def kernel_matrices(size: int, spread: float) -> Tensor:

@@ -180,7 +180,6 @@ def test_bad_input_is_named() -> None:
             attnorm.attention_statistics(q, k, attnorm.get("ssmax", heads=heads))
 
 
-@pytest.mark.as_installed  # the checks of the test run would speak first
 def test_errors_name_only_what_the_caller_gave() -> None:
     q, k = draw()
     wrong: list[tuple[object, type[Exception], str]] = [

@@ -172,7 +172,7 @@ def test_some_rows_only(name: str) -> None:
     assert_close_to_float64(CALLS["long"], make(name), rows=torch.tensor([0, 3, 4, 70, 150, 151, 152, 299]))
 
 
-@pytest.mark.parametrize("map_", SOME_MAPS)
+@pytest.mark.parametrize("map_", often(SOME_MAPS))
 def test_a_negative_factor_turns_the_order_of_the_keys_around(map_: str) -> None:
     call = make_call(batch=1, width=192)
     assert_close_to_float64(call, attnorm.compose(make(map_).map, scale=get("ssmax", s=-1.3)))
@@ -194,6 +194,7 @@ def test_every_tile_has_a_key_above_all_before_it(name: str) -> None:
     call = make_call(260, batch=1, causal=False)
     call.query_BHQD.fill_(0.3)
     call.key_BGKD.copy_(0.02 * torch.arange(260.0)[:, None] - 2.5 + 0.1 * call.key_BGKD)
+    call = replace(call, query_BHQD=call.query_BHQD[:, :, :40])
     assert_close_to_float64(call, make(name))
 
 
@@ -230,7 +231,7 @@ def test_programs_that_share_their_memory_in_turn(monkeypatch: pytest.MonkeyPatc
     torch.testing.assert_close(in_turn.values, at_once.values, rtol=0.0, atol=0.0, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", SOME_MAPS)
+@pytest.mark.parametrize("name", often(SOME_MAPS))
 def test_half_precision_errs_by_no_more_than_its_inputs(name: str) -> None:
     call = CALLS["causal"]
     half = on_device(replace(call, query_BHQD=call.query_BHQD.half(), key_BGKD=call.key_BGKD.half()))
@@ -255,7 +256,7 @@ def test_rows_that_are_not_finite_are_broken(name: str, value: float) -> None:
 
 
 def test_rows_without_a_weight_have_no_entropy() -> None:
-    call = make_call(70, batch=1)
+    call = make_call(batch=1)
     call.query_BHQD.fill_(-1.0)
     call.key_BGKD.abs_()
     for name in ("relu", "softpick"):

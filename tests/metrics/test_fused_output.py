@@ -78,7 +78,7 @@ MASKS = {
     "causal": {"causal": True},
     "every key": {},
     "window": {"mask": (torch.ones(70, 90).tril(20) * torch.ones(70, 90).triu(-5)).bool()},
-    "mask per head": {"mask": torch.rand(1, 4, 70, 90, generator=torch.Generator().manual_seed(1)) < 0.2},
+    "mask per head": {"mask": torch.rand(1, 2, 70, 90, generator=torch.Generator().manual_seed(1)) < 0.2},
     "padding": {"causal": True, "mask": (torch.arange(90) >= torch.tensor([0, 35])[:, None])[:, None, None]},
 }
 NORMALIZERS = {
@@ -87,23 +87,25 @@ NORMALIZERS = {
     "a negative factor": lambda: attnorm.get("ssmax", s=-1.3),
     "a factor of 0": lambda: attnorm.get("ssmax", s=0.0),
     "log_scaled": lambda: attnorm.get("log_scaled", train_length=16),
-    "sink": lambda: attnorm.get("sink", heads=4, logit=1.5),
-    "a sink above every key": lambda: attnorm.get("sink", heads=4, logit=400.0),
-    "ssmax with a sink": lambda: attnorm.compose(scale="ssmax", sink=attnorm.Sink(heads=4)),
+    "sink": lambda: attnorm.get("sink", heads=2, logit=1.5),
+    "a sink above every key": lambda: attnorm.get("sink", heads=2, logit=400.0),
+    "ssmax with a sink": lambda: attnorm.compose(scale="ssmax", sink=attnorm.Sink(heads=2)),
     "sigmoid": lambda: attnorm.get("sigmoid"),
     "a negative factor of sigmoid": lambda: attnorm.compose("sigmoid", scale=attnorm.get("ssmax", s=-0.7)),
     "threshold relu": lambda: attnorm.get("threshold_relu", beta=0.3),
     "softpick": lambda: attnorm.get("softpick"),
     "kneemax": lambda: attnorm.get("kneemax"),
-    "learned alpha": lambda: attnorm.get("entmax", alpha=1.6, learned=True, heads=4),
+    "learned alpha": lambda: attnorm.get("entmax", alpha=1.6, learned=True, heads=2),
     "a negative factor of entmax15": lambda: attnorm.compose("entmax15", scale=attnorm.get("ssmax", s=-0.7)),
 }
 
 
-def other_lengths(queries: int = 70, keys: int = 90, width: int = 10, batch: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+def other_lengths(
+    queries: int = 70, keys: int = 90, width: int = 10, batch: int = 1, heads: int = 2
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    sizes = ((4, queries), (2, keys), (2, keys))
-    q, k, v = (torch.randn(batch, heads, length, width, generator=generator).to(DEVICE) for heads, length in sizes)
+    sizes = ((heads, queries), (heads // 2, keys), (heads // 2, keys))
+    q, k, v = (torch.randn(batch, count, length, width, generator=generator).to(DEVICE) for count, length in sizes)
     return 2 * q, k, v
 
 
@@ -149,7 +151,7 @@ def test_more_queries_than_keys_and_tensors_in_another_layout(launches: list[Any
 
 
 def test_capped_logits_and_sinks_of_a_model() -> None:
-    tensors = other_lengths()
+    tensors = other_lengths(heads=4)
     sinks = torch.tensor([0.0, 5.0, -30.0, 2.0])
     call, exact = (
         AttentionCall(0, "decoder", *(t.to(like) for t in tensors), 0.4, True, softcap=3.0, sinks_H=sinks.to(like))
@@ -168,7 +170,7 @@ def test_capped_logits_and_sinks_of_a_model() -> None:
 
 
 def test_a_key_that_is_not_finite_breaks_the_rows_that_see_it_and_no_others() -> None:
-    q, k, v = other_lengths(70, 70)
+    q, k, v = other_lengths(70, 70, heads=4)
     k[:, 0, 40] = torch.nan
     output, found = both(q, k, v, causal=True)
     assert output[:, :2, 40:].isnan().all()
@@ -282,7 +284,7 @@ def test_gradients_of_softmax_in_half_precision(
 def test_a_compiled_step_has_one_pass_for_both(name: str, launches: list[Any]) -> None:
     normalizer = NORMALIZERS[name]().to(DEVICE)
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(1, 4, 70, 16, generator=generator).to(DEVICE, torch.float16) for _ in range(3)]
+    tensors = [torch.randn(1, 2, 70, 16, generator=generator).to(DEVICE, torch.float16) for _ in range(3)]
 
     def step(*inputs: Tensor) -> tuple[Tensor, ...]:
         output, found = both(*inputs, normalizer=normalizer, causal=True)
@@ -307,7 +309,7 @@ def test_calls_that_take_two_passes(why: str, launches: list[Any], monkeypatch: 
     elif why == "gradient":
         v.requires_grad_()
     elif why == "learned":
-        options = {"normalizer": attnorm.get("ssmax", heads=4).to(DEVICE)}
+        options = {"normalizer": attnorm.get("ssmax", heads=2).to(DEVICE)}
     elif why == "dropout":
         options = {"dropout_p": 0.5}
     elif why == "engine":
@@ -353,7 +355,7 @@ def test_a_graph_has_one_operator_for_both(name: str, operator: str, launches: l
 
 def test_the_operators_are_sound() -> None:
     q, k, v = other_lengths(20, 24)
-    rows, sink = torch.rand(1, 4, 20).to(q), torch.zeros(4).to(q)
+    rows, sink = torch.rand(1, 2, 20).to(q), torch.zeros(2).to(q)
     inputs = (q, k, v, None, rows, None, sink, 0.3, True, None, "softmax", 1, 0.0, False, "entropy_nats")
     calls = [
         (fused_maps.output_and_statistics, inputs),

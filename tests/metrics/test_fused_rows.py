@@ -4,6 +4,7 @@ Without a GPU the kernel runs under Triton's interpreter.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import attnorm
 from attnorm.engines.execution import HAS_TRITON
 from attnorm.metrics import fused_rows
-from attnorm.metrics.call import AttentionCall
+from attnorm.metrics.call import AttentionCall, logit_blocks
 from attnorm.metrics.normalized import Choice, resolve_normalizers
 from attnorm.metrics.rows import RowStatistics, measure_by_kernel, measure_rows
 from attnorm.metrics.sampling import evenly_spaced
@@ -198,3 +200,43 @@ def test_the_root_of_moments_is_close_and_never_above(data: st.DataObject) -> No
         q = u[1:] / (root - u[1:])
         root = improved_root(u[0], u[1], root, q.sum(), q.square().sum(), at_zero)
     torch.testing.assert_close(root, exact, rtol=1e-6, atol=0.0)
+
+
+def call_of(
+    queries: int, keys: int, width: int = 16, *, dtype: torch.dtype = torch.float32, **options: Any
+) -> AttentionCall:
+    query = torch.zeros(2, 6, queries, width, dtype=dtype)
+    key = torch.zeros(2, 3, keys, width, dtype=dtype)
+    return AttentionCall(0, "decoder", query, key, key, 0.25, **{"causal": True, **options})
+
+
+def visible(queries: int, keys: int, rows: list[int], causal: bool = True) -> Tensor:
+    return fused_rows.visible_keys(call_of(queries, keys, causal=causal), torch.tensor(rows))
+
+
+def test_visible_keys_without_a_mask() -> None:
+    assert visible(5, 7, [0, 2, 4])[1, 5].tolist() == [3, 5, 7]
+    assert visible(7, 5, [0, 1, 2, 6])[0, 0].tolist() == [0, 0, 1, 5]
+    assert visible(5, 7, [0, 4], causal=False)[0, 0].tolist() == [7, 7]
+    assert visible(5, 7, [0, 1, 2, 3, 4]).shape == (2, 6, 5)
+
+
+def test_a_normalizer_without_rules_has_no_factor() -> None:
+    call = call_of(5, 7)
+    (block, *_) = logit_blocks(call, torch.arange(5))
+    for name, has in (("softmax", False), ("ssmax", True), ("sink", False)):
+        (one,) = resolve_normalizers(call, [name])
+        assert (one.factor(call, block) is not None) is has
+    (model,) = resolve_normalizers(call, [None])
+    assert model.factor(call, block) is None
+
+
+def test_a_normalizer_of_the_user_is_copied_to_the_device_of_the_call_and_stays_where_it_is() -> None:
+    own, there = attnorm.get("ssmax", heads=6), torch.device("meta")
+    call = replace(call_of(5, 7), query_BHQD=torch.empty(2, 6, 5, 8, device=there))
+    for choice, running in ((own, None), (None, own)):
+        (one,) = resolve_normalizers(replace(call, normalizer=running), [choice])
+        assert {tensor.device for tensor in one.normalizer.parameters()} == {there}
+    assert {tensor.device.type for tensor in own.parameters()} == {"cpu"}
+    (here,) = resolve_normalizers(call_of(5, 7), [own])
+    assert here.normalizer is own

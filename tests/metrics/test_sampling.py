@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attnorm.metrics import fused_rows, sampling
 from attnorm.metrics.sampling import evenly_spaced, length_bins, rows_to_measure
 
 
@@ -54,3 +55,17 @@ def test_all_and_last() -> None:
 def test_anything_else_is_refused(rows: object) -> None:
     with pytest.raises(Exception, match=r"rows|violate"):
         rows_to_measure(rows, 5, causal=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("length", [1, 1024, 1025, 16384, 16385, 131072])
+def test_each_bin_is_summarized_by_one_launch(length: int) -> None:
+    launches = list(sampling._launches(length))
+    for extent in (0, 1, 1024, 1025, 4096, 4097, 8192, 8193, 16384, 16385, length):
+        taken = [longer or extent <= size for over, size, longer, _warps in launches if extent > over]
+        assert sum(taken) == 1 or extent > length
+
+
+def test_triton_takes_powers_of_two() -> None:
+    sizes = (*itertools.chain(*sampling.KEPT, sampling.KEPT_OF_LONGER), sampling.RANGE_BLOCK)
+    for size in (*sizes, fused_rows._BLOCK, *fused_rows._MASK_TILE):
+        assert size.bit_count() == 1

@@ -102,6 +102,7 @@ def test_the_device_form_gives_the_same_numbers(
             np.testing.assert_allclose(found[name].mean, expected[name].mean, rtol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in reduce:RuntimeWarning")
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton, which runs on Linux alone")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_kernel_finds_the_numbers_beside_a_quantile_exactly(

@@ -2,6 +2,8 @@
 
 import copy
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,6 @@ import attnorm
 from attnorm.models.patch import patch, unpatch
 from attnorm.models.patch_state import patched_modules
 from attnorm.models.saving import from_pretrained, save_pretrained
-from tests.clean_interpreter import run_in_clean_interpreter
 from tests.models.tiny import llama, quiet_logits, tokens
 
 peft = pytest.importorskip("peft")
@@ -77,7 +78,9 @@ def test_a_plain_load_by_peft_warns_and_ours_does_not(
 def test_a_process_without_attnorm_is_warned(base: PreTrainedModel, tmp_path: Path) -> None:
     adapted(base).save_pretrained(tmp_path / "adapters")
     script = "import sys, peft; peft.PeftConfig.from_pretrained(sys.argv[1]); assert 'attnorm' not in sys.modules"
-    done = run_in_clean_interpreter(script, str(tmp_path / "adapters"))
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "adapters")], capture_output=True, text=True, check=True
+    )
     assert MARKED in done.stderr
 
 

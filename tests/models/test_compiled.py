@@ -11,8 +11,6 @@ from transformers import PreTrainedModel
 from attnorm.models.patch import patch
 from tests.models.tiny import FAMILIES, LEARNED, llama, tokens
 
-pytestmark = pytest.mark.as_installed
-
 
 def one_layer() -> PreTrainedModel:
     torch.compiler.reset()

@@ -1,8 +1,6 @@
 """Values at a limit and just beyond it, fallbacks, and code for libraries that are not installed."""
 
-import base64
 import importlib
-import io
 import json
 import sys
 from decimal import Decimal
@@ -12,28 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
 from attnorm.models import (
-    describe,
     inputs,
-    load,
-    media,
-    patched_attention,
     private_names,
-    saving,
     smollm2,
     source,
     torch_calls,
     torch_functions,
 )
-from attnorm.models.dispatch import UnsupportedModel
-from attnorm.models.forward_pass import _FixedOutput
 from attnorm.models.inputs import Tokens
 from attnorm.models.layer_normalizer import parse_layers, trained_length
 from attnorm.models.recipe import Recipe, RecipeError, read_recipe
-from attnorm.models.torch_calls import CallSites
 
 
 @pytest.mark.parametrize(("given", "length"), [(2, 1024), (3, 3), (None, 1024), ("many", 1024)])
@@ -61,50 +50,6 @@ def test_a_flex_call_without_a_mask_reads_its_own_sequence_where_the_lengths_are
     call = torch_functions.read_flex_attention(query, key, key, no_score, (torch_functions.noop_mask,), 0.5)
     assert (call.kind, call.layer, call.scale, call.causal, call.mask) == (kind, 0, 0.5, False, None)
     assert call.key_BGKD.shape == call.value_BGKE.shape == (2, 2, keys, 8)
-
-
-def test_how_many_scores_of_flex_attention_are_evaluated() -> None:
-    assert torch_functions.LARGEST * 4 == 2 * 1024**3  # bytes in float32
-    torch_functions._check_size(torch_functions.LARGEST, "mask_mod")
-    with pytest.raises(UnsupportedModel, match=rf"at most {2**29} scores .* the score_mod of .* got {2**29 + 1}\."):
-        torch_functions._check_size(torch_functions.LARGEST + 1, "score_mod")
-
-
-def test_a_module_that_ends_without_having_begun_leaves_the_others_running() -> None:
-    sites, running, other = CallSites(), nn.Identity(), nn.Identity()
-    sites._leave(other)
-    sites._enter(running, ())
-    sites._leave(other)
-    assert [module for module, _ in sites._running] == [running]
-    sites._leave(running)
-    assert not sites._running
-
-
-def test_what_stands_in_for_a_base_model_has_its_attributes() -> None:
-    base = nn.Linear(2, 3)
-    given = _FixedOutput(base, "output")
-    assert given.weight is base.weight
-    assert given("anything") == "output"
-
-
-class Packed(torch.nn.Parameter):
-    """A weight whose numbers cannot be read directly."""
-
-    def dequantize(self) -> Tensor:
-        return torch.full((3,), 7.0)
-
-
-def test_only_a_weight_of_another_type_may_be_unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
-    def sample(weight: Tensor) -> bytes:
-        if weight.shape == (2,):
-            raise RuntimeError("no numbers")
-        return weight.numpy().tobytes()
-
-    monkeypatch.setattr(describe, "_sample", sample)
-    assert describe._values(Packed(torch.zeros(2))) == [torch.full((3,), 7.0).numpy().tobytes()]
-    for plain in (torch.zeros(2), nn.Parameter(torch.zeros(2))):
-        with pytest.raises(RuntimeError, match="no numbers"):
-            describe._values(plain)
 
 
 def test_the_command_that_fetches_the_model(
@@ -151,41 +96,12 @@ def test_the_token_with_which_a_decoder_starts(own: dict[str, Any], general: dic
     assert inputs._start_token(model) == token
 
 
-@pytest.mark.parametrize(
-    ("similar", "hint"), [("did you mean 'a/nam'? ", "did you mean 'a/nam'?"), ("", "check the name, or log in")]
-)
-def test_a_model_that_is_nowhere_is_named_with_similar_ones(
-    similar: str, hint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(load, "did_you_mean", lambda _: similar)
-    said = load._explain_error(OSError("a/name is not a local folder"), "a/name", local_only=False)
-    assert said.startswith(f"neither a folder here nor a model on the Hugging Face hub; {hint}")
-
-
-@pytest.mark.parametrize(
-    ("error", "said"), [(OSError("cut off"), "cut off"), (OSError(2, "No such file"), "No such file")]
-)
-def test_why_an_image_cannot_be_read(error: OSError, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(_: Path) -> None:
-        raise error
-
-    monkeypatch.setattr("PIL.Image.open", fails)
-    with pytest.raises(ValueError, match=rf"cannot read the image here.png: {said}\. Check the file"):
-        media._read_image(Path("here.png"))
-
-
 def test_names_that_a_config_lacks() -> None:
     assert private_names.kernel_name(SimpleNamespace(_attn_implementation=None)) == "eager"
     assert private_names.kernel_name(SimpleNamespace(_attn_implementation="sdpa")) == "sdpa"
     assert private_names.loaded_from(SimpleNamespace(_name_or_path=None)) == ""
     assert private_names.loaded_from(SimpleNamespace()) == ""
     assert private_names.loaded_from(SimpleNamespace(_name_or_path="a/b")) == "a/b"
-
-
-@pytest.mark.parametrize("module", [None, "", "torch.distributed.tensor", "torch.nn"])
-def test_context_parallel_attention_is_known_by_its_module(module: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", SimpleNamespace(__module__=module))
-    assert private_names.is_context_parallel() is (module == "torch.distributed.tensor")
 
 
 def test_adapters_are_marked_where_peft_saves_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,46 +135,6 @@ def test_adapters_are_marked_where_peft_saves_them(monkeypatch: pytest.MonkeyPat
     saved.model = None  # as after pickling
     assert saved.adapter_state_dict("default", state).keys() == found.keys()
     assert saved.__getstate__()["model"] is None
-
-
-class GatedModule(nn.Module):
-    def forward(self, hidden_states: Tensor, past_key_values: Any = None) -> Tensor:
-        return hidden_states
-
-
-@pytest.mark.parametrize(
-    ("cache", "kept"),
-    [
-        (type("EncoderDecoderCache", (), {"self_attention_cache": None})(), False),
-        (type("QuantizedCache", (), {})(), False),
-        (type("DynamicCache", (), {})(), True),
-        (None, True),
-    ],
-)
-def test_caches_that_can_keep_forget_gates(cache: Any, kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (patched_attention.INPUT, patched_attention.CACHE) == ("hidden_states", "past_key_values")
-    mechanism = SimpleNamespace(log_gates=lambda states: states)
-    monkeypatch.setattr(patched_attention, "running_normalizer", lambda _: mechanism)
-    states, module = torch.zeros(1, 3, 2), GatedModule()
-    if not kept:
-        with pytest.raises(NotImplementedError, match=f"cannot be kept in a {type(cache).__name__}"):
-            patched_attention.read_input(module, (states, cache), {})
-        return
-    _, given = patched_attention.read_input(module, (states, cache), {})
-    assert isinstance(given["past_key_values"], type(None) if cache is None else patched_attention.CacheWithGates)
-    assert isinstance(given[patched_attention.READ], patched_attention.KeyGates)
-
-
-@pytest.mark.parametrize(("rotation", "use_rope"), [(None, True), (None, False), ((1, 2), False), ((1, 2), True)])
-def test_second_queries_are_rotated_where_the_others_are(
-    rotation: tuple[int, int] | None, use_rope: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module, query = nn.Identity(), torch.ones(2)
-    module.use_rope = use_rope
-    files = {sys.modules[nn.Identity.__module__]: lambda q, k, cos, sin: (q + 10 * cos + sin, k)}
-    monkeypatch.setattr(patched_attention, "rotary_files", lambda _: files)
-    found = patched_attention._rotated(module, query, rotation)
-    assert found.tolist() == ([13.0, 13.0] if rotation and use_rope else [1.0, 1.0])
 
 
 def written(**changed: Any) -> Tensor:
@@ -307,12 +183,6 @@ def test_a_name_is_similar_if_three_quarters_of_its_letters_agree(monkeypatch: p
     assert source.did_you_mean("bundlewxyz") == ""
 
 
-def test_an_image_of_nearly_one_color_is_not_stretched_to_black_and_white() -> None:
-    for largest, brightest in ((5e-7, 128), (9.95e-7, 254), (1e-3, 255), (0.0, 0)):
-        png = base64.b64decode(media._data_uri(torch.tensor([[[0.0, largest]]])).partition(",")[2])
-        assert list(Image.open(io.BytesIO(png)).getchannel("R").tobytes()) == [0, brightest]
-
-
 @pytest.mark.parametrize(
     ("args", "kwargs", "comparable"),
     [
@@ -330,15 +200,3 @@ def test_an_output_with_dropout_is_not_compared(
     assert torch_calls._comparable(plain, torch.zeros(1), args, kwargs) is comparable
     assert not torch_calls._comparable(plain, (torch.zeros(1),), args, kwargs)
     assert not torch_calls._comparable(SimpleNamespace(read=None), torch.zeros(1), args, kwargs)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("url", "said"), [("https://a.org/1", "`own` ([Paper](https://a.org/1))"), ("", "`own`"), (None, "`own`")]
-)
-def test_a_card_links_papers_that_have_an_address(url: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = {} if url is None else {"own": SimpleNamespace(paper="Paper", url=url)}
-    monkeypatch.setattr(saving, "recipe_of", lambda _: Recipe("own"))
-    monkeypatch.setattr(saving, "entries", lambda: known)
-    assert saving._describe_normalizer(nn.Identity()) == said
-    monkeypatch.setattr(saving, "recipe_of", lambda _: Recipe("own", heads=(1,)))
-    assert saving._describe_normalizer(nn.Identity()) == f"{said} on some of the heads"

@@ -60,31 +60,6 @@ def test_named_model_inputs() -> None:
     assert [each.content["input_ids"].tolist() for each in (first, second)] == [[[1, 2]], [[3]]]
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"book": {"part 1": "a", "part 2": "b"}}, "'book'.*input_ids.*'part 1', 'part 2'"),
-        ("", "empty"),
-        ("  \n", "empty"),
-        ([], "at least one input"),
-        ({}, "at least one input"),
-        (["a", ""], "'text 2' is empty"),
-        ({"war": ""}, "'war' is empty"),
-        (torch.zeros(0, dtype=torch.long), "expected token ids, got none"),
-        (torch.zeros(1, 2, 3, dtype=torch.long), "shape"),
-        (torch.zeros(3), "integer dtype"),
-        (torch.ones(3, dtype=torch.bool), "integer dtype"),
-        (7, "int"),
-        (None, "NoneType"),
-        (b"bytes", "bytes"),
-        ([1.5, 2], "float"),
-    ],
-)
-def test_what_cannot_be_run_is_refused(given: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        texts_from(given)
-
-
 def test_a_path_is_read_and_gives_its_name(tmp_path: Path) -> None:
     plain, packed = tmp_path / "war.txt", tmp_path / "peace.txt.xz"
     plain.write_text("\ufeffall happy families", encoding="utf-8")
@@ -173,11 +148,6 @@ def test_a_text_that_is_too_short(loaded: LoadedModel) -> None:
             prepared(Text("t", content), loaded, 11)
     with pytest.raises(ValueError, match="at least 1"):
         prepared(Text("t", ids()), loaded, 0)
-
-
-def test_text_without_a_tokenizer() -> None:
-    with pytest.raises(ValueError, match=r"tokenizer.*ids"):
-        prepared(Text("t", "hello"), load(tiny("llama")), None)
 
 
 @pytest.mark.parametrize("wrong", [-1, 99])

@@ -64,11 +64,6 @@ def test_a_mechanism_that_needs_every_earlier_query_is_refused_without_them() ->
         _run_mechanism(Kept(needs_every_query=True), inputs(queries=2), None, None, None)
 
 
-def test_a_mechanism_that_reads_the_layers_input_is_refused_without_it() -> None:
-    with pytest.raises(ValueError, match="'kept'"):
-        _run_mechanism(Kept(reads_hidden_states=True), inputs(), None, None, None)
-
-
 @pytest.mark.parametrize("kind", ["none", "padding in every row", "one row", "rows that differ"])
 def test_equal_rows_of_a_mask_are_padding(kind: str) -> None:
     padding = torch.tensor([[True, True, False], [True, False, False]])[:, None, None]

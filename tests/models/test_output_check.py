@@ -111,7 +111,11 @@ HIDDEN[0, 1, 2] = False
     ],
     ids=str,
 )
-def test_the_compared_numbers_are_those_of_loops(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("by_parts", [False, True])
+def test_the_compared_numbers_are_those_of_loops(
+    options: dict[str, Any], by_parts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observe, "runs_asynchronously", lambda tensor: by_parts)  # as on a GPU
     call = random_call(**options)
     output = torch.randn(2, call.query_BHQD.shape[2], 4, 2, dtype=torch.float64)
     found = observe._compare_outputs(call, output).tolist()
@@ -159,13 +163,6 @@ def test_half_precision_may_round_the_largest_logit_twice() -> None:
         check_output(call, exact + 1.005 * limit, "layer", "sdpa")
     far = call_of(torch.bfloat16, 1e30)
     check_output(far, torch.ones(1, 1, 1, 1), "layer", "sdpa")
-
-
-@pytest.mark.parametrize("keys", [1, 6, 256, 384])
-def test_a_product_by_parts_is_the_product(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(observe, "runs_asynchronously", lambda tensor: True)
-    weights, value = torch.randn(2, 3, 4, keys, dtype=torch.float64), torch.randn(2, 3, keys, 5, dtype=torch.float64)
-    torch.testing.assert_close(observe._multiply_in_parts(weights, value), weights @ value)
 
 
 def test_on_a_gpu_the_result_is_read_later(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,6 @@ def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question:
 
 @pytest.mark.nightly  # 2 s each, and half a minute where the model is not unpacked yet
 @pytest.mark.real_model
-@pytest.mark.as_installed
 @pytest.mark.parametrize("name", [*OPTIONS, *SAFE])
 def test_it_still_knows_the_capital_of_france(name: str, smol: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
     model, tokenizer = smol

@@ -156,7 +156,6 @@ def test_an_optimizer_moves_what_the_handle_names() -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("family", "name"), [("llama", "ssmax"), ("llama", "entmax15"), ("gpt_oss", "ssmax")])
-@pytest.mark.as_installed
 def test_a_compiled_model_computes_the_same(family: str, name: str) -> None:
     torch._dynamo.reset()
     model, ids = tiny(family), tokens()

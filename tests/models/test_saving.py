@@ -280,7 +280,6 @@ def test_a_folder_that_is_called_peft_is_no_package(tmp_path: Path, monkeypatch:
     assert patched_modules(from_pretrained(tmp_path / "model"))
 
 
-@pytest.mark.as_installed
 def test_what_is_no_path_is_told() -> None:
     for call in (lambda: save_pretrained(llama(), 3), lambda: from_pretrained(llama())):
         with pytest.raises(TypeError, match="path"):

@@ -90,13 +90,6 @@ def test_a_head_that_was_not_measured_and_an_unknown_metric_are_named() -> None:
         monitor.history.series("entropie", 0, 0)
 
 
-@pytest.mark.as_installed
-@pytest.mark.parametrize("per_head", [[], [(1,)], [(1, -2)], [("a", "b")], 3, [(True, 1)], [("x", 1, 1.5)]])
-def test_heads_that_make_no_sense_are_rejected(per_head: Any) -> None:
-    with pytest.raises(ValueError, match="per_head"):
-        AttentionMonitor(per_head=per_head)
-
-
 def test_missing_numbers_are_no_worst_head() -> None:
     nan = float("nan")
     assert worst_of_layer([nan, 2.0, 1.0, 1.0], lowest=True) == (2, 1.0)

@@ -282,29 +282,6 @@ def test_half_precision_weights_are_scaled_in_float32_and_rounded_once() -> None
     assert torch.equal(found[:8], (weight[:8].float() * math.sqrt(gamma)).bfloat16())
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "names"),
-    [
-        ({"tau": 0.0}, ValueError, "tau.*0.0"),
-        ({"tau": math.inf}, ValueError, "tau.*inf"),
-        ({"on_alert": True}, ValueError, "on_alert"),
-        ({"monitor": 3}, TypeError, "monitor.*3"),
-    ],
-)
-def test_wrong_options_are_named(options: dict[str, Any], error: type[Exception], names: str) -> None:
-    with pytest.raises(error, match=names):
-        QKClip(**options)
-
-
-@pytest.mark.parametrize(("make", "variable"), [(AttentionMonitor, "monitor"), (QKClip, "clip")])
-@pytest.mark.parametrize("attribute", ["setup", "on_exception"])  # the second is read after an error of the first
-def test_what_lightning_reads_of_it_names_the_callback_for_lightning(
-    make: Callable[[], object], variable: str, attribute: str
-) -> None:
-    with pytest.raises(AttributeError, match=rf"{variable}\.lightning\(\)"):
-        getattr(make(), attribute)
-
-
 def test_attach_takes_a_trainer_of_one_gpu_per_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match=r"int.*clip\.step\(model\)"):
         QKClip().attach(3)

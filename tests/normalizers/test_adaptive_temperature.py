@@ -119,7 +119,6 @@ def test_fit_leaves_out_rows_whose_target_cannot_win() -> None:
     assert fit(torch.cat([logits, hopeless, by_a_hair])) == pytest.approx(clean)
 
 
-@pytest.mark.as_installed
 def test_fit_refuses_what_it_cannot_use() -> None:
     for keep in (0.0, 1.0, 1.5):
         with pytest.raises(ValueError, match=f"keep .*{keep}"):
@@ -130,13 +129,6 @@ def test_fit_refuses_what_it_cannot_use() -> None:
 
 def test_a_fit_has_degree_four_by_default_and_needs_one_row_more() -> None:
     assert len(fit(torch.randn(5, 5, dtype=torch.float64) * 3)) == 5
-
-
-@pytest.mark.as_installed
-@pytest.mark.parametrize("coefficients", [(), (1.0, math.nan), (math.inf,)])
-def test_coefficients_must_be_finite_numbers(coefficients: tuple[float, ...]) -> None:
-    with pytest.raises(ValueError, match="coefficients"):
-        get("adaptive_temperature", coefficients=coefficients)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,6 @@ from attnorm.normalizers.registry import BUILT_IN
 from attnorm.normalizers.ssmax import neutral_s
 from attnorm.normalizers.topk import TopK
 
-pytestmark = pytest.mark.as_installed
-
 Z = torch.randn(2, 3, 4, 5)
 TRUE = torch.ones(4, 5, dtype=torch.bool)
 

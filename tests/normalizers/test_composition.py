@@ -136,27 +136,6 @@ def test_a_part_taken_from_a_normalizer_keeps_its_parameters() -> None:
     assert [name for name, _ in composed.named_parameters()] == ["scale.0.s"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"map": "ssmax"}, r"'ssmax'.*compose\(scale='ssmax'\)"),
-        ({"map": "topk"}, r"'topk'.*compose\(select='topk'\)"),
-        ({"map": "softmax1"}, r"'softmax1'.*compose\(sink='softmax1'\)"),
-        ({"scale": "sparsemax"}, r"'sparsemax'.*compose\(map='sparsemax'\)"),
-        ({"scale": "topk"}, "'topk'.*scale rule"),
-        ({"scale": "asentmax"}, "'asentmax'.*scale rule"),
-        ({"select": "ssmax"}, "'ssmax'.*selection"),
-        ({"select": "softmax"}, "'softmax'.*Selection"),
-        ({"sink": "softmax"}, "'softmax'.*Sink"),
-        ({"sink": "sigmoid"}, "'sigmoid'.*sink"),
-    ],
-)
-def test_a_part_that_would_lose_the_rest_of_its_normalizer_is_refused(options: dict[str, str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        compose(**options)
-
-
-@pytest.mark.as_installed
 def test_a_mechanism_is_no_part() -> None:
     for build in (lambda: compose("gaussian"), lambda: mixture("softmax", "gaussian"), lambda: compose(scale="linear")):
         with pytest.raises(TypeError, match="mechanism"):
@@ -251,12 +230,6 @@ def test_properties_of_mixtures() -> None:
     assert mixture("softmax", get("sa_softmax", normalised=False)).properties.signed
     assert mixture("softmax", "sparsemax").lipschitz(5) == 1.0
     assert mixture("softmax", "softpick").lipschitz(5) is None
-
-
-@pytest.mark.parametrize("share", [0.0, 1.0, -0.1, 2.0])
-def test_a_share_lies_strictly_between_0_and_1(share: float) -> None:
-    with pytest.raises(ValueError, match=f"share.*{share}"):
-        mixture("softmax", "sparsemax", share=share)
 
 
 def test_a_normalizer_is_a_module_like_any_other(z: Tensor) -> None:

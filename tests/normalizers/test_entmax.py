@@ -304,7 +304,7 @@ def test_vmap_over_gradients_and_learned_alpha() -> None:
     torch.testing.assert_close(jacobian.sum((-2, -1)), torch.zeros(3, 7, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
-# The inductor needs 15 s for C++ code that is not in its cache; one test of tests/attention compiles on every commit.
+# The inductor needs 15 s for C++ code that is not in its cache.
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_compiled_rows_are_exact_after_a_fixed_number_of_steps(backend: str) -> None:
     """Compiled code cannot ask whether it is done: hostile rows of 16,384 keys still come out exact."""

@@ -38,7 +38,6 @@ def norm_of_weights(p: Tensor, alpha: float) -> Tensor:
     return rank_one_eigenvalue(p ** (2 - alpha))
 
 
-@pytest.mark.as_installed  # the checks of shapes would take half of the time
 @pytest.mark.parametrize(
     ("n", "alpha"),
     [
@@ -148,9 +147,3 @@ def test_limits() -> None:
     n = 10**12
     assert 1 - entmax_worst_norm(n, 1.5) == pytest.approx(1.5 * n ** (-1 / 3), rel=1e-3)
     assert entmax_worst_norm(1, 1.5) == 0.0
-
-
-@pytest.mark.parametrize(("n", "alpha", "T"), [(0, 1.5, 1.0), (3, 0.9, 1.0), (3, 2.1, 1.0), (3, 1.5, 0.0)])
-def test_bad_input_is_named(n: int, alpha: float, T: float) -> None:
-    with pytest.raises(ValueError, match=r"at least one key|alpha must lie in|temperature must be positive"):
-        entmax_worst_norm(n, alpha, T)

@@ -1,10 +1,7 @@
 """Closed formulas of the theory in plain arithmetic, at values where no factor is 1 and no power is neutral."""
 
-import importlib
-import inspect
 import itertools
 import math
-import pkgutil
 from fractions import Fraction
 from typing import Any
 
@@ -12,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnorm import theory
 from attnorm.theory import dispersion, distance, geometry, gradient
 from attnorm.theory.selection import SelectedRows, select
 from attnorm_lab.errata import frontier
@@ -31,25 +27,6 @@ def test_lipschitz_constants_of_softmax_at_any_temperature(T: float) -> None:
     close(gradient.corollary3_corrected(T), 1 / (2 * T))
     for eps in (0.01, 0.7, 9.0):
         close(gradient.finite_difference_corrected(eps, T), min(1 / (2 * T), math.sqrt(2) / eps))
-
-
-@pytest.mark.parametrize("T", TEMPERATURES)
-@pytest.mark.parametrize("keys", [2, 3, 6])
-def test_the_toy_of_section_2_3(T: float, keys: int) -> None:
-    a, eps = 0.8, 0.3
-    found = gradient.swap_example(a, eps, T, keys)
-    logits = [[0.0] * (keys - 2) + [a, a + eps], [0.0] * (keys - 2) + [a + 2 * eps, a]]
-    rows = [[math.exp(z / T) / sum(math.exp(o / T) for o in row) for z in row] for row in logits]
-    move = [second - first for first, second in zip(*logits, strict=True)]
-    mean = sum(p * m for p, m in zip(rows[0], move, strict=True))
-    close(found.logit_distance, math.sqrt(5) * eps)
-    close(found.weight_distance, math.dist(rows[0], rows[1]))
-    close(found.first_order, math.hypot(*(p * (m - mean) / T for p, m in zip(rows[0], move, strict=True))))
-    close(found.printed, math.sqrt(2) * eps / T)
-    close(found.corrected, 3 * math.sqrt(2) / 4 * eps / T)
-    with pytest.raises(ValueError, match="got 1"):
-        gradient.swap_example(a, eps, T, 1)
-    assert gradient.swap_example(a, eps) == gradient.swap_example(a, eps, 1.0, 16)
 
 
 @pytest.mark.parametrize("T", TEMPERATURES)
@@ -127,29 +104,6 @@ def test_the_deficit_of_a_small_spread_keeps_its_digits(d: float) -> None:
     assert float(dispersion._c_minus_one(spread)) == pytest.approx(float(x), rel=1e-12)
     deficit = sum((-1) ** k * x**k / k for k in range(2, 12))
     assert float(dispersion.entropy_floor_deficit(spread)) == pytest.approx(float(deficit), rel=1e-9, abs=1e-17)
-
-
-def test_errors_of_dispersion_name_the_worst_value() -> None:
-    with pytest.raises(ValueError, match=r"got -2\.0"):
-        dispersion.horizon(torch.tensor([1.0, -2.0, -1.0]))
-    with pytest.raises(ValueError, match=r"got 0\.5"):
-        dispersion.lemma21_bounds(1.0, torch.tensor([0.25, 0.5, 0.0]))
-
-
-def test_defaults_of_dispersion_are_softmax_at_temperature_1_and_half_of_the_weight() -> None:
-    assert dispersion.horizon(2.0) == dispersion.horizon(2.0, 1.0, 0.5)
-    assert dispersion.entropy_floor(2.0, 7) == dispersion.entropy_floor(2.0, 7, 1.0)
-    assert dispersion.entropy_floor_deficit(2.0) == dispersion.entropy_floor_deficit(2.0, 1.0)
-    for bounds in (dispersion.lemma21_bounds, dispersion.sharp_weight_bounds):
-        assert bounds(2.0, 7) == bounds(2.0, 7, 1.0)
-    assert dispersion.corollary1_bounds(1.0, 2.0, 7) == dispersion.corollary1_bounds(1.0, 2.0, 7, 1.0)
-    z = torch.randn(2, 5, dtype=torch.float64)
-    assert torch.equal(dispersion.effective_gap_from_logits(z), dispersion.effective_gap_from_logits(z, None, 1.0))
-    logits = torch.tensor([[1.0, 3.0, 0.5]], dtype=torch.float64)
-    close(
-        gradient.entmax_jacobian_norm(logits.softmax(-1)),
-        float(gradient.entmax_jacobian_norm(logits.softmax(-1), 1.0, 1.0)),
-    )
 
 
 @pytest.mark.parametrize("low", [-1.0, 0.3])
@@ -429,16 +383,3 @@ DEFAULTS = {
     "points": {4097, 25}, "rounds": {3}, "widest": {32.0}, "samples": {1}, "keys": {16}, "iterations": {200},
     "heaviest": {0}, "most_sets": {200_000}, "budget_seconds": {60.0}, "seed": {0}, "first_rounds": {9},
 }  # fmt: skip
-
-
-def test_defaults_of_the_theory() -> None:
-    found: dict[str, set[float]] = {}
-    for module in pkgutil.iter_modules(theory.__path__):
-        if module.ispkg:
-            continue
-        for name, function in vars(importlib.import_module(f"attnorm.theory.{module.name}")).items():
-            if inspect.isfunction(function) and not name.startswith("_"):
-                for parameter in inspect.signature(function).parameters.values():
-                    if type(parameter.default) in (int, float) and function.__module__.endswith(module.name):
-                        found.setdefault(parameter.name, set()).add(parameter.default)
-    assert found == DEFAULTS

@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -497,8 +498,8 @@ def test_impossible_input_is_refused_by_name() -> None:
         geometry.separability_example(1, separable=True)
 
 
-@pytest.mark.as_installed
-def test_unknown_kinds_are_refused_by_name() -> None:
+def test_unknown_kinds_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # it checks the names too
     rows = on_sphere_rows(6, 2, 3)
     with pytest.raises(ValueError, match="'shuffled'"):
         geometry.separability_null(rows, 2, "shuffled")  # type: ignore[arg-type]

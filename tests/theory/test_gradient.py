@@ -354,28 +354,6 @@ def test_threshold_norm_takes_the_slopes_of_any_threshold_map() -> None:
     assert torch.allclose(norm, torch.linalg.matrix_norm(moved, 2), rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: gradient.corollary3_printed(0.0), "temperature must be positive, got 0"),
-        (lambda: gradient.corollary3_corrected(-1), "got -1"),
-        (lambda: gradient.entmax_jacobian_norm(torch.tensor([0.5, 0.2])), "sum to 1 in every row.*got the sum 0.7"),
-        (lambda: gradient.entmax_jacobian_norm(torch.tensor([1.5, -0.5])), "must not be negative, found -0.5"),
-        (lambda: gradient.entmax_jacobian_norm(torch.tensor([0.5, 0.5]), 2.5), r"alpha.*\[1, 2\]"),
-        (lambda: gradient.threshold_jacobian_norm(torch.tensor([0.5, -0.1])), "slopes of at least 0"),
-        (lambda: gradient.kernel_jacobian_norm(torch.zeros(3), torch.ones(3)), "positive sum"),
-        (lambda: gradient.kernel_jacobian_norm(-torch.ones(3), torch.ones(3)), "non-negative"),
-        (lambda: gradient.swap_example(1.0, 0.1, keys=1), "at least two keys, got 1"),
-        (lambda: gradient.finite_difference_gain(torch.sigmoid, torch.zeros(1, 3), 0.0), "epsilon must be positive"),
-        (lambda: linearize(lambda z: z[..., :1], torch.zeros(1, 3)), "of the shape"),
-        (lambda: power_iteration_norm(torch.sigmoid, torch.zeros(1, 3), iterations=0), "at least 1, got 0"),
-    ],
-)
-def test_bad_input_is_named(call, message: str) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
 def test_the_printed_lemma_does_not_apply_where_F_vanishes() -> None:
     F = torch.tensor([[1.0, 0.0], [1.0, 2.0]])
     printed = gradient.lemma2_printed(F, torch.ones_like(F))
@@ -387,15 +365,6 @@ def test_weights_with_a_nan_are_refused_and_not_passed_on() -> None:
     weights = torch.tensor([[0.5, 0.5], [torch.nan, 1.0]])
     with pytest.raises(ValueError, match="sum to 1"):
         gradient.entmax_jacobian_norm(weights)
-
-
-def test_softmax_at_temperature_1_is_the_default() -> None:
-    p = torch.softmax(torch.randn(3, 6, dtype=torch.float64), -1)
-    for name in ("entmax_jacobian_norm", "entmax_norm_bracket"):
-        function = getattr(gradient, name)
-        torch.testing.assert_close(function(p), function(p, 1.0, 1.0), rtol=0, atol=0)
-    assert gradient.finite_difference_corrected(0.1) == 0.5
-    assert gradient.finite_difference_corrected(0.1, 2.0) == 0.25
 
 
 @pytest.mark.parametrize("keys", [1, 3, 16, 17, 40])

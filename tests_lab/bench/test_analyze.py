@@ -39,7 +39,6 @@ from attnorm_lab.bench.results import (
 )
 from attnorm_lab.bench.suites import run_benchmarks
 from tests.cli.saved_model import save_model, save_text
-from tests.fork_script import forked_json
 
 SMALL = Shape(48, layers=2, heads=2)
 
@@ -59,7 +58,6 @@ def _no_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(bench_analyze.FOLDER, raising=False)
 
 
-@pytest.mark.as_installed
 @pytest.mark.usefixtures("_no_real_model")
 @linux_only
 def test_a_quick_run_measures_every_way_and_judges_nothing() -> None:
@@ -116,14 +114,6 @@ def test_the_plain_pass_is_the_model_itself() -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.fixture(params=["fork", pytest.param("new interpreter", marks=pytest.mark.nightly)])
-def _process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fork has the libraries, which a new interpreter imports for 5 s."""
-    if request.param == "fork":
-        monkeypatch.setattr(bench_analyze, "run_and_read_json", forked_json)
-
-
-@pytest.mark.usefixtures("_process")
 @linux_only
 def test_a_process_of_its_own_tells_time_and_memory() -> None:
     cost = cost_in_new_process("core", Shape(512, layers=2, heads=2), least_seconds=0)
@@ -193,7 +183,7 @@ def test_a_run_must_keep_all_its_promises(seconds: float, times: float | None, m
     assert run.met is met
 
 
-@pytest.mark.usefixtures("_process")
+@pytest.mark.nightly  # starts new interpreters, as the test above that measures one
 def test_a_folder_is_measured_from_the_start_of_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_analyze, "_against_plain", lambda *_: iter(()))
     monkeypatch.setattr(bench_analyze, "_in_own_processes", lambda *_: iter(()))

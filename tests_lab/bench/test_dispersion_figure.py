@@ -39,7 +39,6 @@ def texts(dispersion: Dispersion) -> str:
     return "\n".join(text.get_text() for axes in figure.axes for text in axes.texts)
 
 
-@pytest.mark.as_installed
 def test_both_files_are_valid_and_not_empty(tmp_path: Path) -> None:
     """And the same numbers give the same file."""
     svg, png = save_dispersion_figure(ORDINARY, tmp_path / "deep" / "er")
@@ -88,7 +87,6 @@ def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
         save_dispersion_figure(picture(), tmp_path)
 
 
-@pytest.mark.as_installed
 def test_few_lengths_are_drawn_too(tmp_path: Path) -> None:
     short = Curve(name="softmax", label="softmax", lengths=(16, 32), kept=(0.9, 0.8))
     assert all(path.stat().st_size > 5000 for path in save_dispersion_figure(picture(short), tmp_path))

@@ -10,7 +10,6 @@ from attnorm_lab.bench.suites import run_benchmarks
 from attnorm_lab.bench.training import EVERY, MAX_SLOWDOWN, training_step
 
 
-@pytest.mark.as_installed
 def test_a_quick_run_measures_both_and_judges_nothing() -> None:
     results = run_benchmarks("monitor", threads=1, quick=True)
     ratios = results.of_kind(Ratio)

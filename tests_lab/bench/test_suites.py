@@ -16,18 +16,15 @@ from attnorm_lab.bench.normalizers import by_bisection, compare_normalizers
 from attnorm_lab.bench.results import Ratio, Result
 from attnorm_lab.bench.suites import run_benchmarks
 from attnorm_lab.bench.timing import peak_above, run_and_read_json, time_alternating
-from tests.fork_script import forked_json
 
 linux_only = pytest.mark.skipif(not timing.RESET.exists(), reason="needs /proc/self/clear_refs")
 
 
-@pytest.mark.as_installed
 def test_a_quick_run_covers_everything_and_judges_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """But analyze, sweep and linear, which test_analyze.py, test_sweep.py and cli/test_reproduce.py run."""
     asked: list[Any] = []
     for name in ("measure_analysis", "measure_linear", "measure_sweep"):
         monkeypatch.setattr(f"attnorm_lab.bench.suites.{name}", lambda **options: iter(asked.append(options) or ()))
-    monkeypatch.setattr(attention, "run_and_read_json", forked_json)
     heard: list[Result] = []
     results = run_benchmarks("all", threads=1, quick=True, finished=heard.append)
     assert [options["quick"] for options in asked] == [True, True, True]

@@ -38,7 +38,7 @@ def test_both_limits_count(wall: float, items: float, count: int, met: bool) -> 
     assert (written["times_ideal"], written["met"]) == (found.times_ideal, met)
 
 
-@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.nightly  # tests/sweep starts workers on every commit
 def test_a_quick_run_measures_local_processes_and_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnorm_lab.bench.analyze.SWEEP_WORKERS", 1)
     monkeypatch.setitem(sys.modules, "ray", None)

@@ -1,6 +1,8 @@
 """`attnorm lab train lm` from the command line: a table and a folder, JSON for machines, errors that help."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -11,7 +13,6 @@ from typer.testing import CliRunner
 from attnorm.cli import app
 from attnorm_lab.training.checkpoints import TrainingInterrupted
 from attnorm_lab.training.lm import train as trainer
-from tests.clean_interpreter import run_in_clean_interpreter
 
 runner = CliRunner()
 TINY = ["--layers", "1", "--heads", "2", "--width", "16", "--context", "16", "--vocab", "300", "--batch", "4"]
@@ -141,5 +142,8 @@ def test_quick_needs_no_folder_and_says_what_its_loss_is_worth(monkeypatch: pyte
 
 
 def test_the_package_itself_is_the_command() -> None:
-    done = run_in_clean_interpreter("import runpy; runpy.run_module('attnorm', run_name='__main__')", "train", "--help")
+    done = subprocess.run(
+        [sys.executable, "-m", "attnorm", "lab", "train", "--help"], stdout=subprocess.PIPE, text=True
+    )
+    assert done.returncode == 0
     assert "lm" in done.stdout

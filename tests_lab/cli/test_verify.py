@@ -98,7 +98,6 @@ def test_ctrl_c_prints_what_was_found_and_exits_with_130(monkeypatch: pytest.Mon
     assert "Interrupted" in result.stderr
 
 
-@pytest.mark.as_installed
 def test_the_tightness_figure_is_drawn(tmp_path: Path) -> None:
     chosen = ["lemma-2", "lemma-2-corrected"]
     result = runner.invoke(app, ["lab", "verify", *chosen, "--figure", str(tmp_path), *QUICK])

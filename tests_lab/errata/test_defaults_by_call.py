@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnorm.theory import dispersion, distance, geometry, gradient
+from attnorm.theory import dispersion, distance, gradient
 from attnorm.theory.selection import select
-from attnorm_lab.errata import frontier, search
+from attnorm_lab.errata import frontier
 from attnorm_lab.errata.catalogue.claim import at_least, at_most, between
-from tests_lab.errata.test_search import claim_of
 
 DRAWN = torch.Generator().manual_seed(0)
 WEIGHTS = torch.softmax(torch.randn(2, 6, generator=DRAWN, dtype=torch.float64), -1)
@@ -81,66 +80,3 @@ def _flat(found: Any) -> list[float]:
     if isinstance(found, Tensor):
         return [float(number) for number in found.flatten()]
     return [number for part in found for number in _flat(part)] if isinstance(found, tuple | list) else [float(found)]
-
-
-def test_how_often_the_power_iteration_steps_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A product that grows by more than any tolerance never ends it earlier; one that grows by less does."""
-    sizes: list[float] = []
-
-    class Growing:
-        def __init__(self, growth: float) -> None:
-            self.size, self.growth = 1.0, growth
-
-        def jvp(self, v: Tensor) -> Tensor:
-            self.size *= self.growth
-            sizes.append(self.size)
-            return self.size * v
-
-        def vjp(self, v: Tensor) -> Tensor:
-            return v
-
-    for growth, steps in ((1.01, 200), (1 + 1.005e-9, 200), (1 + 0.995e-9, 2)):
-        sizes.clear()
-        at = Growing(growth)
-        found = gradient.Linearization(LOGITS[:1], at.jvp, at.vjp)
-        monkeypatch.setattr(gradient, "linearize", lambda *_, found=found: found)
-        gradient.power_iteration_norm(softmax, LOGITS[:1], generator=seeded())
-        assert len(sizes) == steps
-
-
-def test_how_many_sets_and_permutations_are_drawn_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, function, draws in (
-        (geometry, geometry.separability_null, 200),
-        (distance, distance.random_set_monte_carlo, 1000),
-    ):
-        monkeypatch.setattr(module, "monte_carlo", lambda draw, draws: distance.MonteCarlo(ONE, ONE, draws))
-        assert function(ROWS).draws == draws
-
-
-def test_the_grid_on_which_a_range_is_looked_for_by_default() -> None:
-    shapes: list[torch.Size] = []
-
-    def function(x: Tensor) -> Tensor:
-        shapes.append(x.shape)
-        return x.square()
-
-    dispersion.range_on_interval(function, -1.0, 1.0)
-    assert shapes == [(4097,), *[(8, 65)] * 8] * 2
-
-
-def test_up_to_200_000_sets_are_counted_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    for sets, counted in ((200_000, True), (200_001, False)):
-        monkeypatch.setattr(distance.math, "comb", lambda *_, sets=sets: sets)
-        if counted:
-            distance.random_set_exact(ROWS)
-        else:
-            with pytest.raises(ValueError, match="200001"):
-                distance.random_set_exact(ROWS)
-
-
-def test_the_random_seed_of_a_search_is_0_by_default() -> None:
-    (found,) = search.verify([claim_of([2.0])], budget_seconds=1e-9, first_rounds=1)
-    assert found.counterexample is not None
-    assert found.counterexample.seed == 0
-    nothing = search.Finding(claim_of([2.0]))
-    assert (nothing.tried, nothing.rounds, nothing.violations) == (0, 0, 0)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -144,21 +143,6 @@ def test_a_measured_constant_comes_close_from_below() -> None:
     assert exact * 0.999 <= measured <= exact * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: fr.frontier_weight(1, 0.5), "at least 2, got 1"),
-        (lambda: fr.frontier_weight(5, -0.5), "must not be negative, got -0.5"),
-        (lambda: fr.frontier_effort(10, 0.05), r"\[0.1, 1\], got 0.05"),
-        (lambda: fr.softmax_gap(1.2, 10), "got 1.2"),
-        (lambda: fr.kneemax_weight(-1.0, 10), "got -1.0"),
-    ],
-)
-def test_bad_input_is_named(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
 @pytest.mark.parametrize(("gap", "checked"), [(11.0, True), (17.0, True), (19.0, False)])
 def test_the_gap_of_softmax_is_checked_down_to_a_millionth_beside_the_leader(gap: float, checked: bool) -> None:
     keys = 64
@@ -169,45 +153,6 @@ def test_the_gap_of_softmax_is_checked_down_to_a_millionth_beside_the_leader(gap
     assert bool(claim.ratio(case).isfinite().all()) is checked
 
 
-def tried(weight: float, *, at: float, near: float = 1.0, jumps: float = 0.0, dtype: torch.dtype | None = None) -> Any:
-    """The gap found for a map whose leader gets the weight gap / at, at most 1, and the gaps that were tried."""
-    gaps: list[float] = []
-
-    def row_map(logits: Tensor) -> Tensor:
-        gap = float(logits[0, 0])
-        gaps.append(gap)
-        assert logits.dtype == (dtype or torch.float64)
-        assert logits[0, 1:].tolist() == [0.0, 0.0, 0.0]
-        return torch.full_like(logits, (0.25 if gap < at else 1.0 - jumps) if jumps else min(1.0, gap / at))
-
-    options = {} if dtype is None else {"dtype": dtype}
-    return fr.gap_to_keep(row_map, weight, 4, near=near, **options), gaps
-
-
-def test_the_search_for_a_gap_doubles_until_the_weight_is_reached() -> None:
-    found, gaps = tried(0.5, at=20.0)
-    assert found == pytest.approx(10, rel=1e-11)
-    assert gaps[:6] == [0, 1, 2, 4, 8, 16]
-    assert gaps[6:8] == [8, 16]  # the root lies between the last two
-    found, gaps = tried(0.5, at=20.0, near=9.0, dtype=torch.float32)
-    assert gaps[:3] == [0, 9, 18]
-    assert found == pytest.approx(10, rel=1e-6)
-
-
-def test_the_search_for_a_gap_ends_at_two_to_the_twentieth() -> None:
-    assert tried(0.5, at=2.0**21)[0] == 2.0**20
-    assert tried(0.5, at=2.0**21 * 1.0001)[0] == math.inf
-    assert tried(0.5, at=2.0**21 * 1.02, near=1.5)[0] == math.inf
-    assert len(tried(0.5, at=2.0**30)[1]) == 22  # 0 and the powers from 1 to 2^20
-
-
-def test_a_gap_of_weight_one_is_halved_down_to_a_millionth_of_a_millionth() -> None:
-    found, gaps = tried(1.0, at=3.0)
-    assert gaps[:6] == [0, 1, 2, 4, 3, 2.5]
-    assert 3 <= found <= 3 * (1 + 1.5e-12)
-    assert len(gaps) == 4 + math.ceil(math.log2(2 / (1e-12 * 3)))
-
-
 def test_weights_that_reach_one_up_to_rounding_count_as_one() -> None:
     calls = iter([0.0, 1.0, *[1.0 - 1e-15, 1.0 - 2.0**-49] * 40])
 
@@ -215,60 +160,6 @@ def test_weights_that_reach_one_up_to_rounding_count_as_one() -> None:
         return torch.full_like(logits, next(calls))
 
     assert fr.gap_to_keep(row_map, 1.0, 4) == pytest.approx(1 / 3)  # upper and lower halves are left out in turn
-
-
-@pytest.mark.parametrize("options", [{}, {"widest": 8.0, "points": 5, "rounds": 2}])
-def test_the_gaps_at_which_a_lipschitz_constant_is_measured(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[Tensor] = []
-    peak = 3.0
-
-    def norm(row_map: object, logits: Tensor, *, tolerance: float, generator: torch.Generator) -> Tensor:
-        assert tolerance == 1e-6
-        assert generator.initial_seed() == 0
-        seen.append(logits)
-        return values(logits)
-
-    def values(logits: Tensor) -> Tensor:
-        return 1 / (1 + (logits[:, 0] - peak).abs()) + logits[:, 1] / 100
-
-    monkeypatch.setattr(fr, "power_iteration_norm", norm)
-    found = fr.measured_lipschitz(lambda z: z, 5, **options)
-    widest, points, rounds = (options.get(name, usual) for name, usual in
-                              (("widest", 32.0), ("points", 25), ("rounds", 3)))  # fmt: skip
-    assert len(seen) == 2 * rounds
-    best = 0.0
-    for i, logits in enumerate(seen):
-        leaders = 1 if i < rounds else 2
-        assert (logits[:, :leaders] == logits[:, :1]).all()
-        assert not logits[:, leaders:].any()
-        if i % rounds == 0:
-            steps = [10 ** (-4 + k / (points - 2) * (math.log10(widest) + 4)) for k in range(points - 1)]
-            expected = [0.0, *steps]
-        else:
-            before = seen[i - 1][:, 0]
-            top = int(values(seen[i - 1]).argmax())
-            low, high = float(before[max(0, top - 1)]), float(before[min(len(before) - 1, top + 1)])
-            expected = [low + (high - low) * k / 6 for k in range(7)]
-        assert logits[:, 0].tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
-        best = max(best, *values(logits).tolist())
-    assert found == best
-
-
-@pytest.mark.parametrize(("peak", "kept"), [(0.0, 0), (32.0, -1)])
-def test_zooms_at_the_ends_of_the_grid_stay_inside(peak: float, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Tensor] = []
-
-    def norm(row_map: object, logits: Tensor, **_: object) -> Tensor:
-        seen.append(logits[:, 0])
-        return -(logits[:, 0] - peak).abs()
-
-    monkeypatch.setattr(fr, "power_iteration_norm", norm)
-    fr.measured_lipschitz(lambda z: z, 5)
-    first, second = seen[:2]
-    assert second[kept] == pytest.approx(peak)
-    assert second[-1 - kept] == pytest.approx(float(first[1] if kept == 0 else first[-2]))
 
 
 def test_the_sides_of_the_limits_of_weights_and_gaps() -> None:

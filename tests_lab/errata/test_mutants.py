@@ -169,7 +169,6 @@ def check_that_verify_notices(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -
     assert finding.verdict in ("VIOLATED", "NOT ATTAINED")
 
 
-@pytest.mark.as_installed
 @pytest.mark.parametrize("mutant", KNOWN, ids=str)
 @pytest.mark.every_second("mutant")
 def test_verify_notices_what_it_once_let_pass(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,14 +176,12 @@ def test_verify_notices_what_it_once_let_pass(mutant: Mutant, monkeypatch: pytes
 
 
 @pytest.mark.nightly
-@pytest.mark.as_installed
 @pytest.mark.parametrize("mutant", OTHERS, ids=str)
 def test_verify_notices_every_formula_that_is_slightly_off(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     check_that_verify_notices(mutant, monkeypatch)
 
 
 @pytest.mark.nightly
-@pytest.mark.as_installed
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_table_stands_for_other_seeds(seed: int) -> None:
     """What the mutants break must hold without them, and not by the luck of one seed."""

@@ -26,14 +26,12 @@ def test_every_claim_is_stored() -> None:
     assert STORED_NUMBERS["ratios"].keys() == CLAIMS.keys(), "run python -m tests_lab.errata.replayed"
 
 
-@pytest.mark.as_installed
 @pytest.mark.parametrize("name", CLAIMS)
 def test_an_address_names_the_same_row_and_ratio_as_before(name: str) -> None:
     for round_number, stored in zip(ROUNDS, STORED_NUMBERS["ratios"][name], strict=True):
         compare(ratios(CLAIMS[name], round_number), stored)
 
 
-@pytest.mark.as_installed
 @pytest.mark.parametrize("index", range(len(BROKEN)), ids=[f"{name}-{attribute}" for name, _, attribute, _ in BROKEN])
 def test_a_changed_formula_gives_the_stored_ratios(index: int) -> None:
     with broken(index) as claim:

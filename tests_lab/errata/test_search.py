@@ -34,7 +34,6 @@ SEARCHED = [claim for claim in CLAIMS.values() if claim.searched]
 OFTEN = {(claim.family, claim.status): claim.id for claim in reversed(SEARCHED)}.values()
 
 
-@pytest.mark.as_installed
 @pytest.mark.parametrize(
     "name",
     [pytest.param(claim.id, marks=() if claim.id in OFTEN else pytest.mark.nightly) for claim in SEARCHED],
@@ -70,7 +69,6 @@ def test_the_same_seed_finds_the_same_and_another_does_not() -> None:
 SLOWER = ("theorem-1-random", "figure-4")
 
 
-@pytest.mark.as_installed
 @pytest.mark.parametrize(
     "name", ["corollary-3", "lemma-2", *(pytest.param(name, marks=pytest.mark.nightly) for name in SLOWER)]
 )
@@ -158,7 +156,6 @@ def few(broken: list[Any], of_each: int) -> list[Any]:
     return [pytest.param(*one, marks=nightly if n >= of_each else ()) for one, n in zip(broken, before, strict=True)]
 
 
-@pytest.mark.as_installed
 @pytest.mark.parametrize(
     ("name", "owner", "attribute", "change"), few(BROKEN, 1), ids=[f"{b[0]}-{b[2]}" for b in BROKEN]
 )
@@ -222,7 +219,6 @@ LOOSENED = [
 ]  # fmt: skip
 
 
-@pytest.mark.as_installed
 @pytest.mark.parametrize(
     ("name", "owner", "attribute", "change"), few(LOOSENED, 1), ids=[f"{b[0]}-{b[3].__name__}" for b in LOOSENED]
 )
@@ -325,7 +321,6 @@ class Clock:
         return self.now
 
 
-@pytest.mark.as_installed
 def test_more_budget_means_more_rounds_and_refuted_claims_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "time", Clock())
     finding, refuted = verify([CLAIMS["lemma-2.1"], CLAIMS["must-collapse"]], budget_seconds=0.4, first_rounds=3)
@@ -448,20 +443,6 @@ def test_the_search_leaves_torch_as_it_was() -> None:
     assert torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: verify([], budget_seconds=0), "budget_seconds must be positive, got 0"),
-        (lambda: verify([], first_rounds=0), "first_rounds must be at least 1, got 0"),
-        (lambda: replay(CLAIMS["theorem-2.2"], 0, 0), "theorem-2.2 is proved by an argument"),
-        (lambda: replay(CLAIMS["lemma-1"], 0, -1), "round of at least 0, got -1"),
-    ],
-)
-def test_bad_input_is_named(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
 def claim_of(ratios: list[float], **options: Any) -> Claim:
     """A claim whose ratios are these, row after row."""
     values = torch.tensor(ratios, dtype=torch.float64)
@@ -498,33 +479,6 @@ def test_verdicts(changes: dict[str, Any], verdict: str) -> None:
     assert search.table_stands([finding]) == finding.stands
     argument = dataclasses.replace(finding.claim, ratio=None)
     assert search.Finding(argument).verdict == "argument"
-
-
-def test_totals_of_a_round() -> None:
-    one = search._Search(claim_of([0.5, math.nan, 1 + 5e-10, 1.5, 2.0, math.inf]), seed=3)
-    rows = len(one.case_of(0)[1])
-    one.run_round()
-    kinds = [row % 6 for row in range(rows)]
-    assert one.rounds == 1
-    assert one.tried == sum(kind != 1 for kind in kinds)
-    assert one.violations == sum(kind in (3, 4, 5) for kind in kinds)
-    assert one.smallest is not None
-    assert (one.smallest.row, one.smallest.ratio, one.smallest.round, one.smallest.seed) == (5, math.inf, 0, 3)
-    assert one.smallest.address == "x:3:0:5"
-    finding = one.finding()
-    assert (finding.worst_ratio, finding.tried, finding.rounds) == (math.inf, one.tried, 1)
-    smaller = one.smallest
-    one._keep_smallest(dataclasses.replace(one.case_of(0)[0]), torch.zeros(rows))
-    assert one.smallest is smaller  # as large as the one that is kept
-    assert search._size(smaller) == (smaller.keys, smaller.width, smaller.top_n)
-
-
-def test_quantiles_are_the_nearest_ranks() -> None:
-    assert search._quantiles([]) is None
-    assert search._quantiles([torch.empty(0)]) is None
-    assert search._quantiles([torch.tensor([2.0])]) == (2.0, 2.0, 2.0)
-    assert search._quantiles([torch.arange(61.0, 101.0), torch.arange(0.0, 61.0)]) == (5.0, 50.0, 95.0)
-    assert search._quantiles([torch.tensor([1.0, math.inf])])[2] == math.inf  # type: ignore[index]
 
 
 def test_shares_of_rows_where_a_bound_says_nothing_are_those_of_random_rounds() -> None:

@@ -467,11 +467,6 @@ def text_boxes(figure: Figure, *starts: str) -> list[Any]:
     ]
 
 
-def test_nothing_finished_is_an_error() -> None:
-    with pytest.raises(ValueError, match="--stage train"):
-        results_of([])
-
-
 def test_the_stage_trains_and_the_experiment_draws_its_records(
     finished: ClrsWorkspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,6 @@ import html
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -78,7 +77,6 @@ def test_every_form_of_figures_and_tables_is_written_with_verdict_and_manifest(t
     assert "a \\| b <i> | 1 of 2 | does not | because |" in (tmp_path / "toy" / "verdict.md").read_text()
 
 
-@pytest.mark.as_installed
 def test_figures_are_the_same_bytes_when_drawn_again(toy: Toy, tmp_path: Path) -> None:
     for folder in ("one", "two"):
         toy.runs = 0
@@ -335,11 +333,6 @@ def test_parts_that_nothing_needs_are_gone_after_success_and_what_is_finished_is
     assert [path.name for path in (tmp_path / "parts").iterdir()] == ["other"]
 
 
-def test_two_models_of_one_name_are_refused() -> None:
-    with pytest.raises(ValueError, match="'bundled'"):
-        ExperimentSubject(others=("bundled",)).identity(with_model=True)
-
-
 def test_another_second_model_is_another_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         ExperimentSubject, "described", lambda self: {"name": self.model, "fingerprint": f"weights of {self.model}"}
@@ -367,19 +360,6 @@ def test_every_experiment_of_the_table_that_is_there_goes_by_its_own_name() -> N
         found = catalogue.experiment(name)
         assert found.name == name
         assert found.question.endswith("?")
-
-
-@pytest.mark.parametrize(
-    ("subject", "name"),
-    [
-        (ExperimentSubject(texts=(Path("missing.txt"),)), "missing.txt"),
-        (ExperimentSubject(model="./no-such-folder"), "'./no-such-folder'"),
-        (ExperimentSubject(device="abacus"), "'abacus'"),
-    ],
-)
-def test_errors_name_what_is_wrong_with_a_subject(subject: ExperimentSubject, name: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(name)):
-        subject.identity(with_model=True)
 
 
 def test_the_error_of_a_short_text_has_its_length(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 # ruff: noqa: T201 - a script that prints a table
 """Print the rows of docs/results/kills.md: what was tried, on which commit, what was lost.
 
-python -m tests_lab.reliability [--trials 10] [--kills 3] [--seed 0] [--only analyze] [--new-interpreters]
+python -m tests.reliability [--trials 10] [--kills 3] [--seed 0] [--only analyze]
 """
 
 import argparse
@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests_lab.reliability.kills import COMMANDS, ROOT, kill_and_resume, started
+from tests_lab.reliability.kills import COMMANDS, ROOT, Runner, kill_and_resume
 
 
 def main() -> int:
@@ -19,17 +19,14 @@ def main() -> int:
     options.add_argument("--kills", type=int, default=3, help="Kills per trial (default: 3).")
     options.add_argument("--seed", type=int, default=0, help="Random seed of the moments (default: 0).")
     options.add_argument("--only", action="append", choices=COMMANDS, help="Commands (default: all).")
-    options.add_argument("--new-interpreters", action="store_true", help="Start each command as a new interpreter.")
     asked = options.parse_args()
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     commit = git.stdout.strip() or "unknown"
     lost = 0
     print("| command | commit | trials | kills | finished before the kill | temporary files left | lost |")
     print("|---|---|---:|---:|---:|---:|---|")
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        started(Path(folder) / "log.txt", launcher=not asked.new_interpreters) as runner,
-    ):
+    with tempfile.TemporaryDirectory() as folder:
+        runner = Runner(Path(folder) / "log.txt")
         for place, name in enumerate(asked.only or COMMANDS):
             own = Path(folder) / f"runs-{place}"
             try:

@@ -1,5 +1,6 @@
 """Resumable commands that are killed with SIGKILL at random moments, started again, and compared with a quiet run."""
 
+import glob
 import hashlib
 import json
 import os
@@ -7,13 +8,11 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from tests.fork_script import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -145,59 +144,26 @@ COMMANDS = {
 
 
 class Runner:
-    """Starts commands: in children of one launcher (fast), or each as a new interpreter, as a user does."""
+    """Starts commands as a user does, each in a new interpreter."""
 
-    def __init__(self, log: Path, *, launcher: bool) -> None:
-        variables = {"OMP_NUM_THREADS": "1", "ATTNORM_COMMAND_LOG": str(log), "HF_HUB_OFFLINE": "1"}
-        self._environment = {**os.environ, **variables}
+    def __init__(self, log: Path) -> None:
         self._log = log
-        self._launcher: Forked | None = None
-        if launcher:
-            start = "from tests_lab.reliability.launcher import main; main()"
-            self._launcher = Forked(f"import os; os.environ.update({variables}); {start}")
+        self._environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
     def run(self, argv: list[str], kill_after: float | None = None, kill_at: Path | None = None) -> tuple[int, float]:
-        """Exit code (-9 after a kill) and seconds. kill_at: a pattern; the launcher kills when such a file exists."""
-        if self._launcher is None:
-            assert kill_at is None
-            return self._new_interpreter(argv, kill_after)
-        print(
-            json.dumps({"argv": argv, "kill_after": kill_after, "kill_at": kill_at and str(kill_at)}),
-            file=self._launcher.stdin,
-            flush=True,
-        )
-        answer = json.loads(self._launcher.stdout.readline())
-        return answer["rc"], answer["seconds"]
-
-    def _new_interpreter(self, argv: list[str], kill_after: float | None) -> tuple[int, float]:
-        import time
-
+        """Exit code (-9 after a kill) and seconds. Kill after so many seconds, or as soon as a file fits a pattern."""
         began = time.monotonic()
         with self._log.open("a") as log:
             child = subprocess.Popen(
                 [sys.executable, "-m", "attnorm", *argv], env=self._environment, stdout=log, stderr=log
             )
-            try:
-                child.wait(kill_after)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
+            while child.poll() is None:
+                late = kill_after is not None and time.monotonic() - began >= kill_after
+                if late or (kill_at is not None and glob.glob(str(kill_at))):  # noqa: PTH207 - an absolute pattern
+                    child.kill()
+                    child.wait()
+                time.sleep(0.002)
         return child.returncode, time.monotonic() - began
-
-    def close(self) -> None:
-        if self._launcher is not None:
-            self._launcher.stdin.close()
-            self._launcher.wait()
-            self._launcher.stdout.close()
-
-
-@contextmanager
-def started(log: Path, *, launcher: bool = True) -> Iterator[Runner]:
-    runner = Runner(log, launcher=launcher)
-    try:
-        yield runner
-    finally:
-        runner.close()
 
 
 def kill_and_resume(command: Command, runner: Runner, folder: Path, *, trials: int, kills: int, seed: int) -> Tally:

@@ -1,4 +1,4 @@
-"""Plans for tests, and a Ray cluster of two nodes on this machine, real or not."""
+"""Plans for tests, and a Ray cluster of two nodes on this machine."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 
 from attnorm_lab.runs.plan import Plan, Resources
-from tests.forked_workers import forked_workers as forked_workers
-from tests_lab.runs.forked_ray import forked_cluster
 from tests_lab.runs.hooks import items
 from tests_lab.runs.ray_cluster import two_nodes
 
@@ -35,8 +33,7 @@ def cluster() -> Iterator[Any]:
         yield made
 
 
-@pytest.fixture(scope="module", params=["forks", pytest.param("ray", marks=pytest.mark.nightly)])
-def small_cluster(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """A cluster of forks on every commit, of Ray itself at night."""
-    with forked_cluster() if request.param == "forks" else two_nodes(head=False) as made:
+@pytest.fixture(scope="module")
+def small_cluster() -> Iterator[Any]:
+    with two_nodes(head=False) as made:
         yield made

@@ -1,4 +1,4 @@
-"""The same plan on a Ray cluster of two nodes, a real one at night: killed workers lose nothing."""
+"""The same plan on a Ray cluster of two nodes: killed workers lose nothing."""
 
 import importlib
 from pathlib import Path
@@ -12,6 +12,8 @@ from attnorm_lab.runs.plan import Resources
 from attnorm_lab.runs.run import run_item, run_items, work_in
 from tests_lab.runs.conftest import plan_of
 from tests_lab.runs.hooks import counted, counted_after_a_kill, most_at_once
+
+pytestmark = pytest.mark.nightly  # a cluster starts in half a minute
 
 WORK = work_in(Path(), "local", 1)  # of engines that start nothing
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -25,7 +26,6 @@ from attnorm_lab.runs.engines import ClusterLost, LocalEngine, Outcome, Work, Wo
 from attnorm_lab.runs.folder import item_folder, lock_of, open_sweep, result_of, states
 from attnorm_lab.runs.plan import Item, Resources, read_plan
 from attnorm_lab.runs.run import merge, run_item, run_items, sweep, work_in
-from tests.fork_script import forked
 from tests_lab.runs.conftest import plan_of
 from tests_lab.runs.hooks import analyze_and_count_loads, counted, counted_after_a_kill, items
 
@@ -155,24 +155,21 @@ def test_a_finished_item_of_a_lost_chunk_is_kept(tmp_path: Path) -> None:
     assert (tmp_path / "ended").read_text().count("\n") == 3
 
 
-@pytest.mark.usefixtures("forked_workers")
 def test_a_killed_process_takes_its_item_only(tmp_path: Path) -> None:
-    plan = plan_of(6)
+    plan = plan_of(4)
     open_sweep(tmp_path, plan)
     engine = LocalEngine(plan.resources, work_in(tmp_path, "local", 1, counted_after_a_kill), 2)
     found = list(run_items(engine, tmp_path, plan.items, retries=3))
     assert not [each.error for each in found if each.error]
     ended = [line.split()[0] for line in (tmp_path / "ended").read_text().splitlines()]
-    assert sorted(ended) == sorted(map(str, range(6)))
-    assert len((tmp_path / "started").read_text().splitlines()) == 8
+    assert sorted(ended) == sorted(map(str, range(4)))
+    assert len((tmp_path / "started").read_text().splitlines()) == 5
 
 
 DRIVER = """
-import os, sys, time
-from pathlib import Path
+import os, time
 from attnorm_lab.runs import engines
 from attnorm_lab.runs.plan import Resources
-engines.START_METHOD = "fork"  # a new interpreter would import the libraries first
 engine = engines.LocalEngine(Resources(), len, 1)
 print(engine._pool().submit(os.getpid).result(), flush=True)
 time.sleep(600)
@@ -180,7 +177,7 @@ time.sleep(600)
 
 
 def test_a_worker_ends_with_its_driver(tmp_path: Path) -> None:
-    with forked(DRIVER, str(tmp_path)) as driver:
+    with subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, text=True) as driver:
         worker = psutil.Process(int(driver.stdout.readline()))
         driver.kill()
         assert psutil.wait_procs([worker], timeout=120)[1] == []
@@ -397,7 +394,6 @@ def test_slurm_runs_a_plan_through_submitit(cluster: str, tmp_path: Path) -> Non
         engines.open_engine("slurm", tmp_path, plan.resources, WORK)
 
 
-@pytest.mark.usefixtures("forked_workers")
 def test_analyze_items_load_their_model_once_per_worker(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
     path.write_text(

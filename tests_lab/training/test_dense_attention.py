@@ -65,7 +65,6 @@ def test_afterwards_the_engine_is_back() -> None:
     assert AttentionInterface()[KERNEL] is patched_attention
 
 
-@pytest.mark.as_installed
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
 def test_it_is_traced_into_the_block_without_a_break(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With keys enough for the sparse maps to take their groups of keys apart."""
@@ -83,7 +82,6 @@ def test_it_is_traced_into_the_block_without_a_break(backend: str, monkeypatch: 
     assert torch.allclose(compiled_gradient, gradient, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.as_installed
 @pytest.mark.parametrize(  # tests/mechanisms/test_soft.py compiles soft on every commit
     ("name", "options"),
     [

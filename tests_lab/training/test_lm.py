@@ -4,6 +4,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,6 @@ from safetensors.torch import load_file
 from attnorm_lab.training import checkpoints
 from attnorm_lab.training.checkpoints import TrainingInterrupted
 from attnorm_lab.training.lm.train import LMProgress
-from tests.fork_script import forked
 from tests_lab.training.conftest import tiny
 
 Train = Callable[..., dict[str, Any]]
@@ -194,8 +195,7 @@ settings = LMSettings(**{tiny().as_dict()!r})
 train_lm([Path({str(texts[0])!r})], Path({str(texts[1])!r}), Path({str(out)!r}), settings,
          data=Path({str(encoded)!r}), device="cpu", checkpoint_every=8, report=kill)
 """
-    with forked(program) as child:
-        assert child.wait() == -signal.SIGKILL
+    assert subprocess.run([sys.executable, "-c", program]).returncode == -signal.SIGKILL
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000016"]
     with (out / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2')  # killed in the middle of a line
@@ -269,7 +269,6 @@ def test_bfloat16_trains_too(train: Train, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.as_installed
 def test_compiled_blocks_train_to_the_same_loss(train: Train, uninterrupted: Path, tmp_path: Path) -> None:
     train(tmp_path / "run", options={"compiled": True})
     plain, compiled = (metrics(out)[-1]["valid_loss"] for out in (uninterrupted, tmp_path / "run"))
@@ -277,7 +276,6 @@ def test_compiled_blocks_train_to_the_same_loss(train: Train, uninterrupted: Pat
 
 
 @pytest.mark.nightly
-@pytest.mark.as_installed
 @pytest.mark.parametrize("name", ["ssmax", "entmax15"])  # traced with its block, and beside the graphs
 def test_compiled_blocks_train_with_any_normalizer(name: str, train: Train, tmp_path: Path) -> None:
     change: dict[str, Any] = {"architecture": "llama", "normalizer": name, "layers": 9}

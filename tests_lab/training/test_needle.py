@@ -192,21 +192,6 @@ def test_no_question_is_asked_in_text_that_was_practised_in() -> None:
         split_filler(FILLER, task, WORDING, 12)
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"steps": 0}, "steps.*got 0"),
-        ({"depths": (1.5,)}, "between 0"),
-        ({"longer": ()}, "at least one test length"),
-        ({"keys": 0}, "keys.*got 0"),
-        ({"nearest": 0.0}, r"got 0\.0 and 0\.7"),
-    ],
-)
-def test_a_task_that_cannot_be(changed: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        NeedleTask(**changed)
-
-
 def test_a_run_that_is_not_finished_has_no_model_to_ask(train: Train, texts: tuple[Path, Path], tmp_path: Path) -> None:
     train(tmp_path / "run", steps=2)
     (tmp_path / "run" / "tokenizer.json").unlink()

@@ -180,11 +180,6 @@ def test_what_a_record_says_that_a_normalizer_learned() -> None:
     assert learned_values(model, at_most=1) == {}
 
 
-def test_a_rotary_head_of_odd_width() -> None:
-    with pytest.raises(ValueError, match=r"width 30.*2 heads.*width 32"):
-        tiny(architecture="llama", width=30)
-
-
 def test_another_normalizer_is_another_run(train: Train, runs: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"normalizer.*sigmoid.*ssmax"):
         train(runs["ssmax"][0], architecture="llama", normalizer="sigmoid")

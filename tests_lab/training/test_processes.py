@@ -1,12 +1,10 @@
 """Training in two processes: the same losses as one process, and every file written once.
 
-torchrun and `accelerate launch` tell a process its rank by environment variables. In every run two processes get
-them from the test, as forks of it; at night the launchers start them.
+torchrun and `accelerate launch` tell a process its rank by environment variables.
 """
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,7 +17,6 @@ from safetensors.torch import load_file
 
 from attnorm_lab.training.device import Processes
 from attnorm_lab.training.lm.train import train_lm
-from tests.fork_script import forked
 from tests_lab.training.conftest import tiny
 
 Train = Callable[..., dict[str, Any]]
@@ -27,16 +24,6 @@ RECIPE = '[layers]\n"1" = "ssmax"\n'
 OPTIONS = "--architecture llama --layers 2 --heads 2 --width 32 --context 32 --vocab 300 --batch 8 --lr 0.01 --warmup 5"
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2"
 ACCELERATE = "-m accelerate.commands.launch --cpu --multi_gpu --num_processes 2 --num_machines 1 --main_process_port 0"
-
-
-# faulthandler prints where a process hangs.
-RANK = """
-import faulthandler, os
-os.environ.update({variables})
-faulthandler.dump_traceback_later(600)
-from attnorm.cli import app
-app(standalone_mode=False)
-"""
 
 MONITORED = """
 import sys, torch, attnorm
@@ -60,30 +47,13 @@ def launch(launcher: str, texts: tuple[Path, Path], out: Path, *more: str) -> su
     )
 
 
-def run_two(texts: tuple[Path, Path], out: Path, *more: str) -> str:
-    """Train in two forks of this process with the environment variables of torchrun; what they print."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    common |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    call = ["lab", "train", "lm", str(texts[0]), "--valid", str(texts[1]), *OPTIONS.split(), "--out", str(out), *more]
-    scripts = [RANK.format(variables={**common, "RANK": rank, "LOCAL_RANK": rank}) for rank in ("0", "1")]
-    with forked(scripts[0], *call) as first, forked(scripts[1], *call) as second:
-        assert [first.wait(), second.wait()] == [0, 0]
-        return first.stdout.read() + second.stdout.read()
-
-
 def curve(out: Path) -> list[tuple[int, float, float | None]]:
     entries = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [(entry["step"], entry["loss"], entry.get("valid_loss")) for entry in entries]
 
 
 @pytest.mark.timeout(1800)  # catches a hang, on a busy machine too
-@pytest.mark.parametrize("launcher", [None, pytest.param(TORCHRUN, marks=pytest.mark.nightly)])
-def test_two_processes_train_as_one(
-    launcher: str | None, texts: tuple[Path, Path], encoded: Path, tmp_path: Path
-) -> None:
+def test_two_processes_train_as_one(texts: tuple[Path, Path], encoded: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(RECIPE)
     settings = tiny(architecture="llama", recipe={"1": "ssmax"}, steps=20)
@@ -92,13 +62,9 @@ def test_two_processes_train_as_one(
         checkpoint_every=10,
     )  # fmt: skip
     more = ("--recipe", str(recipe), "--steps", "20", "--eval-every", "10", "--checkpoint-every", "10", "--json")
-    if launcher is None:
-        printed = run_two(texts, tmp_path / "two", "--device", "cpu", *more)
-    else:
-        done = launch(launcher, texts, tmp_path / "two", *more)
-        assert done.returncode == 0, done.stderr
-        printed = done.stdout
-    together = json.loads(printed)  # printed by one process
+    done = launch(TORCHRUN, texts, tmp_path / "two", *more)
+    assert done.returncode == 0, done.stderr
+    together = json.loads(done.stdout)  # printed by one process
     assert together["run"] == alone["run"]
     one, two = curve(tmp_path / "one"), curve(tmp_path / "two")
     assert [step for step, *_ in two] == [step for step, *_ in one] == [10, 20]  # logged once

@@ -110,26 +110,6 @@ def test_older_records_stay_valid() -> None:
     assert settings().as_dict()["architecture"] == "pyramid"
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"architecture": "cone"}, "'cone'"),
-        ({"landmarks": "cubes", "normalizer": "soft"}, "'cubes'"),
-        ({"landmarks": "squares"}, "soft.*softmax"),
-        ({"landmarks": "squares", "normalizer": "soft", "squares": 7}, "squares and 7"),
-        ({"landmarks": "squares", "normalizer": "soft", "landmark_side": 0}, "landmark_side.*0"),
-        ({"landmarks": "squares", "normalizer": "soft", "landmark_side": 3}, "8.*3"),
-        ({"layers": 2}, "3 layers.*got 2"),
-        ({"patch": 8}, "2 patches"),
-        ({"width": 30}, r"\[7, 15, 30\]"),
-        ({"patch": 3}, "16.*3"),
-    ],
-)
-def test_sizes_that_do_not_fit(changed: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build_model(settings(**changed), CLASSES, SIDE)
-
-
 def test_the_command_line_shows_losses_and_writes_a_card(tmp_path: Path) -> None:
     words = ["lab", "train", "vision", "--quick", "--architecture", "pyramid", "--patch", "4", "--epochs", "1"]
     words += ["--normalizer", "soft:normalised=true", "--landmarks", "convolution", "--landmark-side", "2"]

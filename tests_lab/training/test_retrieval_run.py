@@ -181,20 +181,6 @@ def test_wrong_normalizers_are_refused_before_the_first_is_trained(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"sizes": (16, 1)}, "2 items.*1"),
-        ({"sizes": ()}, "at least one set size"),
-        ({"sets": 0}, "got 0"),
-        ({"others": ("differential",)}, "differential"),
-    ],
-)
-def test_trials_that_make_no_sense_are_refused(changed: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Trials(**changed)
-
-
 def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
     with pytest.raises(ValueError, match="contains files"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnorm.normalizers.spec import parse_spec
-from attnorm_lab.training.retrieval.data import TASKS, RetrievalRecipe, find_task, training_batches
+from attnorm_lab.training.retrieval.data import TASKS, find_task, training_batches
 from attnorm_lab.training.retrieval.evaluate import class_leak, leak_at_top, leaked_share
 from attnorm_lab.training.retrieval.model import Retrievers, normalizer_for
 from attnorm_lab.training.retrieval.train import Trained
@@ -135,42 +135,10 @@ def test_the_cosine_ends_near_zero_and_the_rate_is_kept_without_it() -> None:
     assert trained(steps=10, cosine=True).losses != trained(steps=10).losses
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"steps": 0}, "steps.*got 0"),
-        ({"batch": -1}, "batch.*got -1"),
-        ({"width": 0}, "width"),
-        ({"smallest": 1}, "at least 2 items"),
-        ({"smallest": 17}, "got 17 to 16"),
-        ({"learning_rate": 0.0}, "got 0.0"),
-        ({"learning_rate": float("nan")}, "got nan"),
-        ({"weight_decay": -1.0}, "weight decay"),
-        ({"leak_penalty": float("inf")}, "leak penalty.*got inf"),
-        ({"leak_from": 1.0}, "got 1.0"),
-        ({"squeezed": 1.5}, "got 1.5"),
-    ],
-)
-def test_a_recipe_out_of_range_is_refused(changed: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        RetrievalRecipe(**changed)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("task", [name for name, task in TASKS.items() if not task.has_priority])
 def test_there_is_nothing_to_squeeze_without_priorities(task: str) -> None:
     with pytest.raises(ValueError, match=r"squeezed.*0"):
         trained(task=task, squeezed=0.5, steps=1)
-
-
-def test_mechanisms_and_unknown_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="'linear'"):
-        normalizer_for("linear", 2)
-    with pytest.raises(ValueError, match="'softmax'"):
-        normalizer_for("sofmax", 2)
-    with pytest.raises(ValueError, match="'recall'"):
-        find_task("recal")
-    with pytest.raises(ValueError, match="'max', 'recall', 'majority'"):
-        find_task("zzz")
 
 
 def test_options_stand_behind_the_name() -> None:
@@ -180,9 +148,3 @@ def test_options_stand_behind_the_name() -> None:
     assert int((normalizer_for("topk:k=2", 1)(row) > 0).sum()) == 2
     learned = normalizer_for("entmax:learned=true", 3)
     assert all(len(value) == 3 for value in learned.parameters())
-
-
-@pytest.mark.parametrize("spelling", ["topk:k", "topk:k=", "topk:k=1:k=2", "ssmax:heads=3", "topk:width=3"])
-def test_wrong_options_are_refused(spelling: str) -> None:
-    with pytest.raises(ValueError, match=r"key=value|It accepts k|Remove 'heads=3'"):
-        normalizer_for(spelling, 2)

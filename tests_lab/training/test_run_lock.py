@@ -12,16 +12,15 @@ from attnorm.run_folder import only_process
 from attnorm_lab.training.lm.train import train_lm
 from attnorm_lab.training.retrieval.data import RetrievalRecipe
 from attnorm_lab.training.retrieval.train import train_retrieval
-from tests.fork_script import forked
 from tests_lab.training.conftest import tiny
 
 HOLD = """
-import sys, time
+import sys
 from pathlib import Path
 from attnorm.run_folder import only_process
 with only_process(Path(sys.argv[1])):
     print("held", flush=True)
-    time.sleep(600)
+    sys.stdin.read()
 """
 
 
@@ -29,7 +28,8 @@ def test_a_second_run_in_the_folder_is_rejected_and_a_killed_one_leaves_no_lock(
     texts: tuple[Path, Path], tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    with forked(HOLD, str(out)) as other:
+    command = [sys.executable, "-c", HOLD, str(out)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "held\n"
         with pytest.raises(ValueError, match="no other process"):
             train_lm([texts[0]], texts[1], out, tiny())

@@ -97,11 +97,6 @@ def test_a_model_with_squares_prints_the_same_text_in_every_process() -> None:
     assert " at 0x" not in repr(build_model(settings, ("a", "b"), 16))
 
 
-def test_squares_need_soft() -> None:
-    with pytest.raises(ValueError, match="linear"):
-        build_model(VisionSettings(normalizer="linear", squares=2, layers=1, heads=2, width=8), ("a", "b"), 16)
-
-
 def test_equal_seeds_start_from_equal_weights() -> None:
     models = [
         build_model(VisionSettings(normalizer=name, layers=1, heads=2, width=8), ("a", "b"), 16)
@@ -109,8 +104,3 @@ def test_equal_seeds_start_from_equal_weights() -> None:
     ]
     first, second = (dict(model.named_parameters()) for model in models)
     assert all(torch.equal(value, second[name]) for name, value in first.items())
-
-
-def test_a_patch_must_divide_the_image() -> None:
-    with pytest.raises(ValueError, match="16, got 5"):
-        build_model(VisionSettings(patch=5), ("a", "b"), 16)

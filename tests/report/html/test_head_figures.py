@@ -20,7 +20,6 @@ def texts(figure: Figure) -> list[str]:
     ]
 
 
-@pytest.mark.as_installed
 def test_maps_and_curves_are_written_as_svg_and_pdf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnorm.report.plots.PANEL_METRICS", ("horizon",))
     paths = save_figures(sample().tables, tmp_path / "figures")

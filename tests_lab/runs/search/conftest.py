@@ -1,6 +1,4 @@
-"""Workers that start in no time, and the plan of a small search."""
-
-from tests.forked_workers import forked_workers as forked_workers
+"""The plan of a small search."""
 
 PLAN = """
 objectives = ["loss", "loss at 4x"]

@@ -46,7 +46,7 @@ depths = [0.5]
 """
 
 
-@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.nightly  # 19 CPU seconds; test_search.py runs the same search in this process
 def test_a_search_in_processes_with_a_database_weighs_three_objectives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
