@@ -1,1 +1,1 @@
-"""Present the claims of the theory: terminal tables, figures, and the page docs/theory.md."""
+"""Present the claims of the theory: terminal tables, figures, and the table of the site."""

@@ -168,5 +168,10 @@ def _reference(row: Row, **options: Any) -> Tensor:
     warm_start=WarmStart("far", "nothing to set: rows of medium entropy are sharpened up to 2.4 times"),
 )
 def adaptive_temperature(coefficients: Sequence[float] = PRINTED, *, monotone: bool = False) -> Normalizer:
-    """softmax(beta(H) z): rows are sharpened by a polynomial of their own entropy."""
+    """softmax(beta(H) z): rows are sharpened by a polynomial of their own entropy.
+
+    For inference. The printed polynomial acts for 0.849 < H < 5.945 nats only: a row as flat as uniform over more than
+    381 keys is not sharpened. monotone: keep the largest beta reached. coefficients: from the highest power; `fit` in
+    this file refits them to your logits.
+    """
     return Normalizer(Softmax(), scale=[EntropyRule(coefficients, monotone=monotone)], name="adaptive_temperature")

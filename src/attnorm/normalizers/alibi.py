@@ -85,7 +85,11 @@ def slope_per_head(layer: LayerFacts, given_options: Options) -> dict[str, Any]:
     ),
 )
 def alibi(map: str = "softmax", *, heads: int | None = None) -> Normalizer:
-    """softmax, or another map, of logits minus a slope times the distance; for models without other positions."""
+    """softmax(z - m |distance|), m = 2^(-8h/H), or another map; for models without other positions.
+
+    Train from the start: attnorm train lm --architecture nope --normalizer alibi. The slopes m are fixed, one per head.
+    map: another row normalizer, as in alibi:map=entmax15.
+    """
     return add_rule(LinearBias(heads), map, name="alibi")
 
 
@@ -99,5 +103,9 @@ def _nearmax_reference(row: Row, knee: float = 0.25, heads: int | None = None) -
     warm_start=WarmStart("far", "nothing to set: for models that are trained with it", options=slope_per_head),
 )
 def nearmax(knee: float = 0.25, *, heads: int | None = None) -> Normalizer:
-    """Kneemax of logits minus a slope times the distance: sparse, softmax's gradient bound, reach constant in n."""
+    """kneemax(z - m |distance|), m = 2^(-8h/H): sparse, softmax's gradient bound, reach constant in n.
+
+    For language models that are trained with it and later read longer texts. With logits of spread D, keys farther than
+    (D + 2.5)/m have weight exactly 0. In a model trained without the penalty it hides far keys.
+    """
     return Normalizer(Kneemax(knee=knee), scale=[LinearBias(heads)], name="nearmax")

@@ -189,7 +189,12 @@ def kneemax(
     learned: bool = False,
     heads: int | None = None,
 ) -> Normalizer:
-    """Sparse and gradient-stable: entmax15 up to the weight 1/4, then linear; Jacobian norm <= 1/(2T) for every n."""
+    """Sparse and gradient-stable: entmax15 up to the weight 1/4, then linear; Jacobian norm <= 1/(2T) for every n.
+
+    For sparse attention with a bounded gradient. All of the weight needs a lead of 2.5 T (2 T with share=1). share=1
+    puts the knee at 1/n: a key that leads by g keeps min(1, g/(2T)) up to 1/n at every length, but language models lose
+    0.28 nats.
+    """
     plain = temperature == 1.0 and not learned and heads is None
     scale = [] if plain else [Temperature(temperature, learned=learned, heads=heads)]
     return Normalizer(Kneemax(share, knee=knee), scale=scale, name="kneemax")

@@ -55,5 +55,9 @@ def _reference(row: Row, temperature: float = 1.0) -> Tensor:
     warm_start=WarmStart("far", "nothing to set: rows of every spread get the same one"),
 )
 def norm_softmax(temperature: float = 1.0) -> Normalizer:
-    """softmax of logits scaled to unit variance, so that sharpness does not depend on the norms of q and k."""
+    """softmax((z - mean) / (sigma T)): logits of unit variance, so that the norms of q and k do not matter.
+
+    Train from scratch. Noise is scaled to unit variance too: a row of almost equal logits is not flat. One key that
+    leads n - 1 equal ones gets all of the weight as n grows, however small its lead. 1e-12 is added to the variance.
+    """
     return Normalizer(Softmax(), scale=[UnitVariance(temperature)], name="norm_softmax")

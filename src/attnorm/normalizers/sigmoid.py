@@ -75,5 +75,9 @@ def _reference(row: Row, bias: float | None = None, **_: Any) -> Tensor:
     ),
 )
 def sigmoid(bias: float | None = None, *, learned: bool = False, heads: int | None = None) -> Normalizer:
-    """sigmoid(z + b) per key, b = -log n of the row, or a fixed number; learned adds a trained number per head."""
+    """sigmoid(z + b) per key, b = -log n of the row, or a fixed number; learned adds a trained number per head.
+
+    Keys do not compete. The output scale differs from softmax's: add a norm after attention. The paper's bias is one
+    constant: bias=-math.log(length).
+    """
     return Normalizer(Sigmoid(bias, learned=learned, heads=heads), name="sigmoid")

@@ -128,6 +128,10 @@ def ssmax(
 
     s starts at 1 on average over a causal sequence of train_length (default), or where rho sets it: the critical scale
     of logits whose largest is `size` and whose others are rho times that.
+
+    For contexts longer than in training. Apply it after QK-norm, and not where the model already rescales by length: a
+    model trained with softmax is flattened on short texts. bias helps training and hurts extrapolation. A key g above
+    all others keeps its weight at every length once s g > 1. rho: Chen et al. 2025, https://arxiv.org/abs/2510.05554.
     """
     start = _initial_s(s, rho, size, train_length)
     return Normalizer(Softmax(), scale=[LogLengthScale(start, bias=bias, learned=learned, heads=heads)], name="ssmax")
@@ -164,5 +168,10 @@ def _ssa_reference(row: Row, beta: float = SSA_START, **_: Any) -> Tensor:
     ),
 )
 def ssa(beta: float = SSA_START, *, learned: bool = True, heads: int | None = None) -> Normalizer:
-    """softmax((1 + e^(-e^beta) log n) z): starts as softmax and learns how logits grow with the visible keys n."""
+    """softmax((1 + e^(-e^beta) log n) z): starts as softmax and learns how logits grow with the visible keys n.
+
+    To fine-tune a trained model for longer contexts: it starts with a factor of 1.0043 at 1,024 keys. There the factor
+    changes by only 0.0046 log n per unit of beta, so give beta a higher learning rate or start lower. The paper's
+    temperature that depends on the token is not included.
+    """
     return Normalizer(Softmax(), scale=[SelectiveLengthScale(beta, learned=learned, heads=heads)], name="ssa")
