@@ -12,6 +12,7 @@ import attnorm
 from attnorm.claims.tables import built_in_claims
 from attnorm.cli import app
 from attnorm.cli.normalizers import describe_all, promises
+from attnorm.normalizers.registry import BUILT_IN
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,7 +50,7 @@ def test_the_site_builds_strictly_and_is_complete(tmp_path: Path) -> None:
     assert "train/CLASS/*.jpg and test/CLASS/*.jpg" in pages["reference/command-line.html"]
 
     sheets = pages["normalizers.html"]
-    for description in describe_all():
+    for description in (one for one in describe_all() if one.name in BUILT_IN):
         section = re.search(rf'<h3 id="{description.name}">.*?(?=<h[23]|</article)', sheets, re.DOTALL)
         assert section is not None, f"normalizers.html has no section of {description.name}"
         assert promises(description) in html.unescape(section[0])
