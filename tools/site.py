@@ -3,7 +3,7 @@
 - Formulas, in the three ways GitHub writes them, become MathML: browsers draw it without a script.
 - Notebooks become pages, with the outputs they were committed with.
 - Docstrings that explain arguments as "name: meaning" show them as a list.
-- The command-line reference, the sections of the normalizers and the table of claims are written from the code.
+- The command-line reference, the sheets of the normalizers, the metrics and the claims are written from the code.
 - README, CHANGELOG, CONTRIBUTING and SECURITY, which lie outside docs/, are pages too; links to other files outside
   docs/ become plain text.
 """
@@ -49,9 +49,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    generated = {"normalizers.md": normalizer_sheets, "theory.md": claims_table}.get(page.file.src_uri)
-    if generated:
-        markdown = f"{markdown}\n{generated()}"
+    if page.file.src_uri in GENERATED:
+        markdown = f"{markdown}\n{GENERATED[page.file.src_uri]()}"
     return with_formulas_marked(with_bars_in_code(with_links_into_the_site(markdown, page.file.src_uri)))
 
 
@@ -183,6 +182,21 @@ def claims_table() -> str:
     from attnorm.claims.tables import built_in_claims, claims_markdown
 
     return claims_markdown(built_in_claims())
+
+
+def metrics_table() -> str:
+    """What each metric of a head is, and how to read it."""
+    from attnorm.metrics.catalogue import METRICS
+
+    rows = [
+        f"| `{one.name}` | {_cell(one.unit)} | {_cell(html.escape(one.meaning))} | {_cell(html.escape(one.reading))} |"
+        for one in METRICS
+    ]
+    return "\n".join(["| metric | unit | meaning | how to read it |", "|---|---|---|---|", *rows])
+
+
+# What is appended to a page.
+GENERATED = {"normalizers.md": normalizer_sheets, "theory.md": claims_table, "reference/measuring.md": metrics_table}
 
 
 def command_line() -> str:

@@ -12,6 +12,7 @@ import attnorm
 from attnorm.claims.tables import built_in_claims
 from attnorm.cli import app
 from attnorm.cli.normalizers import describe_all, promises
+from attnorm.metrics.catalogue import METRICS
 from attnorm.normalizers.registry import BUILT_IN
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,6 +57,8 @@ def test_the_site_builds_strictly_and_is_complete(tmp_path: Path) -> None:
         assert promises(description) in html.unescape(section[0])
     for claim in built_in_claims():
         assert f">{claim.id}<" in pages["theory.html"]
+    for metric in METRICS:
+        assert f"<code>{metric.name}</code>" in pages["reference/measuring.html"]
 
     for name, page in pages.items():
         loaded = re.findall(r'<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)="(?:https?:)?//[^"]*"', page)
