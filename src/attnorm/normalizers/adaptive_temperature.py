@@ -1,8 +1,7 @@
 """Adaptive temperature: softmax(beta(H) z), beta a polynomial of the row's own entropy H.
 
 Velickovic, Perivolaropoulos, Barbero & Pascanu 2024, https://arxiv.org/abs/2410.01104. Where H > 0.5 nats the logits
-are multiplied by max(beta(H), 1). The printed polynomial exceeds 1 only for 0.849 < H < 5.945, so a row as flat as
-uniform over more than 381 keys is *not* sharpened; `monotone=True` keeps beta at the largest value it has reached.
+are multiplied by max(beta(H), 1).
 """
 
 import math

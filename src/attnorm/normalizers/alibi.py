@@ -8,9 +8,7 @@ Nearmax is kneemax with a fixed knee behind this penalty.
 
     p = kneemax(z - m |distance|),   knee 1/4,   m = 2^(-8 h / H) for head h of H
 
-With logits of spread D, keys farther than (D + 2.5) / m from the query get the weight 0, exactly. So no more keys than
-that share the weight of a row. The Jacobian norm is at most 1/2, as kneemax's. Theorem 6 of docs/theory/kneemax.md;
-language models that were trained with it: docs/results/language-models.md.
+Its reach is Theorem 6 of docs/theory/kneemax.md; language models: docs/results/language-models.md.
 """
 
 from typing import Any

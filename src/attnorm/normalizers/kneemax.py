@@ -7,8 +7,7 @@ phi is Huber's function of the positive part, so the slopes u_j = min(1, sqrt(p_
 entmax15(z/2).
 
 knee=1/4, the default: entmax15(z) below that weight, and straight above it. Undecided rows move less, which language
-models need. share=c: the knee at c/n. With c = 1 a token whose logit leads by g keeps the weight min(1, g/2) up to 1/n,
-however many keys there are, but language models lose 0.28 nats. Theorems and proofs: docs/theory/kneemax.md.
+models need. share=c: the knee at c/n. Theorems and proofs: docs/theory/kneemax.md.
 """
 
 import math

@@ -2,8 +2,7 @@
 
 Jiang, Gu & Pan 2022, https://openreview.net/forum?id=4g7nCbpjNwd: the input of softmax is brought to unit variance, so
 that neither the length of q and k nor 1/sqrt(d) matters. Multiplying all logits of a row by a positive number changes
-nothing. A single key that leads n - 1 equal ones is always sqrt(n) deviations above them: its weight approaches 1 with
-n however small its lead is.
+nothing. A single key that leads n - 1 equal ones is always sqrt(n) deviations above them.
 """
 
 import math

@@ -3,14 +3,13 @@
     ssmax     softmax((s log n + b) z)
     ssa       softmax((1 + e^(-e^beta) log n) z)
 
-ssmax: Scalable-Softmax, Nakanishi 2025, https://arxiv.org/abs/2501.19399. A token whose logit is g above the rest keeps
-its weight at every length once s g > 1. The price: the Jacobian's bound s log(n) / 2 grows with n.
+ssmax: Scalable-Softmax, Nakanishi 2025, https://arxiv.org/abs/2501.19399. The price: the
+Jacobian's bound s log(n) / 2 grows with n.
 
 ssa: the length rule of Selective Self-Attention, Zhang et al. 2024, https://arxiv.org/abs/2411.12892, in the form of
 the authors' code for fine-tuning (github.com/umich-sota/selective_attention, lit_gpt/model_finetune_att.py). It starts
 at beta = 2, where e^(-e^beta) is 0.00062: a trained model begins as it was and learns how much its logits should grow
-with the length. At most log n is added, for beta -> -infinity. The paper's second temperature, which reads the token,
-is not part of this rule.
+with the length. At most log n is added, for beta -> -infinity.
 
 Length rules that are not learned: log_scaled.py.
 """

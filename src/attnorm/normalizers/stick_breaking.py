@@ -2,8 +2,7 @@
 
     p_j = sigmoid(z_j) prod_{k > j} (1 - sigmoid(z_k)),   products over visible keys, in log space
 
-Tan et al. 2024, https://arxiv.org/abs/2410.17980. Order replaces position encodings. With
-`attend_current=False`, the paper's form, the query's own key takes no share but receives what is left of the stick.
+Tan et al. 2024, https://arxiv.org/abs/2410.17980. Order replaces position encodings.
 """
 
 import torch
