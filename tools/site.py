@@ -3,7 +3,7 @@
 - Formulas, in the three ways GitHub writes them, become MathML: browsers draw it without a script.
 - Notebooks become pages, with the outputs they were committed with.
 - Docstrings that explain arguments as "name: meaning" show them as a list.
-- The command-line reference is written from the commands themselves.
+- The command-line reference, the sheets of the normalizers, the metrics and the claims are written from the code.
 - README, CHANGELOG, CONTRIBUTING and SECURITY, which lie outside docs/, are pages too; links to other files outside
   docs/ become plain text.
 """
@@ -49,6 +49,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    if page.file.src_uri in GENERATED:
+        markdown = f"{markdown}\n{GENERATED[page.file.src_uri]()}"
     return with_formulas_marked(with_bars_in_code(with_links_into_the_site(markdown, page.file.src_uri)))
 
 
@@ -161,6 +163,42 @@ def _fenced(language: str, text: str) -> str:
     return f"````{language}\n{text}\n````"
 
 
+def normalizer_sheets() -> str:
+    """A section for each built-in normalizer: what `attnorm normalizers NAME` prints."""
+    from attnorm.cli.normalizers import describe, sheet
+    from attnorm.normalizers.registry import BUILT_IN
+
+    described = [describe(name, entry) for name, entry in BUILT_IN.items()]
+    parts = []
+    for heading, kind in (("Row normalizers", "row"), ("Mechanisms", "mechanism")):
+        parts.append(f"## {heading}")
+        for one in (one for one in described if one.kind == kind):
+            parts += [f"### {one.name}", *(_linked(_prose(paragraph)) for paragraph in sheet(one))]
+    return "\n\n".join(parts)
+
+
+def claims_table() -> str:
+    """All claims by family, each with a link to its proof."""
+    from attnorm_lab.errata.tables import built_in_claims, claims_markdown
+
+    return claims_markdown(built_in_claims())
+
+
+def metrics_table() -> str:
+    """What each metric of a head is, and how to read it."""
+    from attnorm.metrics.catalogue import METRICS
+
+    rows = [
+        f"| `{one.name}` | {_cell(one.unit)} | {_cell(html.escape(one.meaning))} | {_cell(html.escape(one.reading))} |"
+        for one in METRICS
+    ]
+    return "\n".join(["| metric | unit | meaning | how to read it |", "|---|---|---|---|", *rows])
+
+
+# What is appended to a page.
+GENERATED = {"normalizers.md": normalizer_sheets, "theory.md": claims_table, "reference/measuring.md": metrics_table}
+
+
 def command_line() -> str:
     """All commands with their options, from the command line itself."""
     import typer
@@ -198,7 +236,19 @@ def _sections(command: Any, context: Any) -> list[str]:
 
 def _prose(text: str | None) -> str:
     command, example = re.subn(r"^Example: ", "", text or "")
-    return _fenced("bash", command) if example else html.escape(command, quote=False).strip().replace("*", "\\*")
+    if example:
+        return _fenced("bash", command)
+    return re.sub(
+        r"`[^`]*`|[*_[]",
+        lambda found: found[0] if found[0][0] == "`" else f"\\{found[0]}",
+        html.escape(command, quote=False).strip(),
+    )
+
+
+def _linked(text: str) -> str:
+    """Addresses and pages as links."""
+    text = re.sub(r"https://[^\s)]*[^\s).,]", r"<\g<0>>", text)
+    return re.sub(r"docs/([\w/-]+\.md)", r"[\g<0>](\1)", text)
 
 
 def _cell(text: str) -> str:

@@ -40,7 +40,7 @@ def test_normalizers_lists_all_of_them_for_machines() -> None:
     assert by_name["ssmax"]["learned"] == ["s"]
     assert by_name["sparsemax"]["exact_zeros"]
     assert by_name["linear"]["kind"] == "mechanism"
-    assert by_name["entmax"]["options"] == ["alpha", "learned", "heads"]
+    assert by_name["entmax"]["options"] == {"alpha": "1.5", "learned": "False", "heads": "None"}
     assert all(one["url"].startswith("https://") or (ROOT / one["url"]).is_file() for one in listed)
 
 

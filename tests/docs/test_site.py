@@ -10,6 +10,10 @@ from typer.main import get_command
 
 import attnorm
 from attnorm.cli import app
+from attnorm.cli.normalizers import describe_all, promises
+from attnorm.metrics.catalogue import METRICS
+from attnorm.normalizers.registry import BUILT_IN
+from attnorm_lab.errata.tables import built_in_claims
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,6 +48,16 @@ def test_the_site_builds_strictly_and_is_complete(tmp_path: Path) -> None:
     for name in (*commands, *(f"train-{name}" for name in commands["train"].commands)):
         assert f'id="attnorm-{name}"' in pages["reference/command-line.html"]
     assert "train/CLASS/*.jpg and test/CLASS/*.jpg" in pages["reference/command-line.html"]
+
+    sheets = pages["normalizers.html"]
+    for description in (one for one in describe_all() if one.name in BUILT_IN):
+        section = re.search(rf'<h3 id="{description.name}">.*?(?=<h[23]|</article)', sheets, re.DOTALL)
+        assert section is not None, f"normalizers.html has no section of {description.name}"
+        assert promises(description) in html.unescape(section[0])
+    for claim in built_in_claims():
+        assert f">{claim.id}<" in pages["theory.html"]
+    for metric in METRICS:
+        assert f"<code>{metric.name}</code>" in pages["reference/measuring.html"]
 
     for name, page in pages.items():
         loaded = re.findall(r'<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)="(?:https?:)?//[^"]*"', page)

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import attnorm
+from attnorm.normalizers.registry import BUILT_IN
 from attnorm.theory import geometry
 from attnorm_lab.errata import Claim, claims
 from attnorm_lab.errata.catalogue.claim import CaseSizes, at_least, at_most, between, draw_case, equals
 from attnorm_lab.errata.catalogue.geometry import _same_moments
 from attnorm_lab.errata.catalogue.gradient import KERNELS, _kernel
-from attnorm_lab.errata.tables import built_in_claims, claims_markdown, with_current_table
+from attnorm_lab.errata.tables import built_in_claims, claims_markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = {claim.id: claim for claim in claims()}
@@ -60,7 +61,8 @@ def test_corrections_are_claims_that_hold_or_functions_that_exist() -> None:
 def test_every_proof_is_a_heading_of_a_chapter(proof: str) -> None:
     page, _, anchor = proof.partition("#")
     assert (ROOT / page).is_file()
-    assert not anchor or anchor in anchors(ROOT / page)
+    sections = {*BUILT_IN} if page == "docs/normalizers.md" else anchors(ROOT / page)  # the site writes the former
+    assert not anchor or anchor in sections
 
 
 def test_links_between_the_pages_of_the_theory_lead_somewhere() -> None:
@@ -72,13 +74,6 @@ def test_links_between_the_pages_of_the_theory_lead_somewhere() -> None:
             assert not anchor or anchor in anchors(there), f"{page.name}: {target}"
 
 
-def test_the_table_in_the_docs_is_up_to_date() -> None:
-    page = (ROOT / "docs" / "theory.md").read_text(encoding="utf-8")
-    assert page == with_current_table(page), "run python -m attnorm_lab.errata.tables docs/theory.md"
-    for claim in built_in_claims():
-        assert claim.id in page
-
-
 def test_table_cells_show_their_text_as_it_is() -> None:
     claim = Claim(
         id="x", family="dispersion", source="a_b", form="added", statement="||J|| <= 1", domain="c*d", status="holds",
@@ -86,8 +81,6 @@ def test_table_cells_show_their_text_as_it_is() -> None:
     )  # fmt: skip
     (row,) = [line for line in claims_markdown([claim]).splitlines() if line.startswith("| [x]")]
     assert row == r"| [x](theory/dispersion.md) | a\_b | `\|\|J\|\| <= 1`; c\*d | holds |  |"
-    with pytest.raises(ValueError, match="expected the lines"):
-        with_current_table("# A page\n")
 
 
 # A row alone is the last of its sequence: distances to its keys are others.

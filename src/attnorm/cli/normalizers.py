@@ -33,7 +33,7 @@ def normalizers(
     if as_json:
         show_json([asdict(description) for description in descriptions])
     elif name is not None:
-        show(_card(descriptions[0]))
+        show(Text("\n").join([Text(name, style="bold"), *map(Text, sheet(descriptions[0]))]))
     else:
         show(ByWidth(normalizer_table(descriptions), normalizer_table(descriptions, narrow=True)))
 
@@ -48,6 +48,7 @@ class Description:
     name: str
     kind: str  # "row": weights from one row of logits; "mechanism": needs q, k, v
     summary: str
+    notes: str  # what to know before using it, in paragraphs
     row_sum: RowSum
     signed: bool
     exact_zeros: bool
@@ -57,7 +58,7 @@ class Description:
     lipschitz_1024: float | None  # for rows of 1,024 keys; None: unbounded or not known
     safe_untrained: bool
     learned: tuple[str, ...]  # parameters that train by default
-    options: tuple[str, ...]
+    options: dict[str, str]  # with their defaults
     paper: str
     url: str
 
@@ -75,6 +76,7 @@ def describe(name: str, entry: NormalizerEntry) -> Description:
         name=name,
         kind="mechanism" if isinstance(normalizer, Mechanism) else "row",
         summary=entry.summary,
+        notes=entry.notes,
         row_sum=declared.row_sum,
         signed=declared.signed,
         exact_zeros=declared.exact_zeros,
@@ -88,7 +90,7 @@ def describe(name: str, entry: NormalizerEntry) -> Description:
             for key, value in normalizer.named_parameters()
             if value.requires_grad
         ),
-        options=tuple(inspect.signature(factory).parameters),
+        options={name: repr(option.default) for name, option in inspect.signature(factory).parameters.items()},
         paper=entry.paper,
         url=entry.url,
     )
@@ -98,7 +100,7 @@ ROW_SUM: dict[RowSum, str] = {"one": "1", "at most one": "≤ 1", "free": "any"}
 
 
 def promises(description: Description) -> str:
-    """Return the properties in one line, as docs/normalizers.md shows them."""
+    """Return the properties in one line."""
     parts = [
         {"one": "sum 1", "at most one": "sum ≤ 1", "free": "any sum"}[description.row_sum],
         "weights may be negative" if description.signed else "weights ≥ 0",
@@ -110,15 +112,18 @@ def promises(description: Description) -> str:
     return f"Promises: {'; '.join(part for part in parts if part)}."
 
 
-def _card(description: Description) -> Text:
-    """Return one normalizer for people: formula, properties, options and paper."""
-    options = ", ".join(description.options) or "none"
-    safe = "yes" if description.safe_untrained else "no, or not measured"
-    lines = [description.summary, promises(description), f"Safe in a trained model without training: {safe}"]
-    if description.lipschitz_1024 is not None:
-        lines.append(f"Largest Jacobian norm over rows of {KEYS:,} keys: {description.lipschitz_1024:.3g}")
-    lines += [f"Options: {options}", f"Paper: {description.paper}, {description.url}"]
-    return Text("\n").join([Text(description.name, style="bold"), *map(Text, lines)])
+def sheet(description: Description) -> list[str]:
+    """Return one normalizer in paragraphs, as `attnorm normalizers NAME` and docs/normalizers.md show it."""
+    norm = description.lipschitz_1024
+    facts = [
+        promises(description),
+        f"Safe in a trained model without training: {'yes' if description.safe_untrained else 'no, or not measured'}",
+        "" if norm is None else f"Largest Jacobian norm over rows of {KEYS:,} keys: {norm:.3g}",
+        f"Options: {', '.join(f'{name}={default}' for name, default in description.options.items()) or 'none'}",
+        f"Paper: {description.paper}, {description.url}",
+    ]
+    notes = [" ".join(paragraph.split()) for paragraph in description.notes.split("\n\n") if paragraph]
+    return [description.summary, *(fact for fact in facts if fact), *notes]
 
 
 NARROW = ("name", "sum", "zeros", "length enters by", "Lipschitz", "safe")  # these fit into 80 columns

@@ -35,7 +35,11 @@ from attnorm.normalizers.softmax import Softmax
 
 
 class Differential(Mechanism):
-    """softmax(z1) - lambda softmax(z2), lambda learned per layer; signed weights."""
+    """softmax(z1) - lambda softmax(z2), lambda learned per layer; signed weights.
+
+    Cancels noise that both maps share. Query and key heads come in pairs, with one value head per pair. Rows sum to 1 -
+    lambda and are signed: entropy is undefined.
+    """
 
     name = "differential"
     properties = Properties(row_sum="free", signed=True)
@@ -90,6 +94,9 @@ class DifferentialV2(Mechanism):
     heads: output heads H, for a lambda of each. width: of the hidden states x from which lambda is read (default: a
     learned number per head, or for all, that does not depend on x). It starts at 1/2. head_width: D, inside models that
     have one query per output head: the second queries are a learned projection of x.
+
+    Query heads of a pair are neighbors (2h, 2h + 1): interleave pairs, do not concatenate them. Train with attnorm
+    train lm --normalizer differential_v2; a trained model has no second queries to patch.
     """
 
     name = "differential_v2"
@@ -172,7 +179,10 @@ class SecondQueries:
 
 
 class ThresholdDifferential(Mechanism):
-    """Difference of two views of thresholded cosines: no sink, exact zeros, signed weights."""
+    """[cos1 - tau]_+^power - lambda [cos2 - tau]_+^power, tau = beta sqrt(2 log n / d): exact zeros, signed weights.
+
+    Heads come in pairs, as in differential. Cosines ignore the norms of q and k, so a scale raises an error.
+    """
 
     name = "tda"
     properties = Properties(

@@ -27,6 +27,9 @@ class Laser(Mechanism):
     """log of attention over exp(v): a smooth maximum of the values, with any normalizer whose rows sum to 1.
 
     normalizer: an object or a name, which may have options as in kneemax+knee=0.1.
+
+    Train from scratch, for larger gradients at small weights. Values more than 87 below the largest of their channel
+    underflow, and that one may be a future token's.
     """
 
     name = "laser"

@@ -48,7 +48,10 @@ class _Products(nn.Module):
 
 @declare(warm_start=WarmStart("nothing to set: no function of the logits"))
 class Linear(Mechanism):
-    """f(q) . f(k) over its sum, f = elu + 1 or your own positive feature map: attention in O(L)."""
+    """f(q) . f(k) over its sum, f = elu + 1 or your own positive feature map: attention in O(L).
+
+    q is not scaled unless you pass scale. Features with small gaps cannot select: it stays close to equal shares.
+    """
 
     name = "linear"
     properties = Properties(row_sum="one", shift_invariant=False)

@@ -22,7 +22,11 @@ from attnorm.normalizers.softmax import Softmax
 
 @declare(warm_start=WarmStart("nothing to set: no function of the logits"))
 class Selective(Mechanism):
-    """softmax(z - F): keys that head 0 selected for earlier queries get lower logits."""
+    """softmax(z - F), F the sum of [z]_+ of head 0 over earlier queries: keys that it selected get lower logits.
+
+    The first key and the query's own key are not penalized. No parameters. A KV cache is not enough to decode: keep the
+    penalty that `attend` returns.
+    """
 
     name = "selective"
     needs_every_query = True

@@ -57,7 +57,11 @@ class Exp(Map):
 
 @declare(warm_start=WarmStart("nothing to set: no function of the logits"))
 class Gaussian(Mechanism):
-    """exp(-||q - k||^2 / (2 sqrt D)): SOFT's kernel on q and k, not normalised by default."""
+    """exp(-||q - k||^2 / (2 sqrt D)): SOFT's kernel on q and k, not normalised by default.
+
+    Quadratic in time. Outputs grow with the number of near keys; normalised=True divides by the row sum. The papers
+    share K = Q.
+    """
 
     name = "gaussian"
 
@@ -181,6 +185,9 @@ class Soft(Mechanism):
 
     A compiled torch.func.vmap over learned landmarks fails in torch (https://github.com/pytorch/pytorch/issues/129845,
     still in torch 2.13). Use vmap without torch.compile, under torch.no_grad(), or after `.requires_grad_(False)`.
+
+    Bidirectional unless learned. Weights may be negative. Build it once with attnorm.get: learned points start at
+    random.
     """
 
     name = "soft"

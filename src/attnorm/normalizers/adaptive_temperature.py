@@ -1,8 +1,7 @@
 """Adaptive temperature: softmax(beta(H) z), beta a polynomial of the row's own entropy H.
 
 Velickovic, Perivolaropoulos, Barbero & Pascanu 2024, https://arxiv.org/abs/2410.01104. Where H > 0.5 nats the logits
-are multiplied by max(beta(H), 1). The printed polynomial exceeds 1 only for 0.849 < H < 5.945, so a row as flat as
-uniform over more than 381 keys is *not* sharpened; `monotone=True` keeps beta at the largest value it has reached.
+are multiplied by max(beta(H), 1).
 """
 
 import math
@@ -167,5 +166,10 @@ def _reference(row: Row, **options: Any) -> Tensor:
     warm_start=WarmStart("nothing to set: rows of medium entropy are sharpened up to 2.4 times"),
 )
 def adaptive_temperature(coefficients: Sequence[float] = PRINTED, *, monotone: bool = False) -> Normalizer:
-    """softmax(beta(H) z): rows are sharpened by a polynomial of their own entropy."""
+    """softmax(beta(H) z): rows are sharpened by a polynomial of their own entropy.
+
+    For inference. The printed polynomial acts for 0.849 < H < 5.945 nats only: a row as flat as uniform over more than
+    381 keys is not sharpened. monotone: keep the largest beta reached. coefficients: from the highest power; `fit` in
+    this file refits them to your logits.
+    """
     return Normalizer(Softmax(), scale=[EntropyRule(coefficients, monotone=monotone)], name="adaptive_temperature")

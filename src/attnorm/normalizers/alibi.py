@@ -8,9 +8,7 @@ Nearmax is kneemax with a fixed knee behind this penalty.
 
     p = kneemax(z - m |distance|),   knee 1/4,   m = 2^(-8 h / H) for head h of H
 
-With logits of spread D, keys farther than (D + 2.5) / m from the query get the weight 0, exactly. So no more keys than
-that share the weight of a row. The Jacobian norm is at most 1/2, as kneemax's. Theorem 6 of docs/theory/kneemax.md;
-language models that were trained with it: docs/results/language-models.md.
+Its reach is Theorem 6 of docs/theory/kneemax.md; language models: docs/results/language-models.md.
 """
 
 from typing import Any
@@ -82,7 +80,11 @@ def slope_per_head(layer: LayerFacts, given_options: Options) -> dict[str, Any]:
     warm_start=WarmStart("nothing to set: for models trained without positions, or with ALiBi", options=slope_per_head),
 )
 def alibi(map: str = "softmax", *, heads: int | None = None) -> Normalizer:
-    """softmax, or another map, of logits minus a slope times the distance; for models without other positions."""
+    """softmax(z - m |distance|), m = 2^(-8h/H), or another map; for models without other positions.
+
+    Train from the start: attnorm lab train lm --architecture nope --normalizer alibi. The slopes m are fixed, one per head.
+    map: another row normalizer, as in alibi:map=entmax15.
+    """
     return add_rule(LinearBias(heads), map, name="alibi")
 
 
@@ -96,5 +98,9 @@ def _nearmax_reference(row: Row, knee: float = 0.25, heads: int | None = None) -
     warm_start=WarmStart("nothing to set: for models that are trained with it", options=slope_per_head),
 )
 def nearmax(knee: float = 0.25, *, heads: int | None = None) -> Normalizer:
-    """Kneemax of logits minus a slope times the distance: sparse, softmax's gradient bound, reach constant in n."""
+    """kneemax(z - m |distance|), m = 2^(-8h/H): sparse, softmax's gradient bound, reach constant in n.
+
+    For language models that are trained with it and later read longer texts. With logits of spread D, keys farther than
+    (D + 2.5)/m have weight exactly 0. In a model trained without the penalty it hides far keys.
+    """
     return Normalizer(Kneemax(knee=knee), scale=[LinearBias(heads)], name="nearmax")

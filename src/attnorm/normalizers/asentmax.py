@@ -121,6 +121,10 @@ def asentmax(
     heads: int | None = None,
     width: int | None = None,
 ) -> Normalizer:
-    """entmax((delta + beta log(n+1)^gamma) z): sparse and length-aware; starts at the authors' mean initialization."""
+    """entmax((delta + beta log(n+1)^gamma) z): sparse and length-aware; starts at the authors' mean initialization.
+
+    beta and gamma are shared, per head (heads), or computed from the hidden state of each query (heads and width).
+    gamma starts at 0: the length has no effect until it is trained.
+    """
     rule = AdaptiveLengthScale(delta, beta, gamma, heads=heads, width=width)
     return Normalizer(Entmax(alpha), scale=[rule], name="asentmax")

@@ -284,6 +284,9 @@ def composed(
     """A scale rule, a selection, a map and a sink, each taken from the normalizer of that name.
 
     A part may have options: map="kneemax+knee=0.25".
+
+    For command lines, plans, recipes and saved models: composed:scale=ssa:map=entmax15:sink=sink. The promises are
+    those of the parts. In Python: attnorm.compose.
     """
     shared = {"heads": heads, "train_length": train_length}
     parts = {"scale": scale, "select": select, "sink": sink}
@@ -306,5 +309,8 @@ def _tempered_reference(row: Row, map: str = "softmax", temperature: float = 1.0
 def tempered(
     map: str = "softmax", *, temperature: float = 1.0, learned: bool = False, heads: int | None = None
 ) -> Normalizer:
-    """softmax, or another map, of logits divided by a temperature, which may be learned."""
+    """softmax(z / T), or another map of z / T, with a fixed or a learned temperature T.
+
+    As in tempered:map=entmax15:temperature=0.5. The promises are those of the map.
+    """
     return add_rule(Temperature(temperature, learned=learned, heads=heads), map, name="tempered")

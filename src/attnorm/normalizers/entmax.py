@@ -251,13 +251,21 @@ def _start(layer: LayerFacts, given_options: Options) -> dict[str, Any]:
 
 @declare(reference=lambda row: entmax_row(row.z, 2.0), warm_start=WarmStart())
 def sparsemax() -> Normalizer:
-    """Euclidean projection onto the simplex: entmax with alpha = 2, the sparsest of the family."""
+    """[z - tau]_+, the Euclidean projection onto the simplex: entmax with alpha = 2, the sparsest of the family.
+
+    A gap of 1 between the two largest logits gives a one-hot row, whose gradient is 0.
+    """
     return Normalizer(Entmax(2.0), name="sparsemax")
 
 
 @declare(reference=lambda row: entmax_row(row.z, 1.5), warm_start=WarmStart())
 def entmax15() -> Normalizer:
-    """entmax with alpha = 1.5: sparse, with quadratic instead of exponential weights."""
+    """[z/2 - tau]_+^2: entmax with alpha = 1.5, sparse, with quadratic instead of exponential weights.
+
+    The first sparse normalizer to try. A row is one-hot from a gap of 2, and then no gradient reaches its logits: at a
+    high learning rate one key may get nearly all of the weight. The Jacobian norm is 0.869 at 1,024 keys, 0.985 at a
+    million, and stays below 1.
+    """
     return Normalizer(Entmax(1.5), name="entmax15")
 
 
@@ -274,5 +282,8 @@ def entmax15() -> Normalizer:
     warm_start=WarmStart("learned=True starts at alpha = 1.05; a fixed alpha is as given", _start),
 )
 def entmax(alpha: float = 1.5, *, learned: bool = False, heads: int | None = None) -> Normalizer:
-    """alpha-entmax for any alpha in [1, 2], fixed or learned per head."""
+    """[1 + (alpha-1)(z - mu)]_+^(1/(alpha-1)), any alpha in [1, 2], fixed or learned per head.
+
+    alpha = 1 is softmax, 2 the sparsest map. learned: train alpha = 1 + sigmoid(theta), with an exact gradient.
+    """
     return Normalizer(Entmax(alpha, learned=learned, heads=heads), name="entmax")

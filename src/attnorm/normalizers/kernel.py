@@ -152,7 +152,12 @@ def kernel(
     power: int = 2,
     offset: float = 0.0,
 ) -> Normalizer:
-    """F(z) / sum F(z) for F = exp, softplus, elu+1, an even polynomial, or your own with its derivative."""
+    """F(z) / sum F(z) for F = exp, softplus, elu+1, an even polynomial, or your own with its derivative.
+
+    To study the effect of the exponential. For F between F_min and F_max every weight is within a factor F_max/F_min of
+    1/n. function: "exp", "softplus", "elu+1", "polynomial" (even power, with offset; it gives weight to very negative
+    logits) or your own.
+    """
     if isinstance(function, str):
         if function not in FUNCTIONS:
             raise ValueError(

@@ -7,8 +7,7 @@ phi is Huber's function of the positive part, so the slopes u_j = min(1, sqrt(p_
 entmax15(z/2).
 
 knee=1/4, the default: entmax15(z) below that weight, and straight above it. Undecided rows move less, which language
-models need. share=c: the knee at c/n. With c = 1 a token whose logit leads by g keeps the weight min(1, g/2) up to 1/n,
-however many keys there are, but language models lose 0.28 nats. Theorems and proofs: docs/theory/kneemax.md.
+models need. share=c: the knee at c/n. Theorems and proofs: docs/theory/kneemax.md.
 """
 
 import math
@@ -187,7 +186,12 @@ def kneemax(
     learned: bool = False,
     heads: int | None = None,
 ) -> Normalizer:
-    """Sparse and gradient-stable: entmax15 up to the weight 1/4, then linear; Jacobian norm <= 1/(2T) for every n."""
+    """Sparse and gradient-stable: entmax15 up to the weight 1/4, then linear; Jacobian norm <= 1/(2T) for every n.
+
+    For sparse attention with a bounded gradient. All of the weight needs a lead of 2.5 T (2 T with share=1). share=1
+    puts the knee at 1/n: a key that leads by g keeps min(1, g/(2T)) up to 1/n at every length, but language models lose
+    0.28 nats.
+    """
     plain = temperature == 1.0 and not learned and heads is None
     scale = [] if plain else [Temperature(temperature, learned=learned, heads=heads)]
     return Normalizer(Kneemax(share, knee=knee), scale=scale, name="kneemax")

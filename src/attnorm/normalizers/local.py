@@ -35,5 +35,8 @@ def _reference(row: Row, window: int = 256) -> Tensor:
     warm_start=WarmStart("nothing to set: the same for rows of at most `window` keys"),
 )
 def local(window: int = 256) -> Normalizer:
-    """softmax over the keys within a window around the query."""
+    """softmax over the keys within a window around the query.
+
+    For some layers next to global ones. Keys outside the window get no weight.
+    """
     return Normalizer(Softmax(), select=[Local(window)], name="local")

@@ -99,7 +99,11 @@ def log_scaled(
     floor_scale: int = 8192,
     extension: float = 4.0,
 ) -> Normalizer:
-    """softmax of logits scaled by the fixed length rule of a deployed model: qwen, llama4 or yarn."""
+    """softmax of logits scaled by the fixed length rule of a deployed model: qwen, llama4 or yarn.
+
+    To match a deployed model; nothing is learned. Models that ship such a rule have it in q already: do not apply it
+    twice. n is the number of visible keys; if positions are passed, position + 1 replaces it.
+    """
     scale: ScaleRule
     if rule == "qwen":
         scale = QwenScale(train_length)

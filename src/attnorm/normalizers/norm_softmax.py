@@ -2,8 +2,7 @@
 
 Jiang, Gu & Pan 2022, https://openreview.net/forum?id=4g7nCbpjNwd: the input of softmax is brought to unit variance, so
 that neither the length of q and k nor 1/sqrt(d) matters. Multiplying all logits of a row by a positive number changes
-nothing. A single key that leads n - 1 equal ones is always sqrt(n) deviations above them: its weight approaches 1 with
-n however small its lead is.
+nothing. A single key that leads n - 1 equal ones is always sqrt(n) deviations above them.
 """
 
 import math
@@ -54,5 +53,9 @@ def _reference(row: Row, temperature: float = 1.0) -> Tensor:
     warm_start=WarmStart("nothing to set: rows of every spread get the same one"),
 )
 def norm_softmax(temperature: float = 1.0) -> Normalizer:
-    """softmax of logits scaled to unit variance, so that sharpness does not depend on the norms of q and k."""
+    """softmax((z - mean) / (sigma T)): logits of unit variance, so that the norms of q and k do not matter.
+
+    Train from scratch. Noise is scaled to unit variance too: a row of almost equal logits is not flat. One key that
+    leads n - 1 equal ones gets all of the weight as n grows, however small its lead. 1e-12 is added to the variance.
+    """
     return Normalizer(Softmax(), scale=[UnitVariance(temperature)], name="norm_softmax")

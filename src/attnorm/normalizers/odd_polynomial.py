@@ -52,5 +52,9 @@ def _reference(row: Row, power: int = 3) -> Tensor:
 
 @declare(reference=_reference, examples=[{}, {"power": 1}, {"power": 5}], warm_start=WarmStart())
 def odd_polynomial(power: int = 3) -> Normalizer:
-    """z^power / sqrt(n) for odd powers: signed weights that are not normalized over the row."""
+    """z^power / sqrt(n) for odd powers: signed weights that are not normalized over the row.
+
+    To study what a distribution is good for: entropy and other metrics of distributions do not apply. It needs QK-norm
+    or a norm after attention. The paper divides by the square root of the sequence length.
+    """
     return Normalizer(OddPolynomial(power), name="odd_polynomial")

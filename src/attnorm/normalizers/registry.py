@@ -80,6 +80,10 @@ class NormalizerEntry:
     def summary(self) -> str:
         return (inspect.getdoc(self.factory()) or "").partition("\n")[0]
 
+    @property
+    def notes(self) -> str:
+        return (inspect.getdoc(self.factory()) or "").partition("\n")[2].strip()
+
 
 def _arxiv(number: str) -> str:
     return f"https://arxiv.org/abs/{number}"

@@ -61,7 +61,10 @@ def _reference(row: Row, power: float = 1.0) -> Tensor:
 
 @declare(reference=_reference, examples=[{}, {"power": 2.0}], warm_start=WarmStart())
 def relu(power: float = 1.0) -> Normalizer:
-    """[z]_+^power / n: no normalization across keys, exact zeros for negative logits."""
+    """[z]_+^power / n: no normalization across keys, exact zeros for negative logits.
+
+    Train from scratch, with a norm after attention. The weight of the best key falls like 1/n by construction.
+    """
     return Normalizer(Relu(power), name="relu")
 
 
@@ -120,5 +123,9 @@ def _threshold_reference(row: Row, beta: float = 1.0, power: float = 2.0, width:
     warm_start=WarmStart(),
 )
 def threshold_relu(beta: float = 1.0, power: float = 2.0, *, width: int | None = None) -> Normalizer:
-    """[z - beta sqrt(2 log n)]_+^power: only logits above the largest that noise would reach get weight."""
+    """[z - beta sqrt(2 log n)]_+^power: only logits above the largest that noise would reach get weight.
+
+    Train from scratch, with QK-norm before (without it the threshold has no meaning) and a norm after attention. width:
+    d, for the factor d^(-power/2).
+    """
     return Normalizer(ThresholdRelu(beta, power, width), name="threshold_relu")

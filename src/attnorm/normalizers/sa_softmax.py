@@ -55,5 +55,9 @@ def _reference(row: Row, normalised: bool = True) -> Tensor:
 
 @declare(reference=_reference, examples=[{}, {"normalised": False}], warm_start=WarmStart())
 def sa_softmax(*, normalised: bool = True) -> Normalizer:
-    """softmax weights times the logit (plain) or times its position in the row's range (normalised)."""
+    """softmax weights times the logit (plain) or times its position in the row's range (normalised).
+
+    Larger gradients at sharp rows. Train from scratch. It is not shift invariant, so biases, ALiBi and softcaps change
+    it. normalised=False: z p, signed, any sum.
+    """
     return Normalizer(SelfAdjusted(normalised=normalised), name="sa_softmax")

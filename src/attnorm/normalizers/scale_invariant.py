@@ -52,5 +52,9 @@ def _reference(row: Row, tau: float = 10.0) -> Tensor:
     ),
 )
 def scale_invariant(tau: float = 10.0) -> Normalizer:
-    """softmax(a_t z + m_t): scale and shift depend on the distance t; no distance dominates by its number of keys."""
+    """softmax(a_t z + m_t): scale and shift depend on the distance t; no distance dominates by its number of keys.
+
+    a = sqrt(2 log(1 + t/tau) + 1), m = -2 log(1 + t/tau). Train from the start, for contexts far longer than in
+    training. With logits well below 0 far keys lose their weight.
+    """
     return Normalizer(Softmax(), scale=[DistanceRule(tau)], name="scale_invariant")

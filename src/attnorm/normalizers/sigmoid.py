@@ -1,8 +1,7 @@
 """Sigmoid attention: p_j = sigmoid(z_j + b), each key by itself, b = -log n.
 
-Ramapuram et al. 2024, https://arxiv.org/abs/2409.04431. The paper's n is the training length, one constant for all
-rows; pass it as `bias=-math.log(length)`. By default n is the row's own visible keys, so a row of one key starts at
-mass 1/2. With `learned=True` a number per head is added to b and trained, from 0.
+Ramapuram et al. 2024, https://arxiv.org/abs/2409.04431. By default n is the row's own visible keys, so a row of one
+key starts at mass 1/2. With `learned=True` a number per head is added to b and trained, from 0.
 """
 
 import math
@@ -75,5 +74,9 @@ def _reference(row: Row, bias: float | None = None, **_: Any) -> Tensor:
     ),
 )
 def sigmoid(bias: float | None = None, *, learned: bool = False, heads: int | None = None) -> Normalizer:
-    """sigmoid(z + b) per key, b = -log n of the row, or a fixed number; learned adds a trained number per head."""
+    """sigmoid(z + b) per key, b = -log n of the row, or a fixed number; learned adds a trained number per head.
+
+    Keys do not compete. The output scale differs from softmax's: add a norm after attention. The paper's bias is one
+    constant: bias=-math.log(length).
+    """
     return Normalizer(Sigmoid(bias, learned=learned, heads=heads), name="sigmoid")

@@ -32,7 +32,10 @@ def _model_sinks(layer: LayerFacts, given_options: Options, options: Options) ->
     warm_start=WarmStart("nothing to set: its sink is fixed at 0; `sink` learns it from far below"),
 )
 def softmax1() -> Normalizer:
-    """exp(z) / (1 + sum exp(z)): a head may leave part of its weight unused."""
+    """exp(z) / (1 + sum exp(z)): a head may leave part of its weight unused.
+
+    A sink with the fixed logit 0. It is not shift invariant.
+    """
     return Normalizer(Softmax(), sink=Sink(0.0, learned=False), name="softmax1")
 
 
@@ -48,5 +51,8 @@ def softmax1() -> Normalizer:
     ),
 )
 def sink(logit: float = 0.0, *, learned: bool = True, heads: int | None = None) -> Normalizer:
-    """softmax with one additional logit per head, which is learned and whose weight is dropped."""
+    """exp(z) / (e^s + sum exp(z)): one more logit s per head, which is learned and whose weight is dropped.
+
+    As in gpt-oss. Some models report weights before the sink's share is subtracted; here rows sum to less than 1.
+    """
     return Normalizer(Softmax(), sink=Sink(logit, learned=learned, heads=heads), name="sink")

@@ -44,5 +44,9 @@ def _reference(row: Row, cap: float = 50.0) -> Tensor:
     warm_start=WarmStart("c = 50: a logit of 10 becomes 9.87, one of 30 becomes 26.9", safe=True),
 )
 def softcap(cap: float = 50.0) -> Normalizer:
-    """softmax(c tanh(z / c)): no logit exceeds the cap c."""
+    """softmax(c tanh(z / c)): no logit exceeds the cap c.
+
+    Against logits that grow during training. A model that caps its logits itself (Gemma 2 and 3) needs no second cap.
+    With another map: compose("entmax15", scale="softcap").
+    """
     return Normalizer(Softmax(), scale=[Softcap(cap)], name="softcap")

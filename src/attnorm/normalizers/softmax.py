@@ -84,7 +84,10 @@ def _reference(row: Row, temperature: float = 1.0, **_: Any) -> Tensor:
     warm_start=WarmStart("T = 1; learned=True starts there", heads_if_learned, safe=True),
 )
 def softmax(temperature: float = 1.0, *, learned: bool = False, heads: int | None = None) -> Normalizer:
-    """exp(z / T) over its sum; T fixed, or learned per head."""
+    """exp(z / T) over its sum; T fixed, or learned per head.
+
+    No key can get half of a row of more than 1 + e^(spread/T) keys.
+    """
     plain = temperature == 1.0 and not learned and heads is None
     scale = [] if plain else [Temperature(temperature, learned=learned, heads=heads)]
     return Normalizer(Softmax(), scale=scale, name="softmax")

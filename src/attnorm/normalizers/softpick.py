@@ -40,5 +40,9 @@ def _reference(row: Row, eps: float = 1e-8) -> Tensor:
 
 @declare(reference=_reference, warm_start=WarmStart())
 def softpick(eps: float = 1e-8) -> Normalizer:
-    """[e^z - 1]_+ over sum |e^z - 1|: weights may be 0 for all keys, so no sink is needed."""
+    """[e^z - 1]_+ over sum |e^z - 1|: weights may be 0 for all keys, so no sink is needed.
+
+    Against sinks, and for quantization. Negative logits have weight 0 but a gradient. It is reported to weaken at long
+    context.
+    """
     return Normalizer(Softpick(eps), name="softpick")

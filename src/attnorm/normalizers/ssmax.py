@@ -3,14 +3,13 @@
     ssmax     softmax((s log n + b) z)
     ssa       softmax((1 + e^(-e^beta) log n) z)
 
-ssmax: Scalable-Softmax, Nakanishi 2025, https://arxiv.org/abs/2501.19399. A token whose logit is g above the rest keeps
-its weight at every length once s g > 1. The price: the Jacobian's bound s log(n) / 2 grows with n.
+ssmax: Scalable-Softmax, Nakanishi 2025, https://arxiv.org/abs/2501.19399. The price: the
+Jacobian's bound s log(n) / 2 grows with n.
 
 ssa: the length rule of Selective Self-Attention, Zhang et al. 2024, https://arxiv.org/abs/2411.12892, in the form of
 the authors' code for fine-tuning (github.com/umich-sota/selective_attention, lit_gpt/model_finetune_att.py). It starts
 at beta = 2, where e^(-e^beta) is 0.00062: a trained model begins as it was and learns how much its logits should grow
-with the length. At most log n is added, for beta -> -infinity. The paper's second temperature, which reads the token,
-is not part of this rule.
+with the length. At most log n is added, for beta -> -infinity.
 
 Length rules that are not learned: log_scaled.py.
 """
@@ -130,6 +129,10 @@ def ssmax(
 
     s starts at 1 on average over a causal sequence of train_length (default), or where rho sets it: the critical scale
     of logits whose largest is `size` and whose others are rho times that.
+
+    For contexts longer than in training. Apply it after QK-norm, and not where the model already rescales by length: a
+    model trained with softmax is flattened on short texts. bias helps training and hurts extrapolation. A key g above
+    all others keeps its weight at every length once s g > 1. rho: Chen et al. 2025, https://arxiv.org/abs/2510.05554.
     """
     start = _initial_s(s, rho, size, train_length)
     return Normalizer(Softmax(), scale=[LogLengthScale(start, bias=bias, learned=learned, heads=heads)], name="ssmax")
@@ -165,5 +168,10 @@ def _ssa_reference(row: Row, beta: float = SSA_START, **_: Any) -> Tensor:
     ),
 )
 def ssa(beta: float = SSA_START, *, learned: bool = True, heads: int | None = None) -> Normalizer:
-    """softmax((1 + e^(-e^beta) log n) z): starts as softmax and learns how logits grow with the visible keys n."""
+    """softmax((1 + e^(-e^beta) log n) z): starts as softmax and learns how logits grow with the visible keys n.
+
+    To fine-tune a trained model for longer contexts: it starts with a factor of 1.0043 at 1,024 keys. There the factor
+    changes by only 0.0046 log n per unit of beta, so give beta a higher learning rate or start lower. The paper's
+    temperature that depends on the token is not included.
+    """
     return Normalizer(Softmax(), scale=[SelectiveLengthScale(beta, learned=learned, heads=heads)], name="ssa")

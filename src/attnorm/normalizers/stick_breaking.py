@@ -2,8 +2,7 @@
 
     p_j = sigmoid(z_j) prod_{k > j} (1 - sigmoid(z_k)),   products over visible keys, in log space
 
-Tan et al. 2024, https://arxiv.org/abs/2410.17980. Order replaces position encodings. With
-`attend_current=False`, the paper's form, the query's own key takes no share but receives what is left of the stick.
+Tan et al. 2024, https://arxiv.org/abs/2410.17980. Order replaces position encodings.
 """
 
 import torch
@@ -55,5 +54,10 @@ def _reference(row: Row, attend_current: bool = True) -> Tensor:
 
 @declare(reference=_reference, examples=[{}, {"attend_current": False}], warm_start=WarmStart())
 def stick_breaking(*, attend_current: bool = True) -> Normalizer:
-    """Each key takes a sigmoid share of what later keys left over; order replaces position encodings."""
+    """sigmoid(z_j) times what later keys left over: each key takes a share; order replaces position encodings.
+
+    The last visible key takes its share first. A distant best key loses its weight unless thousands of later keys learn
+    small shares. attend_current=False, the paper's form: the query's own key takes no share and receives what is left.
+    On CUDA the loop ends where less than 2^-160 is left.
+    """
     return Normalizer(StickBreaking(attend_current=attend_current), name="stick_breaking")

@@ -86,7 +86,11 @@ def _reference(row: Row, k: int | str = 64) -> Tensor:
     warm_start=WarmStart("nothing to set: the same for rows of at most k keys"),
 )
 def topk(k: int | str | CountRule = 64) -> Normalizer:
-    """softmax over the k largest logits of each row; k a number or a rule of n."""
+    """softmax over the k largest logits of each row; k a number or a rule of n.
+
+    Drops the tail of a trained model. k: a number, "sqrt", "log" or a function of n; keys tied with the k-th are kept.
+    It is discontinuous, so it has no Lipschitz constant.
+    """
     return Normalizer(Softmax(), select=[TopK(k)], name="topk")
 
 
@@ -115,5 +119,8 @@ def _hard_reference(row: Row) -> Tensor:
     },
 )
 def hard() -> Normalizer:
-    """argmax forward, softmax's gradient backward (straight-through)."""
+    """1 at the largest logit, 0 elsewhere; softmax's gradient backward (straight-through).
+
+    The limit of all sharpening. Tied keys share the weight. The gradient is not that of the map.
+    """
     return Normalizer(Hard(), name="hard")

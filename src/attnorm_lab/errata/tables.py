@@ -1,13 +1,8 @@
-"""Tables of claims: for the terminal and JSON (`attnorm lab verify`, `attnorm lab frontier`), and of docs/theory.md.
-
-python -m attnorm_lab.errata.tables docs/theory.md     updates the page
-"""
+"""Tables of claims: for the terminal, JSON (`attnorm lab verify`, `attnorm lab frontier`) and the site (tools/site.py)."""
 
 import math
-import sys
 from collections.abc import Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -262,7 +257,6 @@ def _absent_table(placed: Frontier) -> Table:
     return table
 
 
-BEGIN, END = "<!-- claims: begin -->", "<!-- claims: end -->"
 HEADINGS = {
     "dispersion": "Dispersion: how large a weight can be",
     "distance": "Distance: what is selected against the rest",
@@ -308,17 +302,3 @@ def built_in_claims() -> list[Claim]:
     """Return the claims without those about normalizers of other packages."""
     names = {f"{kind}-{name}" for kind in ("lemma-1", "lipschitz", "frontier") for name in BUILT_IN}
     return [claim for claim in claims() if claim.family not in ("normalizers", "frontier") or claim.id in names]
-
-
-def with_current_table(page: str) -> str:
-    """Return the page with the current table."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"expected the lines {BEGIN} and {END} in the page; add them where the table belongs")
-    return f"{before}{BEGIN}\n{claims_markdown(built_in_claims())}\n{END}{after}"
-
-
-if __name__ == "__main__":
-    path = Path(sys.argv[1])
-    path.write_text(with_current_table(path.read_text(encoding="utf-8")), encoding="utf-8")
