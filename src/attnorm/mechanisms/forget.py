@@ -45,11 +45,11 @@ class Forget(Mechanism):
     depend on x). bias: b at the start; 5 is a gate of 0.993. normalizer: any shift invariant one, an
     object or a name, which may have options as in kneemax+knee=0.1.
 
-    Recency instead of position encodings: attnorm lab train lm ... --normalizer forget:width=192. In a trained Hugging Face
-    model: attnorm.patch(model, "forget", width=model.config.hidden_size), which starts at w = 0, b = 14, where a key
-    1,000 tokens back keeps 99.9 % of its weight. Caches of the model keep the gates. Keys ahead of a query must be
-    hidden. A mask that hides keys between visible ones removes their gates from a decoding step, but not from the full
-    sequence.
+    Recency instead of position encodings: attnorm lab train lm ... --normalizer forget:width=192. In a trained
+    Hugging Face model: attnorm.patch(model, "forget", width=model.config.hidden_size), which starts at w = 0, b = 14,
+    where a key 1,000 tokens back keeps 99.9 % of its weight. Caches of the model keep the gates. Keys ahead of a
+    query must be hidden. A mask that hides keys between visible ones removes their gates from a decoding step, but
+    not from the full sequence.
     """
 
     name = "forget"

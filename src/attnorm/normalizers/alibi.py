@@ -82,8 +82,8 @@ def slope_per_head(layer: LayerFacts, given_options: Options) -> dict[str, Any]:
 def alibi(map: str = "softmax", *, heads: int | None = None) -> Normalizer:
     """softmax(z - m |distance|), m = 2^(-8h/H), or another map; for models without other positions.
 
-    Train from the start: attnorm lab train lm --architecture nope --normalizer alibi. The slopes m are fixed, one per head.
-    map: another row normalizer, as in alibi:map=entmax15.
+    Train from the start: attnorm lab train lm --architecture nope --normalizer alibi. The slopes m are fixed, one per
+    head. map: another row normalizer, as in alibi:map=entmax15.
     """
     return add_rule(LinearBias(heads), map, name="alibi")
 

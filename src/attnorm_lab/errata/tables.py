@@ -1,4 +1,4 @@
-"""Tables of claims: for the terminal, JSON (`attnorm lab verify`, `attnorm lab frontier`) and the site (tools/site.py)."""
+"""Tables of claims: for the terminal, JSON (`attnorm lab verify`, `frontier`) and the site (tools/site.py)."""
 
 import math
 from collections.abc import Sequence
