@@ -4,7 +4,7 @@
 #   make lint      the first three only
 #   make format    let ruff rewrite what it can
 #   make nightly   the checks too long for every commit: every normalizer compiled, random examples,
-#                  kills, annotations checked in every call, and a sample of mutants of the code
+#                  kills, annotations checked in every call, and mutants of the code: a fixed list, a new sample
 #   make test-gpu  the tests that run on a GPU where there is one
 #   make docs      the documentation as a site: open site/index.html, no server or network needed
 #   make bench     speed and memory against what one would use instead
@@ -18,6 +18,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 GPU_TESTS = $(shell grep -rlE --include='test_*.py' '\bDEVICE\b|cuda\.is_available' tests)
 LINT = $(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy && $(BIN)/lint-imports --no-logo
+MUTANTS = mutants/$(shell git rev-parse --short HEAD).jsonl
 NOT_COMPILED := tests?|testing|transformers/models|pip|debugpy|onnxruntime|onnxscript|IPython|jedi|prompt_toolkit|mypyc?|pygments/lexers|ray|aiohttp|grpc|ipykernel|jupyter_client|parso|pymdownx|sympy/physics|torchgen|tornado|traitlets|watchdog|wcwidth|werkzeug|ziamath|zmq
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -55,7 +56,8 @@ docs: $(INSTALLED)
 nightly: $(INSTALLED)
 	HYPOTHESIS_PROFILE=explore $(BIN)/pytest -n $(WORKERS) -m "nightly or further_case" --timeout 900 $(ARGS)
 	ATTNORM_CHECK_ANNOTATIONS=everywhere $(BIN)/pytest -n $(WORKERS) $(ARGS)
-	$(BIN)/python tools/mutate.py --sample 200 --stop-after 7200 --out mutants
+	$(BIN)/python tools/mutate.py --frozen --target 1 --stop-after 3600 --out $(MUTANTS)
+	$(BIN)/python tools/mutate.py --number 100 --seed $$(date +%j) --stop-after 3600 --out $(MUTANTS)
 
 bench: $(INSTALLED)
 	$(BIN)/attnorm bench $(ARGS)
