@@ -4,7 +4,7 @@
 #   make lint      the first three only
 #   make format    let ruff rewrite what it can
 #   make nightly   the checks too long for every commit: every normalizer compiled, random examples,
-#                  kills, a sample of mutants of the code, and test-lowest
+#                  kills, mutants of the code (a fixed list, a new sample), and test-lowest
 #   make test-lowest  a part of the tests with the lowest versions that pyproject.toml allows, in .venv-lowest
 #   make test-gpu  the tests that run on a GPU where there is one
 #   make docs      the documentation as a site: open site/index.html, no server or network needed
@@ -21,6 +21,7 @@ OPTIONAL := lab,lightning,media,frames,onnx
 SMOKE := $(addprefix tests/,cli/test_commands.py normalizers/test_registry.py attention/test_learned_parts.py models/test_patch.py)
 GPU_TESTS = $(shell grep -rlE --include='test_*.py' '\bDEVICE\b|cuda\.is_available' tests tests_lab)
 LINT = $(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy && $(BIN)/lint-imports --no-logo
+MUTANTS = mutants/$(shell git rev-parse --short HEAD).jsonl
 NOT_COMPILED := tests?|testing|transformers/models|pip|debugpy|onnxruntime|onnxscript|IPython|jedi|prompt_toolkit|mypyc?|pygments/lexers|ray|aiohttp|grpc|ipykernel|jupyter_client|parso|pymdownx|sympy/physics|torchgen|tornado|traitlets|watchdog|wcwidth|werkzeug|ziamath|zmq
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -66,7 +67,8 @@ docs: $(INSTALLED)
 
 nightly: $(INSTALLED)
 	HYPOTHESIS_PROFILE=explore $(BIN)/pytest -n $(WORKERS) -m "nightly or further_case" --timeout 900 $(ARGS)
-	$(BIN)/python tools/mutate.py --sample 200 --stop-after 7200 --out mutants
+	$(BIN)/python tools/mutate.py --frozen --target 1 --stop-after 3600 --out $(MUTANTS)
+	$(BIN)/python tools/mutate.py --number 100 --seed $$(date +%j) --stop-after 3600 --out $(MUTANTS)
 	$(MAKE) test-lowest
 
 bench: $(INSTALLED)

@@ -1,231 +1,368 @@
-"""Mutation testing: change one operator or number of the package, run the tests that call it, and list what survives.
+"""Mutation testing: change one line of the source, run the tests of its room, and list the changes no test notices.
 
-    python tools/mutate.py --areas theory,normalizers --sample 60 --out mutants     # a sample, seeded
-    python tools/mutate.py --out mutants                                            # every mutant; resumes
+    python tools/mutate.py --number 100 --seed 7 --out mutants/new.jsonl   # a new sample
+    python tools/mutate.py --frozen --out mutants/frozen.jsonl             # the list in tools/mutants.diff again
+    python tools/mutate.py --freeze mutants/new.jsonl --number 200         # write that list from a sample
 
-Mutants: comparisons (< to <=, == to !=), arithmetic (+ to -, * to /), whole and real numbers (plus 1; times 1.01),
-`and` to `or`, `not x` to `x`.
+A mutant is a diff of one line: an operator, a number, a condition, a name or two arguments are swapped. Rooms (folders
+of src/PACKAGE) get mutants in proportion to their lines. Tests run in a copy of the tree, in forks of a process that
+has imported the libraries: first the recorded test, then files that name the changed function, then the rest of
+tests/ROOM. A mutant of the list is skipped if its line is gone, or a line beside it; its file may have moved.
 
-Before the mutants of an area, each of its test files runs once, unchanged, to record which lines each test runs
-(OUT/calls, once per version of the test file and of the sources that it runs). A mutant is put into the imported
-function and tried on the tests that run its statement and pass. One that acts on import is imported in a new process
-and tried on the tests that name the constant, or the function with the default, or run a line which does. Up to
---test-seconds, tests in files named after the source file come first, cheap tests before expensive ones, and one case
-of each test before further cases of the same test; the first failure ends the run. A survivor is tried a second time,
-on the further tests that fit into --further-seconds. Processes that tests start run the original code. A mutant that
-uses ten times the processor time of its tests is endless and counts as killed. One that reaches --timeout on the clock
-is not decided.
-
-OUT/results.jsonl holds one line per mutant that is done; a second call skips them. Several processes may share OUT,
-with different --shard values (1/4, 2/4, ...). Mutants that change nothing observable are listed with a reason in
-tests/mutation/equivalents.toml and left out. The exit code is 1 where fewer than --target of the decided mutants are
-killed.
+--out has one line per mutant. The same command resumes; use a new file when the code has changed. At the end every test
+that failed runs on the unchanged code. If it fails there too, its mutants count as undecided, as those that need more
+than --seconds do. The exit code is 1 if fewer than --target of the decided mutants are killed.
 """
 
 import argparse
+import ast
 import contextlib
+import difflib
 import importlib
+import itertools
 import json
 import os
 import random
 import re
+import resource
+import shutil
+import signal
+import subprocess
 import sys
+import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
-os.environ["PYTHONPATH"] = str(ROOT / "src")
+FROZEN = ROOT / "tools" / "mutants.diff"
+ELSEWHERE = {"engines": ["attention"], "kernels": ["attention", "metrics"]}
+LIBRARIES = ["pytest", "hypothesis", "torch", "scipy.stats", "scipy.optimize", "pyarrow.parquet", "matplotlib.pyplot",
+             "typer.testing", "rich.console", "beartype", "jaxtyping", "transformers.modeling_utils", "triton.language",
+             "transformers.models.llama", "transformers.models.gpt2", "jinja2", "torch._dynamo"]  # fmt: skip
+STAMPS = itertools.count(1)
+PROBABLE = 4  # test files that are tried before the rest of the room
 
-from tests.mutation import equivalents  # noqa: E402
-from tests.mutation.mutants import Mutant, function_at, import_as, mutants_of  # noqa: E402
-from tests.mutation.session import ENDED, IMPORT_IT, KILLED, NOT_DECIDED, CallRecords, MutantSession, in_a_fork  # noqa: E402
-
-# Folders of src/attnorm, and those of tests/ that run their code.
-AREAS = {
-    "theory": ["theory", "metrics"], "normalizers": ["normalizers", "attention", "models"],
-    "engines": ["attention", "models", "metrics"], "metrics": ["metrics", "analysis", "monitor"],
-    "models": ["models", "analysis", "monitor"],
-}  # fmt: skip
-PRELOADED = ["setuptools", "torch", "numpy", "scipy.stats", "scipy.optimize", "hypothesis", "jaxtyping", "pytest",
-             "transformers", "transformers.models.auto.modeling_auto", "pyarrow", "typer", "rich"]  # fmt: skip
-USAGE_ERROR = 4  # exit code of pytest
-OUTCOMES = {0: "survived", KILLED: "killed", ENDED: "endless", NOT_DECIDED: "timeout"}
-
-
-def preload() -> None:
-    """Import what the tests import besides attnorm, once: everything runs in forks of this process."""
-    os.environ.update({"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-    for name in PRELOADED:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    import torch
-
-    torch.set_num_threads(1)
+COMPARISONS = {ast.Lt: "< >=", ast.LtE: "<= >", ast.Gt: "> <=", ast.GtE: ">= <", ast.Eq: "== !=", ast.NotEq: "!= ==",
+               ast.Is: "is is_not", ast.IsNot: "is_not is", ast.In: "in not_in", ast.NotIn: "not_in in"}  # fmt: skip
+ARITHMETIC = {ast.Add: "+ -", ast.Sub: "- +", ast.Mult: "* /", ast.Div: "/ *", ast.Pow: "** *", ast.FloorDiv: "// *",
+              ast.Mod: "% *"}  # fmt: skip
+NAMES = ["min max", "amin amax", "minimum maximum", "argmin argmax", "any all", "floor ceil", "tril triu", "sum mean",
+         "zeros ones", "zeros_like ones_like", "repeat repeat_interleave", "exp log", "sin cos", "cumsum cumprod",
+         "low high", "lower upper", "start stop", "first last", "left right", "queries keys", "query key",
+         "rows columns", "heads layers", "before after", "smallest largest"]  # fmt: skip
+SWAPS = {a: b for pair in NAMES for a, b in (pair.split(), pair.split()[::-1])}
+SYMMETRIC = {"min", "max", "minimum", "maximum", "isclose", "union", "print", "gcd", "logaddexp"}
+# Keywords of speed and looks, which no number depends on.
+UNTESTED = {"num_warps", "num_stages", "dpi", "figsize", "linewidth", "fontsize", "color", "indent", "stacklevel"}
 
 
-def run_pytest(arguments: list[str], log: Path, *plugins: object) -> int:
-    """Exit code of pytest in this process, what it prints in `log`."""
-    import pytest
+def changes(text: str) -> Iterator[tuple[int, int, int, str]]:
+    """Yield every change of a source: its line, first and last column in bytes, and what to put there."""
+    tree = ast.parse(text)
+    lines, words = [line.encode() for line in text.splitlines()], set(re.findall(r"\w+", text))
+    skipped = set(_unseen(tree))
 
-    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(target, 1)
-    os.dup2(target, 2)
-    os.chdir(ROOT)
-    wanted = "(further_case or not further_case) and not slow and not real_model"  # named, so that none is left out
-    options = ["-q", "-p", "no:cacheprovider", "-m", wanted, "--tb=line"]
-    return int(pytest.main([*options, *arguments], plugins=list(plugins)))
+    def operator(left: ast.expr, right: ast.expr, pair: str) -> Iterator[tuple[int, int, int, str]]:
+        old, new = (word.replace("_", " ") for word in pair.split())
+        if left.end_lineno == right.lineno:
+            at = lines[right.lineno - 1].find(old.encode(), left.end_col_offset, right.col_offset)
+            if at >= 0:
+                yield right.lineno, at, at + len(old), new
+
+    for node in ast.walk(tree):
+        if id(node) in skipped or not isinstance(node, ast.expr | ast.If):
+            continue
+        here = node.lineno, node.col_offset, node.end_col_offset or 0
+        if isinstance(node, ast.Compare):
+            operands = [node.left, *node.comparators]
+            for left, right, kind in zip(operands, operands[1:], node.ops, strict=False):
+                yield from operator(left, right, COMPARISONS[type(kind)])
+        elif isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC and not _is_text(node):
+            yield from operator(node.left, node.right, ARITHMETIC[type(node.op)])
+        elif isinstance(node, ast.BoolOp):
+            yield from operator(*node.values[:2], "and or" if isinstance(node.op, ast.And) else "or and")
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub):
+            yield node.lineno, node.col_offset, node.operand.col_offset, ""
+        elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+            yield *here, str(not node.value)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+            yield *here, str(node.value + 1 if isinstance(node.value, int) else 2 * node.value or 1.0)
+        elif isinstance(node, ast.If | ast.IfExp) and isinstance(node.test, ast.Name | ast.Attribute | ast.Call):
+            if node.test.lineno == node.test.end_lineno:
+                yield node.test.lineno, node.test.col_offset, node.test.col_offset, "not "
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
+            name = node.id if isinstance(node, ast.Name) else node.attr
+            if SWAPS.get(name) in words and node.lineno == node.end_lineno:
+                yield node.lineno, here[2] - len(name.encode()), here[2], SWAPS[name]
+        elif isinstance(node, ast.Call) and len(node.args) >= 2 and _called(node) not in SYMMETRIC:
+            one, two = node.args[:2]
+            if (
+                isinstance(one, ast.Name)
+                and isinstance(two, ast.Name)
+                and one.lineno == two.lineno
+                and one.id != two.id
+            ):
+                yield one.lineno, one.col_offset, two.end_col_offset or 0, f"{two.id}, {one.id}"
 
 
-class Journal:
-    """The mutants that are done, in a file that several processes append to."""
+def _called(node: ast.Call) -> str:
+    return ast.unparse(node.func).rpartition(".")[2]
+
+
+def _is_text(node: ast.BinOp) -> bool:
+    return any(isinstance(one, ast.Constant | ast.JoinedStr) and not isinstance(getattr(one, "value", ""), int | float)
+               for one in (node.left, node.right))  # fmt: skip
+
+
+def _unseen(tree: ast.AST) -> Iterator[int]:
+    """Yield the nodes that no test can see: annotations, decorators, what stands in an error, speed and looks."""
+    for node in ast.walk(tree):
+        parts: list[Any] = []
+        if isinstance(node, ast.FunctionDef):
+            parts = [node.returns, *(one.annotation for one in ast.walk(node.args) if isinstance(one, ast.arg))]
+            parts += [node] if "overload" in map(ast.unparse, node.decorator_list) else node.decorator_list
+        elif isinstance(node, ast.ClassDef):
+            parts = [*node.decorator_list]
+        elif isinstance(node, ast.AnnAssign):
+            parts = [node.annotation]
+        elif isinstance(node, ast.Raise | ast.JoinedStr) or (isinstance(node, ast.keyword) and node.arg in UNTESTED):
+            parts = [node]
+        yield from (id(inner) for part in parts if part is not None for inner in ast.walk(part))
+
+
+def mutant_of(path: Path, change: tuple[int, int, int, str]) -> str | None:
+    """Return a mutant of a file as a diff, with as much context as names one place; None if it does not compile."""
+    text, name = path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()
+    number, start, end, new = change
+    lines = text.splitlines(keepends=True)
+    mutated = [*lines]
+    old = lines[number - 1].encode()
+    mutated[number - 1] = (old[:start] + new.encode() + old[end:]).decode()
+    try:
+        compile("".join(mutated), name, "exec", dont_inherit=True)
+    except SyntaxError:
+        return None
+    diffs = ("".join(difflib.unified_diff(lines, mutated, name, name, n=context)) for context in range(1, 9))
+    return next((diff for diff in diffs if ("\n" + text).count("\n" + _sides(diff)[0]) == 1), None)
+
+
+def _sides(diff: str) -> tuple[str, str]:
+    hunk = diff.splitlines(keepends=True)[3:]
+    return "".join(line[1:] for line in hunk if line[0] != "+"), "".join(line[1:] for line in hunk if line[0] != "-")
+
+
+def applied(diff: str) -> tuple[Path, str] | None:
+    """Return the file that a mutant changes, which may have moved, and its new text; None if the code is gone."""
+    (before, after), named = _sides(diff), ROOT / diff.split()[1]
+    for files in ([named] if named.exists() else [], sorted((ROOT / "src").rglob("*.py"))):
+        texts = {path: "\n" + path.read_text(encoding="utf-8") for path in files}
+        found = [path for path, text in texts.items() if text.count("\n" + before) == 1]
+        if len(found) == 1:
+            return found[0], texts[found[0]].replace("\n" + before, "\n" + after)[1:]
+    return None
+
+
+def sample(number: int, seed: int) -> list[str]:
+    """Draw mutants from every room in proportion to its lines."""
+    rooms: dict[tuple[str, ...], list[Path]] = {}
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        rooms.setdefault(path.relative_to(ROOT).parts[1:3][: len(path.relative_to(ROOT).parts) - 2], []).append(path)
+    lines = {room: sum(len(path.read_bytes().splitlines()) for path in files) for room, files in rooms.items()}
+    drawn = []
+    for room, files in rooms.items():
+        every = [(path, change) for path in files for change in changes(path.read_text(encoding="utf-8"))]
+        random.Random(f"{seed} {room}").shuffle(every)
+        found = filter(None, (mutant_of(path, change) for path, change in every))
+        drawn += itertools.islice(found, max(1, round(number * lines[room] / sum(lines.values()))))
+    random.Random(seed).shuffle(drawn)
+    return drawn
+
+
+def tests_of(path: Path, text: str, number: int) -> tuple[list[str], list[str]]:
+    """Return the test files of a room: those that probably run this line, and the others."""
+    package, room, *_ = path.relative_to(ROOT / "src").with_suffix("").parts
+    tests = ROOT / package.replace("attnorm", "tests", 1)
+    folders = [tests / name for name in ELSEWHERE.get(room, [room]) if (tests / name).is_dir()]
+    files = [one for folder in folders for one in folder.rglob("test_*.py")] or [*tests.rglob(f"test_{room}.py")]
+    around = [
+        node.name for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.lineno <= number <= (node.end_lineno or 0)
+    ]  # fmt: skip
+
+    def score(file: Path) -> int:
+        content = file.read_text(encoding="utf-8")
+        named = sum(bool(re.search(rf"\b{name}\b", content)) for name in around)
+        imported = bool(re.search(rf"\b{path.stem}\b", content))
+        return 4 * (file.stem == f"test_{path.stem}") + 2 * named + imported
+
+    ranked = sorted(files, key=lambda file: (-score(file), file.stat().st_size))
+    names = [file.relative_to(ROOT).as_posix() for file in ranked]
+    probable = sum(score(file) > 0 for file in ranked[:PROBABLE]) or 1
+    return names[:probable], names[probable:]
+
+
+class Failures:
+    """A plugin of pytest that writes into a file which tests fail."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.printed = os.fdopen(os.dup(1), "w")
+        self.file = path.open("w", encoding="utf-8")
 
-    def outcomes(self) -> dict[str, str]:
-        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
-        return {entry["mutant"]: entry["outcome"] for entry in map(json.loads, lines)}
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            self.file.write(f"{report.nodeid}\n")
+            self.file.flush()
 
-    def add(self, mutant: Mutant, outcome: str, seconds: float, tests: int, failed: str, again: bool) -> None:
-        entry = {
-            "mutant": mutant.name,
-            "outcome": outcome,
-            "seconds": round(seconds, 1),
-            "tests": tests,
-            "again": again,
-        }
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**entry, "failed": failed}) + "\n")
-        self.printed.write(f"{outcome:9} {seconds:6.1f} s  {tests:4} tests  {mutant.name}  {failed}\n")
-        self.printed.flush()
+    pytest_collectreport = pytest_runtest_logreport
 
 
-def try_mutants(
-    mutants: list[Mutant], journal: Journal, given: argparse.Namespace, ends: float
-) -> dict[str, list[list[str]]]:
-    """Collect the tests of an area once and try its mutants, in a fork; return those to import, with their tests."""
-    calls = given.out / "calls"
-    later = calls / f"later.{os.getpid()}"
-    selected: dict[str, list[list[str]]] = {}
+def pytest_here(tree: Path, arguments: list[str], seconds: float, failures: Path) -> int:
+    """Run pytest in this process, which has not imported what it tests, silently and with limited processor time."""
+    os.setsid()
+    resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds)))
+    os.chdir(tree)
+    sys.path[:0] = [str(tree), str(tree / "src")]
+    os.environ["PYTHONPATH"] = str(tree / "src")
+    silent = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(silent, stream)
+    import pytest
 
-    def work(session: MutantSession, tests: CallRecords) -> None:
-        for mutant in mutants:
-            if time.monotonic() > ends:
-                break
-            start = time.monotonic()
-            function = function_at(mutant.file, mutant.line, mutant.column)
-            rounds = tests.rounds(mutant, function, given.test_seconds, given.further_seconds)
-            if rounds and tests.needs_import(mutant, function):
-                selected[mutant.name] = rounds
-                continue
-            code, failed, tried = 0, "", 0
-            for chosen in rounds:
-                processor = 60 + 10 * sum(tests.seconds[test] for test in chosen)
-                code, failed = session.try_on(mutant, chosen, processor)
-                tried += len(chosen)
-                if code:
-                    break
-            if code == IMPORT_IT:
-                selected[mutant.name] = rounds
-                continue
-            again = tried > len(rounds[0]) if rounds else False
-            journal.add(mutant, OUTCOMES[code], time.monotonic() - start, tried, failed, again)
-        later.write_text(json.dumps(selected), encoding="utf-8")
-
-    def session() -> int:
-        log = given.out / f"pytest.{os.getpid()}.txt"
-        folders = [f"tests/{folder}" for folder in AREAS[mutants[0].area]]
-        return run_pytest(folders, log, MutantSession(calls, work, given.timeout))
-
-    code = in_a_fork(session, float("inf"), float("inf"))
-    if code not in (0, 5):
-        raise RuntimeError(f"pytest ended with code {code}. See {given.out}/pytest.*.txt")
-    found: dict[str, list[list[str]]] = json.loads(later.read_text(encoding="utf-8"))
-    later.unlink()
-    return found
+    chosen = ["-p", "no:cacheprovider", "-m", "not slow and not real_model", "--timeout", "300"]
+    return int(pytest.main([*chosen, *arguments], plugins=[Failures(failures)]))
 
 
-def try_imported(mutant: Mutant, rounds: list[list[str]], journal: Journal, given: argparse.Namespace) -> None:
-    """Try a mutant that acts on import: in a fork that has imported nothing of attnorm yet."""
-    start = time.monotonic()
-    log = given.out / f"pytest.{os.getpid()}.txt"
+def run_tests(tree: Path, tests: list[str], seconds: float, *options: str) -> tuple[str, list[str]]:
+    """Run tests in a fork; return "survived", "killed", "undecided" or "not found", and which tests failed."""
+    failures = tree / "failures.txt"
+    failures.unlink(missing_ok=True)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = pytest_here(tree, [*options, *tests], seconds, failures)
+        finally:
+            os._exit(code)  # whatever happens: the cleaning up belongs to the parent
+    _, status = os.waitpid(child, 0)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)  # what its tests have left
+    failed = failures.read_text(encoding="utf-8").splitlines() if failures.exists() else []
+    if failed:
+        return "killed", failed
+    if os.WIFSIGNALED(status):
+        return "undecided", []
+    return {4: "not found"}.get(os.WEXITSTATUS(status), "survived"), []
 
-    def run(arguments: list[str]) -> int:
-        def work() -> int:
-            import_as(mutant)
-            return run_pytest(["-x", *arguments], log)
 
-        return in_a_fork(work, 600, given.timeout)
+def try_mutant(tree: Path, diff: str, known: str, seconds: float) -> tuple[str, str, str]:
+    """Return the outcome, the test that failed, and the file."""
+    place = applied(diff)
+    if place is None:
+        return "gone", "", ""
+    path, text = place
+    name, original = path.relative_to(ROOT), path.read_text(encoding="utf-8")
+    both = zip(original.splitlines(), text.splitlines(), strict=True)
+    number = next(number for number, (old, new) in enumerate(both, start=1) if old != new)
+    probable, others = tests_of(path, original, number)
+    write(tree / name, text)
+    outcome, failed = "survived", []
+    for tests in ([known] if known else [], probable, others):
+        if tests and outcome in ("survived", "not found"):
+            outcome, failed = run_tests(tree, tests, seconds, "-x")
+    if outcome == "not found":  # even conftest.py does not run
+        outcome, failed = "killed", probable
+    write(tree / name, original)
+    return outcome, failed[0] if failed else "", name.as_posix()
 
-    code, tried = 0, 0
-    for tests in rounds:
-        code = run(tests)
-        if code == USAGE_ERROR:  # a test is not found: its id depends on what was changed
-            code = run(sorted({test.partition("::")[0] for test in tests}))
-        tried += len(tests)
-        if code:
-            break
-    text = log.read_text(encoding="utf-8", errors="replace")
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", text, flags=re.MULTILINE)
-    outcome, again = OUTCOMES.get(code, "killed"), tried > len(rounds[0])
-    journal.add(mutant, outcome, time.monotonic() - start, tried, failed[1] if failed else "", again)
+
+def write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+    stamp = next(STAMPS)
+    os.utime(path, (stamp, stamp))  # no compiled file has this time
+
+
+def read_frozen() -> list[tuple[str, str]]:
+    """Return the mutants of the list, and the test that killed each."""
+    parts = re.split(r"^killed by (.*)\n", FROZEN.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return [*zip(parts[2::2], parts[1::2], strict=True)]
+
+
+def read_done(out: Path) -> dict[str, dict[str, Any]]:
+    lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
+    return {entry["diff"]: entry for entry in map(json.loads, lines)}
+
+
+def freeze(out: Path, number: int) -> None:
+    """Write the killed mutants of a sample as the list, in the order of their files."""
+    killed = [entry for entry in read_done(out).values() if entry["outcome"] == "killed"][:number]
+    ordered = sorted(killed, key=lambda entry: (entry["path"], int(re.findall(r"@@ -(\d+)", entry["diff"])[0])))
+    FROZEN.write_text("".join(f"killed by {one['test']}\n{one['diff']}" for one in ordered), encoding="utf-8")
+
+
+def copy_of_tree(tree: Path) -> None:
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0"):
+        if name and (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tree / name)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--areas", type=lambda text: text.split(","), default=list(AREAS),
-        help=f"folders of src/attnorm, in the order in which to try them (default: {','.join(AREAS)})",
-    )  # fmt: skip
-    parser.add_argument("--sample", type=int, help="number of mutants drawn at random (default: all)")
+    parser.add_argument("--out", type=Path, help="file with one line per tried mutant; the same file resumes")
+    parser.add_argument("--number", type=int, default=100, help="mutants to draw or to freeze (default: 100)")
     parser.add_argument("--seed", type=int, default=0, help="random seed of the sample (default: 0)")
-    parser.add_argument("--shard", default="1/1", help="which part of the mutants, e.g. 2/4 (default: 1/1)")
-    parser.add_argument("--target", type=float, default=0.95, help="least share killed (default: 0.95)")
+    parser.add_argument("--frozen", action="store_true", help="try the frozen list instead of a sample")
+    parser.add_argument("--freeze", type=Path, metavar="FILE", help="write the list from the results in FILE, and end")
     parser.add_argument(
-        "--test-seconds", type=float, default=20.0, help="most processor time of its tests (default: 20)"
+        "--seconds", type=float, default=300, help="most processor time of a run of tests (default: 300)"
     )
-    parser.add_argument(
-        "--further-seconds", type=float, default=120.0, help="the same when a survivor is tried again (default: 120)"
-    )
-    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds on the clock per mutant (default: 1800)")
     parser.add_argument("--stop-after", type=float, default=float("inf"), help="seconds after which none is begun")
-    parser.add_argument("--out", type=Path, required=True, help="directory of results.jsonl and of calls/")
+    parser.add_argument("--target", type=float, default=0.95, help="least share killed (default: 0.95)")
     given = parser.parse_args()
+    if given.freeze:
+        freeze(given.freeze, given.number)
+        return 0
+    if given.out is None:
+        parser.error("expected --out FILE or --freeze FILE")
     ends = time.monotonic() + given.stop_after
-
-    folders = [ROOT / "src" / "attnorm" / area for area in AREAS if area in given.areas]
-    every = [mutant for folder in folders for path in sorted(folder.rglob("*.py")) for mutant in mutants_of(path)]
-    chosen = every
-    if given.sample is not None:
-        chosen = random.Random(given.seed).sample(every, min(given.sample, len(every)))
-    drawn = len(chosen)
-    chosen = [mutant for mutant in chosen if equivalents.reason(mutant) is None]
-    left_out = drawn - len(chosen)
-    part, parts = map(int, given.shard.split("/"))
-    chosen = chosen[part - 1 :: parts]
-    given.out = given.out.resolve()
-    (given.out / "calls").mkdir(parents=True, exist_ok=True)
-    journal = Journal(given.out / "results.jsonl")
-    preload()
-    for area in given.areas:
-        done = journal.outcomes()
-        left = [mutant for mutant in chosen if mutant.area == area and mutant.name not in done]
-        imported = try_mutants(left, journal, given, ends) if left and time.monotonic() < ends else {}
-        for mutant in left:
-            if mutant.name in imported and time.monotonic() < ends:
-                try_imported(mutant, imported[mutant.name], journal, given)
-    done = journal.outcomes()
-    tried = [done[mutant.name] for mutant in chosen if mutant.name in done]
-    killed, slow = tried.count("killed") + tried.count("endless"), tried.count("timeout")
-    decided = len(tried) - slow  # a test that did not end has not decided: the machine may be busy
-    sys.stdout.write(
-        f"{killed} of {decided} killed; {slow} not decided in time; {len(chosen) - len(tried)} left; "
-        f"{left_out} equivalent\n"
-    )
-    return 0 if killed >= given.target * decided else 1
+    mutants = read_frozen() if given.frozen else [(diff, "") for diff in sample(given.number, given.seed)]
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    defaults = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg"}
+    defaults |= {"ATTNORM_SHARED": str(ROOT.parent / "shared")}
+    defaults |= {} if shutil.which("nvidia-smi") else {"TRITON_INTERPRET": "1"}
+    os.environ.update({name: os.environ.get(name, value) for name, value in defaults.items()})
+    for name in LIBRARIES:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    done = read_done(given.out)
+    tree = Path(tempfile.mkdtemp()).resolve()  # TemporaryDirectory would end with a process that a test forks
+    try:
+        copy_of_tree(tree)
+        for diff, known in mutants:
+            if diff in done or time.monotonic() > ends:
+                continue
+            started = time.monotonic()
+            outcome, test, path = try_mutant(tree, diff, known, given.seconds)
+            done[diff] = {"outcome": outcome, "test": test, "path": path, "diff": diff}
+            with given.out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({**done[diff], "seconds": round(time.monotonic() - started, 1)}) + "\n")
+            sys.stdout.write(f"{outcome:9} {time.monotonic() - started:6.1f} s  {path}  {test}\n")
+            sys.stdout.flush()
+        results = [done[diff] for diff, _ in mutants if diff in done]
+        killers = sorted({entry["test"] for entry in results if entry["outcome"] == "killed"})
+        broken = set(run_tests(tree, killers, 60 + 20 * len(killers))[1]) if killers else set()
+    finally:
+        shutil.rmtree(tree)
+    if broken:
+        sys.stdout.write("\n".join(["fails without a mutant:", *sorted(broken), ""]))
+    found = Counter("undecided" if entry["test"] in broken else entry["outcome"] for entry in results)
+    decided = found["killed"] + found["survived"]
+    killed, left = f"{found['killed']} of {decided} killed", len(mutants) - len(results)
+    sys.stdout.write(f"{killed}; {found['undecided']} undecided; {found['gone']} gone; {left} left\n")
+    return 0 if found["killed"] >= given.target * decided else 1
 
 
 if __name__ == "__main__":
