@@ -18,7 +18,7 @@ import attnorm
 from attnorm.cli import app, doctor
 from attnorm.machine import this_machine
 from attnorm_lab.bench import suites
-from attnorm_lab.bench.results import Benchmarks, Ratio
+from attnorm_lab.bench.results import Benchmarks, Result
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -135,9 +135,14 @@ def test_wrong_usage_exits_with_2_and_says_why(arguments: list[str], complaint: 
     assert complaint in " ".join(result.output.replace("│", " ").split())
 
 
+def raced(what: str, against: str, ours_ms: float, theirs_ms: float) -> Result:
+    numbers = {"ours_ms": ours_ms, "theirs_ms": theirs_ms, "speedup": theirs_ms / ours_ms}
+    return Result(table="race", what=what, against=against, numbers=numbers, promised={"speedup": 2.0})
+
+
 def test_bench_exits_with_1_when_a_promise_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = Ratio(topic="t", what="tortoise", against="hare", ours_ms=9, theirs_ms=3, speedup=1 / 3, target=2.0)
-    monkeypatch.setattr(suites, "compare_normalizers", lambda **_: iter([slow]))
+    slow = raced("tortoise", "hare", ours_ms=9, theirs_ms=3)
+    monkeypatch.setitem(suites.SUITES, "normalizers", lambda _: iter([slow]))
     result = runner.invoke(app, ["lab", "bench", "normalizers"])
     assert result.exit_code == 1
     assert "2x faster: missed" in result.stdout
@@ -155,25 +160,25 @@ def test_bench_without_a_suite_says_first_what_it_runs_and_how_to_run_less(monke
 def test_an_interrupted_bench_says_where_finished_comparisons_are(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def cut_short(**_: Any) -> Iterator[Ratio]:
-        yield Ratio(topic="race", what="hare", against="tortoise", ours_ms=1, theirs_ms=3, speedup=3.0)
+    def cut_short(_: Any) -> Iterator[Result]:
+        yield raced("hare", "tortoise", ours_ms=1, theirs_ms=3)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(suites, "compare_normalizers", cut_short)
+    monkeypatch.setitem(suites.SUITES, "normalizers", cut_short)
     for options, kept in (["--out", str(tmp_path)], str(tmp_path / "results.jsonl")), ([], "--out DIR"):
         result = runner.invoke(app, ["lab", "bench", "normalizers", *options])
         assert result.exit_code == 130
-        assert "hare: 3.00x the speed of tortoise (race)" in result.stderr
+        assert "hare: 3.00x the speed of tortoise" in result.stderr
         assert kept in result.stderr
     assert "tortoise" in (tmp_path / "results.jsonl").read_text()
 
 
 def test_bench_prints_json_and_markdown(monkeypatch: pytest.MonkeyPatch) -> None:
-    fast = Ratio(topic="t", what="hare", against="tortoise", ours_ms=1, theirs_ms=3, speedup=3.0, target=2.0)
-    monkeypatch.setattr(suites, "compare_normalizers", lambda **_: iter([fast]))
+    fast = raced("hare", "tortoise", ours_ms=1, theirs_ms=3)
+    monkeypatch.setitem(suites.SUITES, "normalizers", lambda _: iter([fast]))
     as_json = runner.invoke(app, ["lab", "bench", "normalizers", "--json", "--threads", "1"])
     assert as_json.exit_code == 0
-    assert json.loads(as_json.stdout)["ratios"][0]["met"] is True
+    assert json.loads(as_json.stdout)["results"][0]["met"] is True
     assert json.loads(as_json.stdout)["machine"]["threads"] == 1
     as_markdown = runner.invoke(app, ["lab", "bench", "normalizers", "--markdown"])
     assert "| hare | tortoise | 1.0 | 3.0 | 3x faster | 2x faster: met |" in as_markdown.stdout

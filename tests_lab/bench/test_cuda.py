@@ -1,8 +1,8 @@
 """The benchmarks on CUDA, rehearsed on a CPU: what is compared with what, and how the first call is timed."""
 
-import json
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 import attnorm
 from attnorm.cli import app
 from attnorm.files import read_jsonl
-from attnorm_lab.bench import cuda, suites
-from attnorm_lab.bench.results import Duration, Ratio, Result
-from attnorm_lab.bench.timing import Timed
+from attnorm_lab.bench import cuda, promises, suites, timing
+from attnorm_lab.bench.results import Result
+from attnorm_lab.bench.timing import Bench
 
 SHAPE = (1, 1, 32, 16)
 
@@ -35,15 +35,16 @@ def cpu_as_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for shape in ("TFLOPS_SHAPE", "EMPTY_TILES_SHAPE", "QUICK_CUDA_SHAPE", "FIRST_CALL_SHAPE"):
         monkeypatch.setattr(cuda, shape, SHAPE)
     monkeypatch.setattr(cuda, "QUEUED_KEYS", 0)
-    monkeypatch.setattr(cuda, "time_against", lambda ours, rivals, rounds: [Timed(4.0, 8.0, 2.0) for _ in rivals])
+    timed = {"ours_ms": 4.0, "theirs_ms": 8.0, "speedup": 2.0}
+    monkeypatch.setattr(timing, "time_alternating", lambda ours, *rivals, rounds: [timed for _ in rivals])
 
 
 def _promised(name: str, logits: str = "") -> dict[str, tuple[float | None, float | None]]:
     """The targets of a normalizer by rival, forward and with backward."""
     found: dict[str, list[float | None]] = {}
-    for result in cuda.compare_cuda_attention(notes=[]):
-        if isinstance(result, Ratio) and result.what.startswith(f"{name} (") and result.topic.endswith(logits):
-            found.setdefault(result.against, []).append(result.target)
+    for result in cuda.compare_cuda_attention(Bench()):
+        if result.against and result.what.startswith(f"{name} (") and result.table.endswith(logits):
+            found.setdefault(result.against, []).append(result.promised.get("speedup"))
     return {rival: (targets[0], targets[1]) for rival, targets in found.items()}
 
 
@@ -67,25 +68,23 @@ def _promised(name: str, logits: str = "") -> dict[str, tuple[float | None, floa
 def test_each_normalizer_is_compared_with_the_rivals_of_its_promise(
     name: str, logits: str, promised: dict[str, tuple[float | None, float | None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda, "PROMISED", {name: cuda.PROMISED[name]})
+    monkeypatch.setattr(promises, "ATTENTION", {name: promises.ATTENTION[name]})
     assert _promised(name, logits) == promised
 
 
 @pytest.mark.usefixtures("cpu_as_device")
-def test_times_are_per_call_and_the_promised_speed_of_threshold_maps_becomes_seconds(
+def test_times_are_per_call_and_the_promised_speed_of_threshold_maps_is_judged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Forward four calls are queued, with backward two; 4 ms in all."""
-    monkeypatch.setattr(cuda, "PROMISED", {"entmax15": cuda.PROMISED["entmax15"]})
-    monkeypatch.setattr(cuda, "PROMISED_WITH_EMPTY_TILES", {})
-    results = list(cuda.compare_cuda_attention(notes=[]))
-    assert {(r.what.rpartition(", ")[2], r.ours_ms, r.theirs_ms) for r in results if isinstance(r, Ratio)} == {
-        ("forward", 1.0, 2.0),
-        ("forward + backward", 2.0, 4.0),
-    }
-    (duration,) = [result for result in results if isinstance(result, Duration)]
-    assert duration.seconds == pytest.approx(1e-3)
-    assert duration.most_seconds == pytest.approx(2 * 32**2 * 16 / 170e12)
+    monkeypatch.setattr(promises, "ATTENTION", {"entmax15": promises.ATTENTION["entmax15"]})
+    monkeypatch.setattr(promises, "EMPTY_TILES", {})
+    *ratios, alone = sorted(cuda.compare_cuda_attention(Bench()), key=lambda result: not result.against)
+    assert {
+        (result.what.rpartition(", ")[2], result.numbers["ours_ms"], result.numbers["theirs_ms"]) for result in ratios
+    } == {("forward", 1.0, 2.0), ("forward + backward", 2.0, 4.0)}
+    assert alone.numbers == pytest.approx({"seconds": 1e-3, "tflops": 2 * 32**2 * 16 / 1e9})
+    assert alone.promised == {"tflops": 170.0}
 
 
 @pytest.mark.usefixtures("cpu_as_device")
@@ -94,12 +93,12 @@ def test_a_rival_that_fails_is_a_note_and_the_others_are_timed(monkeypatch: pyte
         raise ValueError("too long\nhere")
 
     monkeypatch.setitem(sys.modules, "adasplash", SimpleNamespace(adasplash2=broken))
-    monkeypatch.setattr(cuda, "PROMISED", {name: cuda.PROMISED[name] for name in ("entmax15", "sparsemax")})
-    monkeypatch.setattr(cuda, "PROMISED_WITH_EMPTY_TILES", {})
-    notes: list[str] = []
-    results = list(cuda.compare_cuda_attention(notes=notes))
-    assert {result.against for result in results if isinstance(result, Ratio)} == {"flash softmax", "cuDNN softmax"}
-    assert [note.rpartition(": ")[2] for note in notes] == ["too long", "too long"]  # forward, with backward
+    two = {name: promises.ATTENTION[name] for name in ("entmax15", "sparsemax")}
+    monkeypatch.setattr(promises, "ATTENTION", two)
+    monkeypatch.setattr(promises, "EMPTY_TILES", {})
+    results = list(cuda.compare_cuda_attention(bench := Bench()))
+    assert {result.against for result in results if result.against} == {"flash softmax", "cuDNN softmax"}
+    assert [note.rpartition(": ")[2] for note in bench.notes] == ["too long", "too long"]  # forward, with backward
 
 
 @pytest.mark.parametrize("name", ["entmax15", "sparsemax"])
@@ -117,24 +116,18 @@ def test_seven_of_ten_tiles_are_empty(name: str) -> None:
     assert empty / (tiles * (tiles + 1) / 2) == pytest.approx(0.7, abs=0.01)
 
 
-def test_the_first_call_is_timed_with_an_empty_cache_that_is_removed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    seen: dict[str, list[str]] = {}
-
-    def first_call(name: str, shape: cuda.Shape, device: str) -> dict[str, object]:
-        for variable in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
-            folder = Path(os.environ[variable]).parent
-            seen[str(folder)] = [path.name for path in folder.iterdir()]
-        return {"call": (name, shape, device)}
+def test_the_first_call_is_timed_with_an_empty_cache_that_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def timed(name: str, shape: cuda.Shape, device: str) -> dict[str, object]:
+        folders = {Path(os.environ[name]).parent for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
+        return {"call": (name, shape, device), "caches": {folder: list(folder.iterdir()) for folder in folders}}
 
     for variable in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         monkeypatch.setenv(variable, "of the user")
-    monkeypatch.setattr(cuda, "time_first_call", first_call)
-    cuda.report_first_call("entmax15", SHAPE, "cpu")
-    assert json.loads(capsys.readouterr().out) == {"call": ["entmax15", list(SHAPE), "cpu"]}
-    assert list(seen.values()) == [[]]
-    assert not Path(next(iter(seen))).exists()
+    monkeypatch.setattr(cuda, "time_first_call", timed)
+    found = cuda.first_call("entmax15", SHAPE, "cpu")
+    assert found["call"] == ("entmax15", SHAPE, "cpu")
+    assert list(found["caches"].values()) == [[]]
+    assert not any(folder.exists() for folder in found["caches"])
 
 
 def test_the_first_call_with_backward_contains_the_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,49 +139,55 @@ def test_the_first_call_with_backward_contains_the_forward_pass(monkeypatch: pyt
 
 @pytest.mark.usefixtures("cpu_as_device")
 def test_every_first_call_is_judged_and_a_process_that_fails_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    def process(code: str) -> dict[str, object]:
-        if "'sink'" in code:
+    def process(_: object, name: str, *arguments: object) -> dict[str, object]:
+        if name == "sink":
             raise RuntimeError("out of memory")
         return {"engine": "sparse", "forward": 3.0, "forward + backward": 11.0}
 
-    monkeypatch.setattr(cuda, "run_and_read_json", process)
-    notes: list[str] = []
-    results = list(cuda.measure_first_calls(notes=notes))
-    assert {result.what.partition(" ")[0] for result in results} == set(cuda.PROMISED) - {"sink"}
+    monkeypatch.setattr(cuda, "in_new_process", process)
+    results = list(cuda.measure_first_calls(bench := Bench()))
+    assert {result.what.partition(" ")[0] for result in results} == set(promises.ATTENTION) - {"sink"}
     assert {(result.what.rpartition(", ")[2], result.met) for result in results} == {
         ("forward", True),
         ("forward + backward", False),
     }
-    assert notes == ["the first call of sink was not timed: out of memory"]
+    assert bench.notes == ["the first call of sink was not timed: out of memory"]
 
 
-PARTS = {
-    "cuda-attention": "compare_cuda_attention",
-    "cuda-decoding": "compare_cuda_decoding",
-    "cuda-first-call": "measure_first_calls",
-    "cuda-analyze": "measure_cuda_analysis",
-}
-ONE = Ratio(topic="t", what="w", against="a", ours_ms=1.0, theirs_ms=2.0, speedup=2.0)
+@pytest.mark.parametrize(
+    ("way", "tokens", "plain_ms", "most_ms"),
+    [("core", 8192, 50.0, 350.0), ("core", 32_768, 100.0, 600.0), ("core of 7B", 32_768, 100.0, 150.0),
+     ("full", 32_768, 100.0, 2100.0), ("full", 131_072, 100.0, None), ("three", 8192, 100.0, None)],
+)  # fmt: skip
+def test_analyze_may_take_more_milliseconds_or_times_the_plain_pass(
+    way: str, tokens: int, plain_ms: float, most_ms: float | None
+) -> None:
+    least = promises.least_speedup(way, tokens, plain_ms)
+    assert (least if least is None else plain_ms / least) == (most_ms if most_ms is None else pytest.approx(most_ms))
+
+
+ONE = Result(table="t", what="w", against="a", numbers={"ours_ms": 1.0, "theirs_ms": 2.0, "speedup": 2.0})
+PARTS: list[suites.Suite] = ["cuda-attention", "cuda-decoding", "cuda-first-call", "cuda-analyze"]
 
 
 @pytest.mark.parametrize("suite", ["cuda", *PARTS])
 def test_the_suite_cuda_is_all_of_its_parts(suite: suites.Suite, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, function in PARTS.items():
-        monkeypatch.setattr(suites, function, lambda name=name, **_: iter([replace(ONE, what=name)]))
+    for name in PARTS:
+        monkeypatch.setitem(suites.SUITES, name, lambda _, name=name: iter([replace(ONE, what=name)]))
     measured = [result.what for result in suites.run_benchmarks(suite).results]
-    assert measured == (list(PARTS) if suite == "cuda" else [suite])
+    assert measured == (PARTS if suite == "cuda" else [suite])
 
 
 def test_a_run_that_is_cut_short_leaves_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def cut_short(**_: object) -> Result:
-        yield replace(ONE, target=3.0)
-        yield Duration(what="d", setting="s", seconds=2.0, most_seconds=10.0)
+    def cut_short(_: Bench) -> Iterator[Result]:
+        yield replace(ONE, promised={"speedup": 3.0})
+        yield Result(table="s", what="d", numbers={"seconds": 2.0}, promised={"seconds": 10.0})
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(suites, "compare_cuda_attention", cut_short)
+    monkeypatch.setitem(suites.SUITES, "cuda-attention", cut_short)
     command = ["lab", "bench", "cuda-attention", "--threads", "3", "--out", str(tmp_path / "new")]
     assert CliRunner().invoke(app, command).exit_code != 0
-    start, ratio, duration = read_jsonl(tmp_path / "new" / "results.jsonl")
+    start, ratio, alone = read_jsonl(tmp_path / "new" / "results.jsonl")
     assert (start["suite"], start["quick"], start["machine"]["threads"]) == ("cuda-attention", False, 3)
-    assert (ratio["kind"], ratio["speedup"], ratio["met"]) == ("Ratio", 2.0, False)
-    assert (duration["kind"], duration["seconds"], duration["met"]) == ("Duration", 2.0, True)
+    assert (ratio["against"], ratio["numbers"]["speedup"], ratio["met"]) == ("a", 2.0, False)
+    assert (alone["what"], alone["numbers"], alone["met"]) == ("d", {"seconds": 2.0}, True)

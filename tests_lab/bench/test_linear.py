@@ -4,33 +4,37 @@ import pytest
 import torch
 
 from attnorm_lab.bench import linear
-from attnorm_lab.bench.linear import independent_tokens, means_of_squares, measure_errors, smooth_tokens
-from attnorm_lab.bench.results import Benchmarks, CostCurve, CostPoint
-from tests_lab.bench.test_results import MACHINE
+from attnorm_lab.bench.linear import cost_numbers, independent_tokens, means_of_squares, measure_errors, smooth_tokens
+from attnorm_lab.bench.timing import Bench
+
+LENGTHS = (1024, 2048, 4096, 8192)
 
 
-def curve(power: float, factor: float = 1.0, lengths: tuple[int, ...] = (1024, 2048, 4096, 8192)) -> CostCurve:
-    points = tuple(CostPoint(length=length, ms=factor * length**power, extra_mb=None) for length in lengths)
-    return CostCurve(what="x", setting="here", points=points)
+def costs(power: float, factor: float = 1.0, lengths: tuple[int, ...] = LENGTHS) -> dict[int, float]:
+    return {length: factor * length**power for length in lengths}
 
 
-@pytest.mark.parametrize("power", [1.0, 2.0])
-def test_the_exponent_is_the_slope(power: float) -> None:
-    assert curve(power).exponent == pytest.approx(power)
-    assert curve(power, lengths=(1024, 2048)).exponent == pytest.approx(power)
-    assert curve(power, lengths=(1024,)).exponent is None
-    assert curve(power, lengths=(128, 256, 512)).exponent is None  # --quick
+@pytest.mark.parametrize(
+    ("ms", "power"),
+    [
+        (costs(1), 1),
+        (costs(2), 2),
+        (costs(2, lengths=(1024, 2048)), 2),
+        (costs(2, lengths=(1024,)), None),
+        (costs(2, lengths=(128, 256, 512)), None),  # --quick
+        ({n: max(900.0, n) for n in (128, 256, 512, 1024, 2048, 4096)}, 1),  # constants at short lengths
+    ],
+)
+def test_the_power_is_the_slope_over_the_longer_half(ms: dict[int, float], power: float | None) -> None:
+    numbers = cost_numbers(ms, ms)
+    assert [numbers[f"{length:,}"] for length in ms] == list(ms.values())
+    assert numbers.get("power") == (power if power is None else pytest.approx(power))
+    assert "faster_from" not in numbers  # than itself
 
 
-def test_constants_at_short_lengths_do_not_count() -> None:
-    points = tuple(CostPoint(length=n, ms=max(900.0, n), extra_mb=None) for n in (128, 256, 512, 1024, 2048, 4096))
-    assert CostCurve(what="x", setting="here", points=points).exponent == pytest.approx(1)
-
-
-def test_the_crossing_is_where_it_stays_faster() -> None:
-    assert curve(1, factor=3000.0).cheaper_from(curve(2)) == 4096
-    assert curve(1, factor=9000.0).cheaper_from(curve(2)) is None
-    assert curve(1, factor=0.5).cheaper_from(curve(2)) == 1024
+@pytest.mark.parametrize(("factor", "start"), [(3000.0, 4096), (9000.0, None), (0.5, 1024)])
+def test_the_crossing_is_where_it_stays_faster(factor: float, start: int | None) -> None:
+    assert cost_numbers(costs(1, factor), costs(2))["faster_from"] == start
 
 
 @pytest.mark.parametrize(("limit", "calls"), [(-1.0, 1), (1e9, 2)])
@@ -47,12 +51,13 @@ def test_a_long_call_on_a_cpu_is_measured_once(limit: float, calls: int, monkeyp
 
 
 def test_more_landmarks_and_steps_lose_less() -> None:
-    errors = list(measure_errors(quick=True))
+    errors = list(measure_errors(Bench(quick=True)))
     for kind in ("smooth image", "independent tokens"):
-        after_all_steps, after_one = [error.inverse_error for error in errors if error.setting.startswith(kind)][-2:]
+        inverse = [result.numbers["inverse_error"] or 0 for result in errors if kind in result.table]
+        after_all_steps, after_one = inverse[-2:]
         assert after_one > 0.1
         assert after_all_steps < 1e-10
-    few, many = [error.error for error in errors if error.pooling == "squares"][:2]
+    few, many = [result.numbers["error"] or 0 for result in errors if "means of squares" in result.what][:2]
     assert many < few
 
 
@@ -67,8 +72,3 @@ def test_neighbors_of_a_smooth_image_are_closer_than_independent_tokens() -> Non
         (t[0, 0, 1:] - t[0, 0, :-1]).norm(dim=-1).median() for t in (smooth_tokens(32), independent_tokens(32))
     )
     assert smooth < independent / 8
-
-
-def test_json_has_the_exponent_of_each_curve() -> None:
-    results = Benchmarks(machine=MACHINE, results=(curve(2),))
-    assert results.as_dict()["costs"][0]["exponent"] == pytest.approx(2)

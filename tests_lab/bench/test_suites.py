@@ -10,46 +10,43 @@ import pytest
 import torch
 
 import attnorm
-from attnorm_lab.bench import attention, normalizers, timing
+from attnorm_lab.bench import attention, normalizers, suites, timing
 from attnorm_lab.bench.attention import adaptive_as_printed, blocked_normalizers, dense
 from attnorm_lab.bench.normalizers import by_bisection, compare_normalizers
-from attnorm_lab.bench.results import Ratio, Result
+from attnorm_lab.bench.results import Result
 from attnorm_lab.bench.suites import run_benchmarks
-from attnorm_lab.bench.timing import peak_above, run_and_read_json, time_alternating
+from attnorm_lab.bench.timing import Bench, in_new_process, peak_above, run_and_read_json, time_alternating
 
 linux_only = pytest.mark.skipif(not timing.RESET.exists(), reason="needs /proc/self/clear_refs")
 
 
 def test_a_quick_run_covers_everything_and_judges_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """But analyze, sweep and linear, which test_analyze.py, test_sweep.py and cli/test_reproduce.py run."""
-    asked: list[Any] = []
-    for name in ("measure_analysis", "measure_linear", "measure_sweep"):
-        monkeypatch.setattr(f"attnorm_lab.bench.suites.{name}", lambda **options: iter(asked.append(options) or ()))
+    asked: list[Bench] = []
+    for name in ("analyze", "linear", "sweep"):
+        monkeypatch.setitem(suites.SUITES, name, lambda bench: iter(asked.append(bench) or ()))
     heard: list[Result] = []
     results = run_benchmarks("all", threads=1, quick=True, finished=heard.append)
-    assert [options["quick"] for options in asked] == [True, True, True]
+    assert [bench.quick for bench in asked] == [True, True, True]
     assert results.quick
-    assert not results.missed
-    ratios = results.of_kind(Ratio)
-    assert all(ratio.target is None for ratio in ratios)
+    assert all(result.met is None for result in results.results)
     assert tuple(heard) == results.results
-    timed = {ratio.what.partition(",")[0] for ratio in ratios}
-    assert timed >= {
-        "sparsemax",
-        "softmax",
-        "ssmax",
-        "log_scaled",
-        "sink",
-        "adaptive_temperature",
-        *blocked_normalizers(),
-    }
-    assert all(ratio.ours_ms > 0 and ratio.theirs_ms > 0 and ratio.speedup > 0 for ratio in ratios)
-    errors = [ratio.error for ratio in ratios if ratio.error is not None]
-    assert max(errors) < 1e-6
+    ratios = [result for result in results.results if result.against]
+    timed = {result.what.partition(",")[0] for result in ratios}
+    fused = {"sparsemax", "softmax", "ssmax", "log_scaled", "sink", "adaptive_temperature"}
+    assert timed >= fused | {*blocked_normalizers()}
+    for result in ratios:
+        assert all((result.numbers[name] or 0) > 0 for name in ("ours_ms", "theirs_ms", "speedup"))
+    assert max(result.numbers.get("error") or 0 for result in ratios) < 1e-6
+
+
+def process_id(name: str, value: int) -> dict[str, Any]:
+    return {name: value, "parent": os.getppid()}
 
 
 def test_what_a_new_process_prints_is_read_and_its_error_is_raised() -> None:
     assert run_and_read_json("import os; print('[%d]' % os.getppid())") == [os.getpid()]
+    assert in_new_process(process_id, "of", 3) == {"of": 3, "parent": os.getpid()}
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         run_and_read_json("1 / 0")
 
@@ -62,22 +59,7 @@ def test_the_thread_count_is_stated_and_put_back() -> None:
     assert str(results.machine.cores) in str(results.machine)
 
 
-def test_a_call_of_four_times_the_time_is_a_speedup_of_four(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = 0.0
-
-    def taking(seconds: float) -> Callable[[], None]:
-        def call() -> None:
-            nonlocal clock
-            clock += seconds
-
-        return call
-
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock)
-    timed = time_alternating(taking(0.002), taking(0.008), rounds=3)
-    assert (timed.ours_ms, timed.theirs_ms, timed.speedup) == pytest.approx((2, 8, 4))
-
-
-def test_several_rivals_share_the_calls_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rivals_take_turns_with_ours_and_share_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = 0.0
     calls: list[str] = []
 
@@ -90,11 +72,12 @@ def test_several_rivals_share_the_calls_of_ours(monkeypatch: pytest.MonkeyPatch)
         return call
 
     monkeypatch.setattr(timing.time, "perf_counter", lambda: clock)
-    rivals = [taking("twice", 0.04), taking("half", 0.01)]
-    timed = timing.time_against(taking("ours", 0.02), rivals, rounds=3)
-    twice, half = ((t.ours_ms, t.theirs_ms, t.speedup) for t in timed)
-    assert (*twice, *half) == pytest.approx((20, 40, 2, 20, 10, 0.5))
+    twice, half = time_alternating(taking("ours", 0.02), taking("twice", 0.04), taking("half", 0.01), rounds=3)
+    assert twice == pytest.approx({"ours_ms": 20, "theirs_ms": 40, "speedup": 2})
+    assert half == pytest.approx({"ours_ms": 20, "theirs_ms": 10, "speedup": 0.5})
     assert calls[6:] == ["ours", "twice", "half", "half", "twice", "ours", "ours", "twice", "half"]
+    (short,) = time_alternating(taking("ours", 0.002), taking("theirs", 0.008), rounds=3)
+    assert short == pytest.approx({"ours_ms": 2, "theirs_ms": 8, "speedup": 4})
 
 
 def test_a_missing_rival_is_reported_and_not_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,9 +89,8 @@ def test_a_missing_rival_is_reported_and_not_fatal(monkeypatch: pytest.MonkeyPat
         return import_module(name, *rest)
 
     monkeypatch.setattr(normalizers.importlib, "import_module", without_entmax)
-    notes: list[str] = []
-    ours_alone = list(compare_normalizers(quick=True, notes=notes))
-    assert "pip install entmax" in notes[0]
+    ours_alone = list(compare_normalizers(bench := Bench(quick=True)))
+    assert "pip install entmax" in bench.notes[0]
     assert {(ratio.what, ratio.against) for ratio in ours_alone} == {
         (f"kneemax, {way}", name)
         for way in ("forward", "forward + backward")
@@ -194,14 +176,12 @@ def test_memory_is_not_measured_where_the_kernel_keeps_its_mark(
 
 @linux_only
 def test_a_process_that_fails_becomes_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention.sys, "executable", "false")
-    notes: list[str] = []
-    assert list(attention.measure_footprints(quick=True, notes=notes)) == []
-    assert "entmax15 was not measured: exit code 1" in notes[0]
+    monkeypatch.setattr(timing.sys, "executable", "false")
+    assert list(attention.measure_footprints(bench := Bench(quick=True))) == []
+    assert "entmax15 was not measured: exit code 1" in bench.notes[0]
 
 
 def test_without_procfs_memory_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "RESET", Path("/nowhere/clear_refs"))
-    notes: list[str] = []
-    assert list(attention.measure_footprints(quick=True, notes=notes)) == []
-    assert "Linux" in notes[0]
+    assert list(attention.measure_footprints(bench := Bench(quick=True))) == []
+    assert "Linux" in bench.notes[0]

@@ -4,38 +4,22 @@ import sys
 
 import pytest
 
-from attnorm.machine import this_machine
-from attnorm_lab.bench.analyze import measure_sweep
-from attnorm_lab.bench.results import Benchmarks, SweepCost, benchmark_markdown
+from attnorm_lab.bench.analyze import measure_sweep, sweep_numbers
+from attnorm_lab.bench.promises import LIMITS
 from attnorm_lab.bench.suites import run_benchmarks
-
-LIMITS = {"most_times_ideal": 1.3, "most_overhead_seconds": 1.0}
-
-
-def cost(wall: float, items: float, count: int = 64, **limits: float) -> SweepCost:
-    return SweepCost(
-        what="Ray", items=count, workers=2, wall_seconds=wall, item_seconds=items, models_loaded=2, **limits
-    )
-
-
-def test_the_ideal_is_the_time_of_the_items_over_the_workers() -> None:
-    found = cost(wall=65, items=100)
-    assert found.times_ideal == pytest.approx(1.3)
-    assert found.overhead_seconds == pytest.approx(30 / 64)
-    assert found.met is None
+from attnorm_lab.bench.timing import Bench
 
 
 @pytest.mark.parametrize(
-    ("wall", "items", "count", "met"), [(64, 100, 64, True), (66, 100, 64, False), (64, 100, 20, False)]
+    ("wall", "count", "times", "overhead", "met"),
+    [(65, 64, 1.3, 30 / 64, True), (66, 64, 1.32, 0.5, False), (64, 20, 1.28, 1.4, False)],
 )
-def test_both_limits_count(wall: float, items: float, count: int, met: bool) -> None:
-    found = cost(wall, items, count, **LIMITS)
-    assert found.met is met
-    results = Benchmarks(machine=this_machine(), results=(found,))
-    assert results.missed == ([] if met else [found])
-    assert f"1.3x, 1 s per item: {'met' if met else 'missed'}" in benchmark_markdown(results)
-    (written,) = results.as_dict()["sweeps"]
-    assert (written["times_ideal"], written["met"]) == (found.times_ideal, met)
+def test_the_ideal_is_the_time_of_the_items_over_the_workers_and_both_limits_count(
+    wall: float, count: int, times: float, overhead: float, met: bool
+) -> None:
+    found = sweep_numbers(wall, 100.0, count)
+    assert (found["times_ideal"], found["overhead_per_item_s"]) == pytest.approx((times, overhead))
+    assert Bench().result("a sweep", "Ray", found, LIMITS["sweep"]).met is met
 
 
 @pytest.mark.nightly  # tests/sweep starts workers on every commit
@@ -43,17 +27,17 @@ def test_a_quick_run_measures_local_processes_and_names_what_is_missing(monkeypa
     monkeypatch.setattr("attnorm_lab.bench.analyze.SWEEP_WORKERS", 1)
     monkeypatch.setitem(sys.modules, "ray", None)
     results = run_benchmarks("sweep", quick=True)
-    (found,) = results.of_kind(SweepCost)
-    assert (found.what, found.items, found.met) == ("local processes", 2, None)
-    assert 0 < found.item_seconds < found.workers * found.wall_seconds
-    assert found.models_loaded == 1  # of two items
+    (found,) = results.results
+    assert (found.table, found.what, found.met) == ("A sweep of 2 items with 1 workers", "local processes", None)
+    assert 0 < (found.numbers["ideal_s"] or 0) < (found.numbers["wall_s"] or 0)
+    assert found.numbers["models_loaded"] == 1  # of two items
     assert "attnorm[lab]" in results.notes[0]
 
 
 @pytest.mark.nightly
 def test_a_quick_run_measures_ray() -> None:
     pytest.importorskip("ray")
-    notes: list[str] = []
-    (found,) = measure_sweep(quick=True, notes=notes, engines=("ray",))
-    assert (found.what, found.items, notes) == ("Ray", 2, [])
-    assert found.overhead_seconds > 0
+    bench = Bench(quick=True)
+    (found,) = measure_sweep(bench, engines=("ray",))
+    assert (found.what, bench.notes) == ("Ray", [])
+    assert (found.numbers["overhead_per_item_s"] or 0) > 0

@@ -17,11 +17,10 @@ of Ray and of the workers, scheduling, and the merged table and page.
 import json
 import math
 import os
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -30,27 +29,28 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from attnorm_lab.bench.results import Growth, GrowthPoint, ModelRun, Ratio, SweepCost
-from attnorm_lab.bench.timing import MEGABYTE, Call, peak_above, resident, run_and_read_json, time_alternating
+from attnorm_lab.bench.promises import LIMITS, SPEEDUPS
+from attnorm_lab.bench.results import Result
+from attnorm_lab.bench.timing import MEGABYTE, Bench, Call, in_new_process, peak_above, resident, time_alternating
 
 Way = Literal["plain", "core", "full", "eager"]
 
-CORE, FULL, EAGER = 1 / 4, 1 / 2, 4.0  # promised speedups: over the plain pass (core, full), over eager
-DEFAULT = 1 / 2  # promised speedup of the default call over the plain pass
 DEFAULT_WINDOWS = 2
-MEMORY = 1.5  # promised: at most this many times the plain pass
-EXPONENT = 1.1  # promised: memory grows at most with this power of the length; an attention matrix has 2
-WHOLE_SECONDS = 60.0  # promised: SmolLM2 at the first of its lengths
 LENGTHS = (1024, 2048, 4096, 8192, 16_384)
 MODEL_LENGTHS = (1024, 8192)
 FOLDER = "ATTNORM_SMOLLM2"
 
-WORDS: dict[Way, str] = {
+WORDS: dict[str, str] = {
     "plain": "plain forward pass, torch SDPA",
     "core": "analyze, core and gradient, all rows",
     "full": "analyze, everything, rows=64",
     "eager": "output_attentions=True and the core numbers",
 }
+OPTIONS: dict[str, dict[str, Any]] = {
+    "core": {"rows": "all", "metrics": "core"},
+    "full": {"rows": 64, "metrics": "all"},
+}
+GROWTH = "Growth with the length, beside the plain pass: "
 
 HEAD_WIDTH = 64
 VOCABULARY = 1024
@@ -70,125 +70,115 @@ class Shape:
         return f"{self.layers} layers x {self.heads} heads, width {HEAD_WIDTH}, float32"
 
 
-@dataclass(frozen=True)
-class Cost:
-    seconds: float
-    peak_mb: float  # of the whole process during the pass
-    extra_mb: float  # of it, beyond what the process held before
+Cost = dict[str, float]  # seconds; peak_mb of the whole process in the pass; extra_mb of it, beyond what it held before
 
 
-def measure_analysis(
-    *, quick: bool = False, notes: list[str], model: Path | None = None, text: Path | None = None
-) -> Iterator[Ratio | ModelRun | Growth]:
-    """Yield the measurements. model: a folder of SmolLM2 (default: $ATTNORM_SMOLLM2). text: default of analyze()."""
-    shape = Shape(64, layers=2, heads=2) if quick else Shape(4096)
-    yield from _against_plain(shape, quick)
-    yield from _in_own_processes(shape, quick, notes)
-    named = model or (Path(os.environ[FOLDER]) if os.environ.get(FOLDER) else None)
-    if named is None:
-        notes.append(f"no pretrained model was measured: give a folder of SmolLM2 with --model or ${FOLDER}")
-        return
-    lengths = (16,) if quick else MODEL_LENGTHS
-    try:
-        yield _default_call(named, text, lengths[0], quick)
-    except RuntimeError as error:
-        notes.append(f"the default call on {named.name} was not measured: {error}")
-    for length in lengths:
-        try:
-            yield _whole_run(named, text, length, None if quick or length > MODEL_LENGTHS[0] else WHOLE_SECONDS)
-        except RuntimeError as error:
-            notes.append(f"{named.name} at {length:,} tokens was not measured: {error}")
+def measure_analysis(bench: Bench) -> Iterator[Result]:
+    """Yield the measurements of random models and of a folder of SmolLM2: bench.model, or $ATTNORM_SMOLLM2."""
+    shape = Shape(64, layers=2, heads=2) if bench.quick else Shape(4096)
+    yield from _against_plain(bench, shape)
+    yield from _in_own_processes(bench, shape)
+    if folder := bench.model or (Path(os.environ[FOLDER]) if os.environ.get(FOLDER) else None):
+        yield from _pretrained(bench, folder)
+    else:
+        bench.notes.append(f"no pretrained model was measured: give a folder of SmolLM2 with --model or ${FOLDER}")
 
 
-def _against_plain(shape: Shape, quick: bool) -> Iterator[Ratio]:
+def _against_plain(bench: Bench, shape: Shape) -> Iterator[Result]:
     model, ids = random_model(shape), tokens(shape.length)
-    ways: list[tuple[Way, float]] = [("core", CORE), ("full", FULL)]
-    for way, target in ways:
-        timed = time_alternating(pass_of(way, model, ids), pass_of("plain", model, ids), rounds=1 if quick else 5)
-        yield Ratio(
-            topic=_topic(shape), what=WORDS[way], against=WORDS["plain"], target=None if quick else target,
-            **asdict(timed),
-        )  # fmt: skip
+    ways: tuple[Way, ...] = ("core", "full")
+    for way in ways:
+        plain = {WORDS["plain"]: (pass_of("plain", model, ids), SPEEDUPS[f"analyze, {way}"])}
+        yield from bench.compare(_table(shape), WORDS[way], pass_of(way, model, ids), plain, rounds=5)
 
 
-def _topic(shape: Shape) -> str:
+def _table(shape: Shape) -> str:
     return f"Measuring a model, GPT-2 with random weights, {shape}, L = {shape.length:,}"
 
 
-def _in_own_processes(shape: Shape, quick: bool, notes: list[str]) -> Iterator[Ratio | ModelRun | Growth]:
+def _in_own_processes(bench: Bench, shape: Shape) -> Iterator[Result]:
     """Measure all ways at one length, then the plain pass and the core at every length."""
-    measure: Callable[[Way, Shape], Cost] = partial(cost, least_seconds=0) if quick else cost_in_new_process
     known: dict[tuple[Way, int], Cost] = {}
-    for length, ways in _schedule(shape, quick):
+    every_way: tuple[Way, ...] = ("plain", "core", "full", "eager")
+    for length in dict.fromkeys((shape.length, *((2 * shape.length,) if bench.quick else LENGTHS))):
+        ways = every_way if length == shape.length else every_way[:2]
         for way in ways:
             try:
-                known[way, length] = measure(way, replace(shape, length=length))
+                known[way, length] = _cost_of(way, replace(shape, length=length), bench.quick)
             except (RuntimeError, OSError) as error:
-                notes.append(f"{WORDS[way]}, at {length:,} tokens was not measured: {error}")
+                bench.notes.append(f"{WORDS[way]}, at {length:,} tokens was not measured: {error}")
         if length == shape.length:
-            costs = {way: known[way, length] for way in ways if (way, length) in known}
-            yield from _runs(costs, shape, quick)
-    points = [
-        GrowthPoint(
-            length=length, seconds=core.seconds, plain_seconds=plain.seconds, extra_mb=core.extra_mb,
-            plain_extra_mb=plain.extra_mb,
-        )
-        for length in sorted({length for _, length in known})
-        if (core := known.get(("core", length))) and (plain := known.get(("plain", length)))
-    ]  # fmt: skip
-    if len(points) > 1:
-        target = None if quick else EXPONENT
-        yield Growth(what=WORDS["core"], setting=str(shape), points=tuple(points), target=target)
+            yield from _compare_costs(bench, shape, {way: known[way, length] for way in ways if (way, length) in known})
+    yield from _growth(bench, shape, known)
 
 
-def _schedule(shape: Shape, quick: bool) -> Iterator[tuple[int, tuple[Way, ...]]]:
-    yield shape.length, ("plain", "core", "full", "eager")
-    for length in (2 * shape.length,) if quick else LENGTHS:
-        if length != shape.length:
-            yield length, ("plain", "core")
+def _cost_of(way: Way, shape: Shape, quick: bool) -> Cost:
+    arguments = (way, shape.length, shape.layers, shape.heads)
+    return cost(*arguments, 0.0) if quick else in_new_process(cost, *arguments)
 
 
-def _runs(costs: dict[Way, Cost], shape: Shape, quick: bool) -> Iterator[Ratio | ModelRun]:
-    plain, core, eager = costs.get("plain"), costs.get("core"), costs.get("eager")
-    if core and eager:
+def _compare_costs(bench: Bench, shape: Shape, costs: dict[Way, Cost]) -> Iterator[Result]:
+    if "core" in costs and "eager" in costs:
         # Eager runs once in its own process; alternating rounds would take minutes and give the same ratio.
-        yield Ratio(
-            topic=_topic(shape), what=WORDS["core"], against=WORDS["eager"], ours_ms=1e3 * core.seconds,
-            theirs_ms=1e3 * eager.seconds, speedup=eager.seconds / core.seconds, target=None if quick else EAGER,
-        )  # fmt: skip
+        ours, theirs = costs["core"]["seconds"], costs["eager"]["seconds"]
+        numbers = {"ours_ms": 1e3 * ours, "theirs_ms": 1e3 * theirs, "speedup": theirs / ours}
+        least = {"speedup": SPEEDUPS["analyze, eager"]}
+        yield bench.result(_table(shape), WORDS["core"], numbers, least, WORDS["eager"])
     for way, measured in costs.items():
-        yield ModelRun(
-            setting=f"{shape}, L = {shape.length:,}", what=WORDS[way],
-            times_plain=measured.peak_mb / plain.peak_mb if plain else None,
-            most_times_plain=None if quick or way not in ("core", "full") else MEMORY, **asdict(measured),
-        )  # fmt: skip
+        times = {"times_plain": measured["peak_mb"] / costs["plain"]["peak_mb"]} if "plain" in costs else {}
+        table = f"Each in its own process, {shape}, L = {shape.length:,}"
+        yield bench.result(table, WORDS[way], {**measured, **times}, LIMITS.get(f"analyze, {way}") if times else None)
 
 
-def _default_call(folder: Path, text: Path | None, length: int, quick: bool) -> Ratio:
-    """Measure the default call on a loaded model; a new process shows whether the folder can be loaded."""
-    arguments = f"{_as_arguments(folder, text, length)}, {1 if quick else 3}"
-    timed = run_and_read_json(f"from attnorm_lab.bench.analyze import report_default; report_default({arguments})")
-    return Ratio(
-        topic=f"Measuring {folder.name}, {DEFAULT_WINDOWS} windows of {length:,} tokens",
-        what="analyze, default settings", against="model(input_ids) on each window",
-        target=None if quick else DEFAULT, **timed,
-    )  # fmt: skip
+def _growth(bench: Bench, shape: Shape, known: dict[tuple[Way, int], Cost]) -> Iterator[Result]:
+    """Yield the cost of the core beside the plain pass by the length, the power of the memory at the last one.
+
+    The power is that of the last step, where constants matter least.
+    """
+    lengths = sorted(n for way, n in known if way == "core" and ("plain", n) in known)
+    for position, length in enumerate(lengths if len(lengths) > 1 else ()):
+        core, plain = known["core", length], known["plain", length]
+        numbers = {
+            "plain_seconds": plain["seconds"], "seconds": core["seconds"], "plain_mb": plain["extra_mb"],
+            "extra_mb": core["extra_mb"], "times": core["seconds"] / plain["seconds"],
+        }  # fmt: skip
+        is_last = position == len(lengths) - 1
+        before = known["core", lengths[position - 1]]["extra_mb"]
+        has_power = is_last and min(before, core["extra_mb"]) > 0
+        if has_power:
+            numbers["power"] = math.log(core["extra_mb"] / before) / math.log(length / lengths[position - 1])
+        limits = LIMITS["analyze, growth"] if has_power else None
+        yield bench.result(f"{GROWTH}{WORDS['core']}, {shape}", f"{length:,} tokens", numbers, limits)
 
 
-def _as_arguments(folder: Path, text: Path | None, length: int) -> str:
-    return f"{str(folder)!r}, {None if text is None else str(text)!r}, {length}, {torch.get_num_threads()}"
+def _pretrained(bench: Bench, folder: Path) -> Iterator[Result]:
+    lengths = (16,) if bench.quick else MODEL_LENGTHS
+    text = None if bench.text is None else str(bench.text)
+    try:
+        timed = in_new_process(time_default, str(folder), text, lengths[0], 1 if bench.quick else 3)
+        table = f"Measuring {folder.name}, {DEFAULT_WINDOWS} windows of {lengths[0]:,} tokens"
+        least = {"speedup": SPEEDUPS["analyze, default"]}
+        yield bench.result(table, "analyze, default settings", timed, least, "model(input_ids) on each window")
+    except RuntimeError as error:
+        bench.notes.append(f"the default call on {folder.name} was not measured: {error}")
+    table = f"{folder.name}, everything, rows=last, from the start of Python to the tables"
+    for length in lengths:
+        start = time.perf_counter()
+        try:
+            measured = in_new_process(whole_run, str(folder), text, length)
+        except RuntimeError as error:
+            bench.notes.append(f"{folder.name} at {length:,} tokens was not measured: {error}")
+            continue
+        numbers = {"seconds": time.perf_counter() - start, "peak_mb": measured["peak_mb"]}
+        limits = LIMITS["analyze, whole run"] if length == MODEL_LENGTHS[0] else None
+        yield bench.result(table, f"{length:,} tokens, {measured['heads']} heads", numbers, limits)
 
 
-def _read(text: str | None) -> dict[str, str] | None:
-    return None if text is None else {Path(text).name: Path(text).read_text(encoding="utf-8")}
-
-
-def report_default(folder: str, text: str | None, length: int, threads: int, rounds: int) -> None:
-    """Run in the new process: time the default call and the plain passes in alternation, and print JSON."""
+def time_default(folder: str, text: str | None, length: int, rounds: int) -> dict[str, float]:
+    """Time the default call on a loaded model and the plain passes in alternation."""
     from attnorm.analysis.analyze import analyze
     from attnorm.models.load import load
 
-    torch.set_num_threads(threads)
     loaded = load(folder)
     generator = torch.Generator().manual_seed(0)
     windows = torch.randint(loaded.model.config.vocab_size, (DEFAULT_WINDOWS, length), generator=generator)
@@ -199,31 +189,21 @@ def report_default(folder: str, text: str | None, length: int, threads: int, rou
             loaded.model(input_ids=window[None].to(loaded.model.device), use_cache=False)
 
     ours = partial(analyze, loaded, _read(text), lengths=length, windows=DEFAULT_WINDOWS)
-    sys.stdout.write(json.dumps(asdict(time_alternating(ours, plain, rounds=rounds))))
+    return time_alternating(ours, plain, rounds=rounds)[0]
 
 
-def _whole_run(folder: Path, text: Path | None, length: int, target: float | None) -> ModelRun:
-    """Measure from the start of Python to the tables, including loading the model."""
-    arguments = _as_arguments(folder, text, length)
-    start = time.perf_counter()
-    measured = run_and_read_json(f"from attnorm_lab.bench.analyze import report; report({arguments})")
-    return ModelRun(
-        setting=f"{folder.name}, everything, rows=last, from the start of Python to the tables",
-        what=f"{length:,} tokens, {measured['heads']} heads", seconds=time.perf_counter() - start,
-        peak_mb=measured["peak_mb"], most_seconds=target,
-    )  # fmt: skip
-
-
-def report(folder: str, text: str | None, length: int, threads: int) -> None:
-    """Run in the new process: analyze, and print JSON."""
+def whole_run(folder: str, text: str | None, length: int) -> dict[str, float]:
+    """Analyze, including loading the model, and return the number of heads and the peak memory of this process."""
     import resource
 
     from attnorm.analysis.analyze import analyze
 
-    torch.set_num_threads(threads)
     heads = analyze(folder, _read(text), lengths=length, rows="last", metrics="all").heads.num_rows
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MEGABYTE
-    sys.stdout.write(json.dumps({"heads": heads, "peak_mb": peak}))
+    return {"heads": heads, "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MEGABYTE}
+
+
+def _read(text: str | None) -> dict[str, str] | None:
+    return None if text is None else {Path(text).name: Path(text).read_text(encoding="utf-8")}
 
 
 def random_model(shape: Shape) -> Any:
@@ -255,9 +235,7 @@ def pass_of(way: Way, model: Any, ids: Tensor) -> Call:
 
     from attnorm.analysis.analyze import analyze
 
-    if way == "core":
-        return partial(analyze, model, ids, lengths=len(ids), top_n=TOP_N, rows="all", metrics="core")
-    return partial(analyze, model, ids, lengths=len(ids), top_n=TOP_N, rows=64, metrics="all")
+    return partial(analyze, model, ids, lengths=len(ids), top_n=TOP_N, **OPTIONS[way])
 
 
 @torch.no_grad()
@@ -288,41 +266,26 @@ def statistics_of(weights: Tensor) -> dict[str, Tensor]:
     }
 
 
-def cost(way: Way, shape: Shape, least_seconds: float = SECONDS) -> Cost:
+def cost(way: Way, length: int, layers: int, heads: int, least_seconds: float = SECONDS) -> Cost:
     """Measure one pass in this process. Linux only."""
-    model, ids = random_model(shape), tokens(shape.length)
+    model, ids = random_model(Shape(length, layers, heads)), tokens(length)
     pass_of(way, model, ids[:WARM_UP])()
     call = pass_of(way, model, ids)
     seconds: list[float] = []
-    extra = peak_above(partial(_time_call, call, seconds))
+
+    def timed() -> None:
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+
+    extra = peak_above(timed)
     peak = resident("VmHWM")
     while sum(seconds) < least_seconds and len(seconds) < 5:
-        _time_call(call, seconds)
-    return Cost(median(seconds), peak / MEGABYTE, extra / MEGABYTE)
-
-
-def _time_call(call: Callable[[], object], seconds: list[float]) -> None:
-    start = time.perf_counter()
-    call()
-    seconds.append(time.perf_counter() - start)
-
-
-def cost_in_new_process(way: Way, shape: Shape, least_seconds: float = SECONDS) -> Cost:
-    arguments = f"{way!r}, {shape!r}, {torch.get_num_threads()}, {least_seconds}"
-    return Cost(
-        **run_and_read_json(f"from attnorm_lab.bench.analyze import Shape, report_cost; report_cost({arguments})")
-    )
-
-
-def report_cost(way: Way, shape: Shape, threads: int, least_seconds: float) -> None:
-    """Run in the new process: measure, and print JSON."""
-    torch.set_num_threads(threads)
-    sys.stdout.write(json.dumps(asdict(cost(way, shape, least_seconds))))
+        timed()
+    return {"seconds": median(seconds), "peak_mb": peak / MEGABYTE, "extra_mb": extra / MEGABYTE}
 
 
 SWEEP_WORKERS = 2
-MAX_TIMES_IDEAL = 1.3  # promised for Ray
-MAX_SECONDS_PER_ITEM = 1.0  # promised for Ray
 SWEEP_PLAN = """
 command = "analyze"
 [grid]
@@ -336,23 +299,25 @@ SWEEP_OPTIONS = 'windows = 2\nrows = 64\nnormalizers = ["model", "entmax15"]'
 QUICK_SWEEP_OPTIONS = "windows = 1\nrows = 4\nread_keys = 0"
 
 
-def measure_sweep(
-    *, quick: bool = False, notes: list[str], engines: Sequence[str] = ("local", "ray")
-) -> Iterator[SweepCost]:
-    """Yield the cost on each engine; one that cannot be used becomes a note."""
-    lengths, seeds = ([16], [0, 1]) if quick else (list(range(64, 128, 8)), list(range(8)))
-    text = SWEEP_PLAN.format(lengths=lengths, seeds=seeds, options=QUICK_SWEEP_OPTIONS if quick else SWEEP_OPTIONS)
+def measure_sweep(bench: Bench, engines: Sequence[str] = ("local", "ray")) -> Iterator[Result]:
+    """Yield the cost on each engine; one that cannot be used becomes a note. The promises are made for Ray."""
+    lengths, seeds = ([16], [0, 1]) if bench.quick else (list(range(64, 128, 8)), list(range(8)))
+    options = QUICK_SWEEP_OPTIONS if bench.quick else SWEEP_OPTIONS
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.toml"
-        path.write_text(text, encoding="utf-8")
+        path.write_text(SWEEP_PLAN.format(lengths=lengths, seeds=seeds, options=options), encoding="utf-8")
+        table = f"A sweep of {len(lengths) * len(seeds)} items with {SWEEP_WORKERS} workers"
         for engine in engines:
             try:
-                yield _measure_sweep(path, engine, quick=quick)
+                numbers = _time_sweep(path, engine)
             except (ImportError, RuntimeError) as error:
-                notes.append(f"sweep on {engine} was not measured: {error}")
+                bench.notes.append(f"sweep on {engine} was not measured: {error}")
+                continue
+            what = {"local": "local processes", "ray": "Ray"}[engine]
+            yield bench.result(table, what, numbers, LIMITS["sweep"] if engine == "ray" else None)
 
 
-def _measure_sweep(path: Path, engine: str, *, quick: bool) -> SweepCost:
+def _time_sweep(path: Path, engine: str) -> dict[str, float]:
     from attnorm_lab.runs.plan import read_plan
     from attnorm_lab.runs.run import sweep
 
@@ -363,11 +328,15 @@ def _measure_sweep(path: Path, engine: str, *, quick: bool) -> SweepCost:
     if failed := [state.error for state in done.states if state.state != "finished"]:
         raise RuntimeError(f"{len(failed)} of {len(plan.items)} items failed: {failed[0]}")
     results = [json.loads(file.read_text(encoding="utf-8")) for file in (out / "results").iterdir()]
-    judged = engine == "ray" and not quick
-    return SweepCost(
-        what={"local": "local processes", "ray": "Ray"}[engine], items=len(plan.items), workers=SWEEP_WORKERS,
-        wall_seconds=wall, item_seconds=sum(result["seconds"] for result in results),
-        models_loaded=sum(result["models_loaded"] for result in results),
-        most_times_ideal=MAX_TIMES_IDEAL if judged else None,
-        most_overhead_seconds=MAX_SECONDS_PER_ITEM if judged else None,
-    )  # fmt: skip
+    item_seconds = sum(result["seconds"] for result in results)
+    loaded = sum(result["models_loaded"] for result in results)
+    return {**sweep_numbers(wall, item_seconds, len(plan.items)), "models_loaded": loaded}
+
+
+def sweep_numbers(wall: float, item_seconds: float, items: int) -> dict[str, float]:
+    """Return the columns of a sweep; the ideal contains the loads of the model, so the overhead does not."""
+    worker_seconds = wall * SWEEP_WORKERS
+    return {
+        "wall_s": wall, "ideal_s": item_seconds / SWEEP_WORKERS, "times_ideal": worker_seconds / item_seconds,
+        "overhead_per_item_s": (worker_seconds - item_seconds) / items,
+    }  # fmt: skip

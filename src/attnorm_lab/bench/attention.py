@@ -1,10 +1,8 @@
 """Benchmark attention(): time against torch SDPA and dense forms, and peak memory."""
 
-import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,15 +16,14 @@ from attnorm.engines.inputs import validate_inputs
 from attnorm.normalizers.adaptive_temperature import MIN_ENTROPY, PRINTED
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.registry import available, get
-from attnorm_lab.bench.results import Footprint, Ratio
-from attnorm_lab.bench.timing import MEGABYTE, RESET, Call, peak_above, run_and_read_json, time_alternating
+from attnorm_lab.bench.promises import LIMITS, SPEEDUPS
+from attnorm_lab.bench.results import Result
+from attnorm_lab.bench.timing import MEGABYTE, RESET, Bench, Call, in_new_process, peak_above
 
-RESCALED = 1 / 1.15  # promised speedup over SDPA: at most 15 % slower
-ADAPTIVE, ADAPTIVE_EAGER = 1 / 2.5, 4.0
 WIDTH = 64
 WAYS = {"forward": False, "forward + backward": True}  # whether with backward
-PROMISED_MB = 400.0
 MEMORY_HEADS = 4
+SDPA = "torch SDPA"
 
 
 @dataclass(frozen=True)
@@ -55,54 +52,34 @@ FUSED_CASES = [
 ]
 
 
-def compare_attention(*, quick: bool = False, notes: list[str]) -> Iterator[Ratio]:
+def compare_attention(bench: Bench) -> Iterator[Result]:
     """Compare fused normalizers with SDPA, adaptive temperature also with its eager form, the others with dense."""
-    yield from _compare_with_sdpa(quick)
-    yield from _compare_adaptive(quick)
-    yield from _compare_blocked_with_dense(quick, notes)
-
-
-def _compare_with_sdpa(quick: bool) -> Iterator[Ratio]:
+    quick = bench.quick
     cases = [AttentionCase(256, True, heads=2, key_heads=1)] if quick else FUSED_CASES
-    promises = {"softmax": RESCALED, "ssmax": RESCALED, "log_scaled": RESCALED, "softmax1": None, "sink": None}
-    for name, target in promises.items():
+    for name in ("softmax", "ssmax", "log_scaled", "softmax1", "sink"):
         for case in cases:
-            q, k, v = case.tensors()
-            ours = partial(attention, q, k, v, get(name), causal=case.causal)
-            yield _forward_ratio(
-                f"Attention on fused kernels, forward, float32, batch 1, {case.heads} heads, width {WIDTH}",
-                f"{name}, {case}", "torch SDPA", ours, partial(sdpa, q, k, v, case), None if quick else target,
-                rounds=1 if quick else 15,
-            )  # fmt: skip
+            yield from _compare_forward(bench, "Attention on fused kernels", name, case, SPEEDUPS.get(name), rounds=15)
+    long_cases = [AttentionCase(4096, causal, 4, 4) for causal in (False, True)]
+    for case in [AttentionCase(256, True, 2, 2)] if quick else long_cases:
+        for against in (SDPA, "its eager form"):
+            least = SPEEDUPS[f"adaptive_temperature, {against}"]
+            yield from _compare_forward(
+                bench, "Adaptive temperature, two fused passes", "adaptive_temperature", case, least, against, rounds=9
+            )
+    yield from _compare_blocked_with_dense(bench)
 
 
-def _compare_adaptive(quick: bool) -> Iterator[Ratio]:
-    normalizer = get("adaptive_temperature")
-    assert isinstance(normalizer, Normalizer)
-    for case in (
-        [AttentionCase(256, True, 2, 2)]
-        if quick
-        else [AttentionCase(4096, False, 4, 4), AttentionCase(4096, True, 4, 4)]
-    ):
-        q, k, v = case.tensors()
-        ours = partial(attention, q, k, v, normalizer, causal=case.causal)
-        for against, theirs, target in [
-            ("torch SDPA", partial(sdpa, q, k, v, case), ADAPTIVE),
-            ("its eager form", partial(adaptive_as_printed, q, k, v, causal=case.causal), ADAPTIVE_EAGER),
-        ]:
-            yield _forward_ratio(
-                f"Adaptive temperature, two fused passes, forward, float32, batch 1, {case.heads} heads, width {WIDTH}",
-                f"adaptive_temperature, {case}", against, ours, theirs, None if quick else target,
-                rounds=1 if quick else 9,
-            )  # fmt: skip
-
-
-def _forward_ratio(
-    topic: str, what: str, against: str, ours: Call, theirs: Call, target: float | None, *, rounds: int
-) -> Ratio:
+def _compare_forward(
+    bench: Bench, table: str, name: str, case: AttentionCase, least: float | None, against: str = SDPA, *, rounds: int
+) -> Iterator[Result]:
+    q, k, v = case.tensors()
+    ours = partial(attention, q, k, v, get(name), causal=case.causal)
+    theirs = partial(sdpa, q, k, v, case) if against == SDPA else partial(
+        adaptive_as_printed, q, k, v, causal=case.causal
+    )  # fmt: skip
+    table = f"{table}, forward, float32, batch 1, {case.heads} heads, width {WIDTH}"
     with torch.no_grad():
-        timed = time_alternating(ours, theirs, rounds=rounds)
-    return Ratio(topic=topic, what=what, against=against, target=target, **asdict(timed))
+        yield from bench.compare(table, f"{name}, {case}", ours, {against: (theirs, least)}, rounds=rounds)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, case: AttentionCase) -> Tensor:
@@ -124,35 +101,26 @@ def adaptive_as_printed(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Ten
     return torch.softmax(logits * beta, dim=-1) @ v
 
 
-def blocked_normalizers() -> list[str]:
-    """Return the names of the normalizers that attention() computes in blocks of queries."""
+def blocked_normalizers() -> dict[str, Normalizer]:
+    """Return the normalizers that attention() computes in blocks of queries, by name."""
     q = torch.zeros(1, 1, 2, 4)
     inputs = validate_inputs(q, q, q, mask=None, causal=True, scale=None, positions=None)
-    normalizers = {name: get(name) for name in available()}
-    return [
-        name for name, normalizer in normalizers.items()
-        if isinstance(normalizer, Normalizer) and not fused.applies(inputs, normalizer)
-    ]  # fmt: skip
+    known = {name: get(name) for name in available()}
+    return {name: it for name, it in known.items() if isinstance(it, Normalizer) and not fused.applies(inputs, it)}
 
 
-def _compare_blocked_with_dense(quick: bool, notes: list[str]) -> Iterator[Ratio]:
-    case = AttentionCase(192, True, 2, 2) if quick else AttentionCase(2048, True, 4, 4)
-    q, k, v = case.tensors()
-    for name in blocked_normalizers():
-        normalizer = get(name)
-        assert isinstance(normalizer, Normalizer)
-        ours = partial(attention, normalizer=normalizer, causal=True)
-        theirs = partial(dense, normalizer=normalizer, causal=True)
-        for way, backward in WAYS.items():
-            try:
-                calls = [attention_call(attend, (q, k, v), backward=backward) for attend in (ours, theirs)]
-                timed = time_alternating(*calls, rounds=1 if quick else 5)
-            # A registered normalizer may need more arguments.
-            except (TypeError, ValueError, NotImplementedError) as error:
-                notes.append(f"{name} was not timed: {error}")
-                break
-            topic = f"Attention in blocks of queries, float32, batch 1, {case.heads} heads, width {WIDTH}, {case}"
-            yield Ratio(topic=topic, what=f"{name}, {way}", against="its dense form", **asdict(timed))
+def _compare_blocked_with_dense(bench: Bench) -> Iterator[Result]:
+    case = AttentionCase(192, True, 2, 2) if bench.quick else AttentionCase(2048, True, 4, 4)
+    table = f"Attention in blocks of queries, float32, batch 1, {case.heads} heads, width {WIDTH}, {case}"
+    for name, it in blocked_normalizers().items():
+        sides = [partial(attend, normalizer=it, causal=True) for attend in (attention, dense)]
+        try:
+            for way, backward in WAYS.items():
+                ours, theirs = (attention_call(side, case.tensors(), backward=backward) for side in sides)
+                rivals: dict[str, tuple[Call, None]] = {"its dense form": (theirs, None)}
+                yield from bench.compare(table, f"{name}, {way}", ours, rivals, rounds=5)
+        except (TypeError, ValueError, NotImplementedError) as error:  # a registered one may need more arguments
+            bench.notes.append(f"{name} was not timed: {error}")
 
 
 def attention_call(
@@ -195,48 +163,24 @@ def _record_graph(work: Call) -> Call:
     return graph.replay
 
 
-@dataclass(frozen=True)
-class MemoryUse:
-    forward_mb: float
-    backward_mb: float
-    seconds: float
-
-
-def measure_footprints(*, quick: bool = False, notes: list[str]) -> Iterator[Footprint]:
-    """Yield the footprint of every normalizer that runs in blocks of queries, causal."""
+def measure_footprints(bench: Bench) -> Iterator[Result]:
+    """Yield the peak resident memory of every normalizer that runs in blocks of queries, above that before the call."""
     if not RESET.exists():
-        notes.append("memory is not measured: it needs /proc/self/clear_refs, which only Linux has")
+        bench.notes.append("memory is not measured: it needs /proc/self/clear_refs, which only Linux has")
         return
-    length = 1024 if quick else 16_384
-    for name in ["entmax15"] if quick else blocked_normalizers():
+    length = 1024 if bench.quick else 16_384
+    table = (
+        f"Peak extra memory, L = {length:,}, causal, {MEMORY_HEADS} heads, width {WIDTH}, float32 "
+        f"(one dense map of weights: {MEMORY_HEADS * length * length * 4 / MEGABYTE:,.0f} MB)"
+    )
+    for name in ["entmax15"] if bench.quick else blocked_normalizers():
         try:
-            measured = memory_in_new_process(name, length)
+            yield bench.result(table, name, in_new_process(measure_memory, name, length), LIMITS["memory"])
         except RuntimeError as error:
-            notes.append(f"the memory of {name} was not measured: {error}")
-            continue
-        yield Footprint(
-            what=name,
-            setting=f"L = {length:,}, causal, {MEMORY_HEADS} heads, width {WIDTH}, float32",
-            dense_mb=MEMORY_HEADS * length * length * 4 / MEGABYTE,
-            target_mb=None if quick else PROMISED_MB,
-            **asdict(measured),
-        )
+            bench.notes.append(f"the memory of {name} was not measured: {error}")
 
 
-def memory_in_new_process(name: str, length: int) -> MemoryUse:
-    """Measure `name` at this length in a new process."""
-    threads = torch.get_num_threads()
-    code = f"from attnorm_lab.bench.attention import report_memory; report_memory({name!r}, {length}, {threads})"
-    return MemoryUse(**run_and_read_json(code))
-
-
-def report_memory(name: str, length: int, threads: int) -> None:
-    """Run in the new process: measure, and print JSON."""
-    torch.set_num_threads(threads)
-    sys.stdout.write(json.dumps(asdict(measure_memory(name, length))))
-
-
-def measure_memory(name: str, length: int) -> MemoryUse:
+def measure_memory(name: str, length: int) -> dict[str, float]:
     normalizer = get(name)
 
     def run(queries: int, backward: bool) -> None:
@@ -250,6 +194,5 @@ def measure_memory(name: str, length: int) -> MemoryUse:
     for backward in (False, True):
         run(min(64, length), backward)  # libraries load and thread pools start outside the measurement
     start = time.perf_counter()
-    forward = peak_above(lambda: run(length, False))
-    with_backward = peak_above(lambda: run(length, True))
-    return MemoryUse(forward / MEGABYTE, with_backward / MEGABYTE, time.perf_counter() - start)
+    forward, backward_too = (peak_above(partial(run, length, backward)) / MEGABYTE for backward in (False, True))
+    return {"forward_mb": forward, "backward_mb": backward_too, "seconds": time.perf_counter() - start}

@@ -8,14 +8,12 @@ queries and keys that give logits of standard deviation 2. Memory is the peak th
 """
 
 import gc
-import json
 import math
 import os
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
 from tempfile import TemporaryDirectory
@@ -31,10 +29,12 @@ from attnorm.engines.inputs import validate_inputs
 from attnorm.metrics.attention_statistics import attention_statistics
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.registry import get
+from attnorm_lab.bench import analyze, promises
 from attnorm_lab.bench.analyze import LOGIT_DEVIATION, TOP_N, VOCABULARY, tokens
 from attnorm_lab.bench.attention import WAYS, attention_call
-from attnorm_lab.bench.results import Duration, ModelRun, Ratio
-from attnorm_lab.bench.timing import Call, Timed, run_and_read_json, time_against, time_alternating
+from attnorm_lab.bench.promises import ADASPLASH, CUDNN, ENTMAX15, FLASH, FLEX, LIMITS, SPEEDUPS, UNPROMISED, Speedups
+from attnorm_lab.bench.results import Result
+from attnorm_lab.bench.timing import MEGABYTE, Bench, Call, in_new_process, time_alternating
 
 DEVICE = "cuda"
 Shape = tuple[int, int, int, int]  # batch, heads, length, width
@@ -44,40 +44,8 @@ QUEUED = 4  # calls per synchronization, of decoding and of the longest calls
 QUEUED_KEYS = 65_536  # of shorter calls, so that the time of Python before the first kernel hardly counts
 ROUNDS = 3
 
-FLASH, CUDNN, FLEX = "flash softmax", "cuDNN softmax", "flex softmax"
-ADASPLASH = "adasplash2's entmax15"  # adasplash has version 2 for alpha = 1.5 only
-ENTMAX15 = "entmax15"
-Promises = tuple[float | None, float | None]  # the least speed against a rival, forward and with backward
-UNPROMISED: Promises = (None, None)
-# Everything is compared with softmax on flash and on cuDNN, and with the rivals of this table.
-PROMISED: dict[str, dict[str, Promises]] = {
-    "softmax": {CUDNN: (0.9, 0.9), FLEX: UNPROMISED},
-    "ssmax": {CUDNN: (0.9, 0.9)},
-    "log_scaled": {CUDNN: (0.9, 0.9)},
-    "sink": {FLASH: (0.7, 0.7)},
-    "softmax1": {FLASH: (0.7, 0.7)},
-    "sigmoid": {FLASH: (0.7, 0.7)},
-    "relu": {FLASH: (0.7, 0.7)},
-    "softpick": {FLASH: (0.7, 0.7)},
-    "scale_invariant": {FLASH: (0.7, 0.7)},
-    "kernel:function=exp": {FLASH: (0.7, 0.7)},
-    "kernel": {},
-    "adaptive_temperature": {FLASH: (0.45, 0.35)},
-    "sa_softmax": {FLASH: (0.4, 0.4)},
-    "stick_breaking": {FLASH: (0.4, 0.4)},
-    "entmax15": {ADASPLASH: (1.3, 1.2)},
-    "sparsemax": {ADASPLASH: (1.3, 1.2)},
-    "asentmax": {ADASPLASH: (1.3, 1.2)},
-    "kneemax": {ENTMAX15: (0.7, 0.7)},
-    "entmax:alpha=1.3": {ENTMAX15: (0.7, 0.7)},
-    "topk": {ENTMAX15: (0.7, 0.7)},
-}
-TFLOPS_SHAPE, PROMISED_TFLOPS = CUDA_SHAPES[1], 170  # forward, of what is compared with adasplash2
+TFLOPS_SHAPE = CUDA_SHAPES[1]
 EMPTY_TILES_SHAPE = CUDA_SHAPES[2]
-PROMISED_WITH_EMPTY_TILES: dict[str, dict[str, Promises]] = {
-    "entmax15": {FLASH: (1.0, None), CUDNN: (None, 1.0)},
-    "sparsemax": {FLASH: (1.0, None), CUDNN: (None, 1.0)},
-}
 TILE_KEYS = 128
 VISIBLE_TILES = (0, 3, 6)  # of every ten; the first rows see tile 0 only
 FAR_BELOW = 16.0  # a factor of q and one of k: with the width 64 their product lowers a logit by 32
@@ -90,30 +58,25 @@ DECODED = (
 DECODED_SHAPE = (32, 32768, 128)  # heads, keys, width
 SLOW_ON_CUDA = ("blocked",)  # engines to time at the first shape only: at the others a call would take seconds
 FIRST_CALL_SHAPE = CUDA_SHAPES[0]
-MOST_FIRST_CALL_SECONDS = 10.0
 FIRST_CALLS_AT_A_TIME = 8  # processes; each compiles on one core
-GIBIBYTE = 2**30
-MEGABYTE = 10**6
-MAX_MEMORY = 1.5  # promised: times the plain pass, and 1 GiB more
 WHAT_IFS = ("model", "ssmax", "log_scaled")
 OTHER_MAPS = ("sigmoid", "relu", "sparsemax", "entmax15", "kneemax", "softpick")  # whose statistics have kernels
 BOTH_MAPS = ("softmax", "sigmoid", "entmax15")  # whose output and statistics are timed together, against two calls
 
 
-def compare_cuda_attention(*, quick: bool = False, notes: list[str]) -> Iterator[Ratio | Duration]:
-    """Compare attention on whole sequences with the rivals of PROMISED, then on logits with empty tiles."""
-    if _no_device(notes, "attention on CUDA"):
+def compare_cuda_attention(bench: Bench) -> Iterator[Result]:
+    """Compare attention on whole sequences with the rivals of promises.ATTENTION, then on logits with empty tiles."""
+    if _no_device(bench, "attention on CUDA"):
         return
-    rivals = _Rivals(notes)
-    for number, shape in enumerate((QUICK_CUDA_SHAPE,) if quick else CUDA_SHAPES):
+    rivals = cache(_rival)
+    for number, shape in enumerate((QUICK_CUDA_SHAPE,) if bench.quick else CUDA_SHAPES):
         tensors = tuple(torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
-        for name, promised in PROMISED.items():
-            yield from _compare(name, tensors, "", promised, rivals, quick=quick, slow_engines=number == 0)
-    tensors = logits_with_empty_tiles((1, 1, 2560, 64) if quick else EMPTY_TILES_SHAPE, DEVICE)
-    for name, promised in PROMISED_WITH_EMPTY_TILES.items():
-        yield from _compare(
-            name, tensors, ", 70 % of the tiles empty", promised, rivals, quick=quick, slow_engines=quick
-        )
+        for name, promised in promises.ATTENTION.items():
+            yield from _compare(bench, name, tensors, "", promised, rivals, slow_engines=number == 0)
+    tensors = logits_with_empty_tiles((1, 1, 2560, 64) if bench.quick else EMPTY_TILES_SHAPE, DEVICE)
+    for name, promised in promises.EMPTY_TILES.items():
+        where = ", 70 % of the tiles empty"
+        yield from _compare(bench, name, tensors, where, promised, rivals, slow_engines=bench.quick)
 
 
 def logits_with_empty_tiles(shape: Shape, device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,21 +89,21 @@ def logits_with_empty_tiles(shape: Shape, device: str) -> tuple[Tensor, Tensor, 
     return q, k, v
 
 
-def _no_device(notes: list[str], what: str) -> bool:
+def _no_device(bench: Bench, what: str) -> bool:
     if not torch.cuda.is_available():
-        notes.append(f"{what} was not measured: this machine has no CUDA device")
+        bench.notes.append(f"{what} was not measured: this machine has no CUDA device")
     return not torch.cuda.is_available()
 
 
-def compare_cuda_decoding(*, quick: bool = False, notes: list[str]) -> Iterator[Ratio]:
+def compare_cuda_decoding(bench: Bench) -> Iterator[Result]:
     """Compare one query over a long cache with SDPA, on the engine that is chosen and on our kernels."""
-    if _no_device(notes, "decoding on CUDA"):
+    if _no_device(bench, "decoding on CUDA"):
         return
     heads, keys, width = DECODED_SHAPE
     q, k, v = (
         torch.randn((1, heads, length, width), device="cuda", dtype=torch.bfloat16) for length in (1, keys, keys)
     )
-    topic = (
+    table = (
         f"Decoding on {torch.cuda.get_device_name()}, bfloat16, 1 query, batch 1, {heads} heads, width {width}, "
         f"{keys:,} keys"
     )
@@ -149,17 +112,14 @@ def compare_cuda_decoding(*, quick: bool = False, notes: list[str]) -> Iterator[
         normalizer = get(name).cuda().requires_grad_(False)
         assert isinstance(normalizer, Normalizer)
         for engine in dict.fromkeys((choose_engine(inputs, normalizer), "triton")):
-            ours = partial(attention, normalizer=normalizer, causal=True, engine=engine)
+            attend = partial(attention, normalizer=normalizer, causal=True, engine=engine)
             for way, from_graph in DECODED_WAYS.items():
-                calls = [
-                    attention_call(attend, (q, k, v), backward=False, queued=QUEUED, from_graph=from_graph)
-                    for attend in (ours, _decode_with_sdpa)
-                ]
-                timed = time_alternating(*calls, rounds=1 if quick else 5)
-                timed = Timed(timed.ours_ms / QUEUED, timed.theirs_ms / QUEUED, timed.speedup)
-                what = f"{name} ({engine}), {way}"
-                target = None if quick else 1 / 1.5
-                yield Ratio(topic=topic, what=what, against="torch SDPA", target=target, **asdict(timed))
+                ours, theirs = (
+                    attention_call(call, (q, k, v), backward=False, queued=QUEUED, from_graph=from_graph)
+                    for call in (attend, _decode_with_sdpa)
+                )
+                rivals = {"torch SDPA": (theirs, SPEEDUPS["decoding"])}
+                yield from bench.compare(table, f"{name} ({engine}), {way}", ours, rivals, rounds=5, calls=QUEUED)
 
 
 def _decode_with_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -167,66 +127,57 @@ def _decode_with_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _compare(
-    name: str, tensors: tuple[Tensor, ...], logits: str, promised: dict[str, Promises], rivals: "_Rivals",
-    *, quick: bool, slow_engines: bool,
-) -> Iterator[Ratio | Duration]:  # fmt: skip
-    """Time a normalizer and all its rivals in the same rounds. logits: words about them for the title."""
+    bench: Bench, name: str, tensors: tuple[Tensor, ...], logits: str, promised: dict[str, Speedups],
+    rivals: Callable[[str], Callable[..., Tensor]], *, slow_engines: bool,
+) -> Iterator[Result]:  # fmt: skip
     normalizer = get(name).to(DEVICE)
     assert isinstance(normalizer, Normalizer)
-    inputs = validate_inputs(*tensors, mask=None, causal=True, scale=None, positions=None)
+    q, k, v = tensors
+    inputs = validate_inputs(q, k, v, mask=None, causal=True, scale=None, positions=None)
     engine = choose_engine(inputs, normalizer)
     if engine in SLOW_ON_CUDA and not slow_engines:
         return
     batch, heads, length, width = shape = inputs.q_BHQD.shape
-    topic = (
+    table = (
         f"Attention on {torch.cuda.get_device_name()}, bfloat16, causal, batch {batch}, {heads} heads, "
         f"width {width}, L = {length:,}{logits}"
     )
     ours = partial(attention, normalizer=normalizer, causal=True)
+    against = {FLASH: UNPROMISED, CUDNN: UNPROMISED} | promised
     for number, (way, backward) in enumerate(WAYS.items()):
         # A backward pass takes 2.5 times the time of the forward pass, so that half as many calls hide as much Python.
-        queued = (QUEUED if quick else max(QUEUED, QUEUED_KEYS // length)) // (2 if backward else 1)
+        queued = (QUEUED if bench.quick else max(QUEUED, QUEUED_KEYS // length)) // (2 if backward else 1)
         call = partial(attention_call, tensors=tensors, backward=backward, queued=queued)
-        theirs = rivals.calls({FLASH: UNPROMISED, CUDNN: UNPROMISED} | promised, call, f"{way}, L = {length:,}")
+        ready = _working(bench, against, rivals, call, f"{way}, L = {length:,}")
+        theirs = {rival: (ready[rival], against[rival][number]) for rival in ready}
         what = f"{name} ({engine}), {way}"
-        timed = time_against(call(ours), list(theirs.values()), rounds=1 if quick else ROUNDS)
-        for against, result in zip(theirs, timed, strict=True):
-            target = None if quick else promised.get(against, UNPROMISED)[number]
-            result = Timed(result.ours_ms / queued, result.theirs_ms / queued, result.speedup)
-            yield Ratio(topic=topic, what=what, against=against, target=target, **asdict(result))
+        timed = list(bench.compare(table, what, call(ours), theirs, rounds=ROUNDS, calls=queued))
+        yield from timed
         if timed and ADASPLASH in promised and shape == TFLOPS_SHAPE and not backward:
-            seconds = timed[0].ours_ms / queued / 1e3
-            work = 2 * batch * heads * length**2 * width / 1e12
-            yield Duration(
-                what=f"{what}: {work / seconds:.0f} TFLOP/s", setting=topic, seconds=seconds,
-                most_seconds=work / PROMISED_TFLOPS,
-            )  # fmt: skip
+            seconds = (timed[0].numbers["ours_ms"] or math.nan) / 1e3
+            tflops = 2 * batch * heads * length**2 * width / 1e12 / seconds
+            numbers = {"seconds": seconds, "tflops": tflops}
+            yield bench.result(f"Speed alone: {table}", what, numbers, {"tflops": promises.TFLOPS})
 
 
-class _Rivals:
-    """What the normalizers are compared with. A rival that is missing or fails is reported once."""
-
-    def __init__(self, notes: list[str]) -> None:
-        self._notes = notes
-        self._attend = cache(_rival)
-
-    def calls(
-        self, names: Iterable[str], call: Callable[[Callable[..., Tensor]], Call], setting: str
-    ) -> dict[str, Call]:
-        """Return the calls of those rivals that work."""
-        working = {}
-        for name in names:
-            try:
-                ready = call(self._attend(name))
-                ready()
-            except Exception as error:  # foreign code: what fails there must not end the measurements
-                reason = str(error).strip().partition("\n")[0]
-                note = f"{name} was not timed, {setting}: {type(error).__name__}: {reason}"
-                if note not in self._notes:
-                    self._notes.append(note)
-            else:
-                working[name] = ready
-        return working
+def _working(
+    bench: Bench, names: Iterable[str], rivals: Callable[[str], Callable[..., Tensor]],
+    call: Callable[[Callable[..., Tensor]], Call], setting: str,
+) -> dict[str, Call]:  # fmt: skip
+    """Return the calls of those rivals that work; one that is missing or fails is reported once."""
+    working = {}
+    for name in names:
+        try:
+            ready = call(rivals(name))
+            ready()
+        except Exception as error:  # foreign code: what fails there must not end the measurements
+            reason = str(error).strip().partition("\n")[0]
+            note = f"{name} was not timed, {setting}: {type(error).__name__}: {reason}"
+            if note not in bench.notes:
+                bench.notes.append(note)
+        else:
+            working[name] = ready
+    return working
 
 
 def _rival(name: str) -> Callable[..., Tensor]:
@@ -257,41 +208,37 @@ def _flex_softmax() -> Callable[..., Tensor]:
     return lambda q, k, v: compiled(q, k, v, block_mask=causal(q.shape[-2]))
 
 
-def measure_first_calls(*, quick: bool = False, notes: list[str]) -> Iterator[Duration]:
+def measure_first_calls(bench: Bench) -> Iterator[Result]:
     """Yield the seconds of the first call of every normalizer, each in a new process with an empty cache of kernels."""
-    if _no_device(notes, "the first call on CUDA"):
+    if _no_device(bench, "the first call on CUDA"):
         return
-    shape = QUICK_CUDA_SHAPE if quick else FIRST_CALL_SHAPE
-    batch, heads, length, width = shape
-    setting = (
+    batch, heads, length, width = shape = QUICK_CUDA_SHAPE if bench.quick else FIRST_CALL_SHAPE
+    table = (
         f"First call in a new process, nothing compiled before, {torch.cuda.get_device_name()}, bfloat16, causal, "
         f"batch {batch}, {heads} heads, width {width}, L = {length:,}"
     )
-    names = list(PROMISED)[: 2 if quick else None]
-    code = "from attnorm_lab.bench.cuda import report_first_call; report_first_call({!r}, {!r}, {!r})"
+    names = list(promises.ATTENTION)[: 2 if bench.quick else None]
     with ThreadPoolExecutor(FIRST_CALLS_AT_A_TIME) as processes:
-        calls = {name: processes.submit(run_and_read_json, code.format(name, shape, DEVICE)) for name in names}
+        calls = {name: processes.submit(in_new_process, first_call, name, shape, DEVICE) for name in names}
         for name, call in calls.items():
             try:
                 measured = call.result()
             except RuntimeError as error:
-                notes.append(f"the first call of {name} was not timed: {error}")
+                bench.notes.append(f"the first call of {name} was not timed: {error}")
                 continue
             for way in WAYS:
-                yield Duration(
-                    what=f"{name} ({measured['engine']}), {way}", setting=setting, seconds=measured[way],
-                    most_seconds=None if quick else MOST_FIRST_CALL_SECONDS,
-                )  # fmt: skip
+                what = f"{name} ({measured['engine']}), {way}"
+                yield bench.result(table, what, {"seconds": measured[way]}, LIMITS["first call"])
 
 
-def report_first_call(name: str, shape: Shape, device: str) -> None:
-    """Run in the new process: time the first call, and print JSON."""
+def first_call(name: str, shape: Shape, device: str) -> dict[str, Any]:
+    """Time the first call of a new process with an empty cache of kernels."""
     with TemporaryDirectory() as folder:
         os.environ |= {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
-        sys.stdout.write(json.dumps(time_first_call(name, shape, device)))
+        return time_first_call(name, shape, device)
 
 
-def time_first_call(name: str, shape: Shape, device: str) -> Mapping[str, str | float]:
+def time_first_call(name: str, shape: Shape, device: str) -> dict[str, Any]:
     """Return the engine, the seconds of the first forward pass, and those with its backward pass.
 
     The device and its libraries start before, by softmax on torch's own kernels. Importing Triton counts.
@@ -328,58 +275,27 @@ class LlamaShape:
 SMOLLM2 = LlamaShape("SmolLM2's shape", 30, 9, 3, 64, 1536)
 SEVEN_BILLION = LlamaShape("a 7B Llama's shape", 32, 32, 32, 128, 11008)
 QUICK = LlamaShape("a small Llama's shape", 2, 2, 1, 16, 32)
+THREE = "the same for three normalizers"
+WORDS = {**analyze.WORDS, THREE: THREE}
+OPTIONS = {**analyze.OPTIONS, THREE: {**analyze.OPTIONS["core"], "normalizers": WHAT_IFS}}
 
 
-@dataclass(frozen=True)
-class Way:
-    """How analyze() is called, and what is promised at a length: seconds above the plain pass, or times its time."""
-
-    what: str
-    options: dict[str, Any]
-    promised: dict[int, tuple[float, float]]  # length -> seconds more, times the plain pass
-
-    def target(self, length: int, plain_ms: float) -> float | None:
-        if length not in self.promised:
-            return None
-        more, times = self.promised[length]
-        return plain_ms / max(plain_ms + 1e3 * more, times * plain_ms)
-
-
-CORE = Way(
-    "analyze, core and gradient, all rows",
-    {"rows": "all", "metrics": "core"},
-    {2048: (0.3, 1), 8192: (0.3, 1), 32_768: (0, 6), 131_072: (0, 2.5)},
+Plan = tuple[LlamaShape, dict[int, tuple[str, ...]]]  # tokens -> ways
+PLANS: tuple[Plan, ...] = (
+    (SMOLLM2, {2048: ("core", "full"), 8192: ("core", THREE, "full"), 32_768: ("core", "full"), 131_072: ("core",)}),
+    (SEVEN_BILLION, {32_768: ("core",)}),
 )
-CORE_OF_7B = Way(CORE.what, CORE.options, {32_768: (0, 1.5)})
-EVERYTHING = Way(
-    "analyze, everything, rows=64",
-    {"rows": 64, "metrics": "all"},
-    {2048: (1, 1), 8192: (1, 1), 32_768: (2, 1)},
-)
-THREE = Way("the same for three normalizers", {**CORE.options, "normalizers": WHAT_IFS}, {})
-MOST_OF_THREE = 3.0  # promised: times the time of one normalizer
 
 
-def measure_cuda_analysis(*, quick: bool = False, notes: list[str]) -> Iterator[Ratio | ModelRun]:
-    if _no_device(notes, "analyze on CUDA"):
+def measure_cuda_analysis(bench: Bench) -> Iterator[Result]:
+    if _no_device(bench, "analyze on CUDA"):
         return
-    yield from _compare_statistics((1, 2, 256, 32) if quick else (1, 16, 32_768, 128), quick)
-    plans: list[tuple[LlamaShape, list[tuple[int, tuple[Way, ...]]]]] = [
-        (
-            SMOLLM2,
-            [
-                (2048, (CORE, EVERYTHING)),
-                (8192, (CORE, THREE, EVERYTHING)),
-                (32_768, (CORE, EVERYTHING)),
-                (131_072, (CORE,)),
-            ],
-        ),
-        (SEVEN_BILLION, [(32_768, (CORE_OF_7B,))]),
-    ]
-    for shape, lengths in [(QUICK, [(64, (CORE, THREE, EVERYTHING))])] if quick else plans:
+    yield from _compare_statistics(bench, (1, 2, 256, 32) if bench.quick else (1, 16, 32_768, 128))
+    quick_plans: tuple[Plan, ...] = ((QUICK, {64: ("core", THREE, "full")}),)
+    for shape, lengths in quick_plans if bench.quick else PLANS:
         model = random_llama(shape)
-        for length, ways in lengths:
-            yield from _against_plain(model, shape, length, ways, quick)
+        for length, ways in lengths.items():
+            yield from _against_plain(bench, model, shape, length, ways)
         del model
         gc.collect()
         torch.cuda.empty_cache()
@@ -410,75 +326,63 @@ def random_llama(shape: LlamaShape) -> Any:
     return model
 
 
-def _against_plain(
-    model: Any, shape: LlamaShape, length: int, ways: tuple[Way, ...], quick: bool
-) -> Iterator[Ratio | ModelRun]:
-    from attnorm.analysis.analyze import analyze
+def _against_plain(bench: Bench, model: Any, shape: LlamaShape, length: int, ways: tuple[str, ...]) -> Iterator[Result]:
+    from attnorm.analysis.analyze import analyze as measure
     from attnorm.models.forward_pass import run
     from attnorm.models.load import LoadedModel
 
     ids = tokens(length)
     plain = _synchronized(partial(run, LoadedModel(model, None, "plain"), {"input_ids": ids[None].cuda()}))
-    setting = f"{shape.name}, bfloat16, {torch.cuda.get_device_name()}"
+    table = f"Measuring a model, {shape.name}, bfloat16, {torch.cuda.get_device_name()}"
     one_ms = math.nan
     for way in ways:
+        words = f"{WORDS[way]}, L = {length:,}"
         ours = _synchronized(
-            partial(analyze, model, ids, lengths=length, windows=1, budget=length, top_n=TOP_N, **way.options)
+            partial(measure, model, ids, lengths=length, windows=1, budget=length, top_n=TOP_N, **OPTIONS[way])
         )
-        timed = time_alternating(ours, plain, rounds=1 if quick or length > 32_768 else 3)
+        (timed,) = time_alternating(ours, plain, rounds=1 if bench.quick or length > 32_768 else 3)
         peak, plain_peak = _peak(ours), _peak(plain)
-        yield Ratio(
-            topic=f"Measuring a model, {setting}", what=f"{way.what}, L = {length:,}", against="plain forward pass",
-            target=None if quick else way.target(length, timed.theirs_ms), **asdict(timed),
-        )  # fmt: skip
-        if way is THREE:
-            yield Ratio(
-                topic=f"Measuring a model, {setting}", what=f"{way.what}, L = {length:,}", against=CORE.what,
-                ours_ms=timed.ours_ms, theirs_ms=one_ms, speedup=one_ms / timed.ours_ms,
-                target=None if quick else 1 / MOST_OF_THREE,
-            )  # fmt: skip
-        one_ms = timed.ours_ms if way is CORE else one_ms
-        most = (MAX_MEMORY * plain_peak + GIBIBYTE) / plain_peak
-        yield ModelRun(
-            what=f"{way.what}, L = {length:,}", setting=f"{setting}, memory on the GPU", seconds=timed.ours_ms / 1e3,
-            peak_mb=peak / MEGABYTE, times_plain=peak / plain_peak,
-            most_times_plain=None if quick or way is EVERYTHING else most,
-        )  # fmt: skip
+        promised = f"{way} of 7B" if shape is SEVEN_BILLION else way
+        least = promises.least_speedup(promised, length, timed["theirs_ms"])
+        yield bench.result(table, words, timed, {"speedup": least}, "plain forward pass")
+        if way == THREE:
+            numbers = {"ours_ms": timed["ours_ms"], "theirs_ms": one_ms, "speedup": one_ms / timed["ours_ms"]}
+            least_of_three = {"speedup": SPEEDUPS["analyze, three normalizers"]}
+            yield bench.result(table, words, numbers, least_of_three, WORDS["core"])
+        one_ms = timed["ours_ms"] if way == "core" else one_ms
+        times, more = promises.GPU_MEMORY
+        most = None if way == "full" else (times * plain_peak + more) / plain_peak
+        numbers = {
+            "seconds": timed["ours_ms"] / 1e3, "gpu_mb": peak / MEGABYTE, "plain_mb": plain_peak / MEGABYTE,
+            "times_plain": peak / plain_peak,
+        }  # fmt: skip
+        yield bench.result(f"{table}, memory on the GPU", words, numbers, {"times_plain": most})
 
 
-def _compare_statistics(size: tuple[int, int, int, int], quick: bool) -> Iterator[Ratio]:
+def _compare_statistics(bench: Bench, size: tuple[int, int, int, int]) -> Iterator[Result]:
     q, k, v = (torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     _, heads, length, width = size
-    topic = f"Statistics of every row on {torch.cuda.get_device_name()}, bfloat16, causal"
+    table = f"Statistics of every row on {torch.cuda.get_device_name()}, bfloat16, causal"
     shape = f"{heads} heads, width {width}, L = {length:,}"
-    calls: list[tuple[str, Call, float | None]] = [
-        ("attention_statistics", partial(attention_statistics, q, k, causal=True), 1.2),
-        ("attention with return_statistics", partial(attention, q, k, v, causal=True, return_statistics=True), 2.0),
-    ]
-    calls += [
-        (f"attention_statistics of {name}", partial(attention_statistics, q, k, name, causal=True), None)
-        for name in OTHER_MAPS
-    ]
-    for what, ours, most in calls:
-        timed = time_alternating(_synchronized(ours), _synchronized(partial(_cudnn, q, k, v)), rounds=1 if quick else 5)
-        yield Ratio(
-            topic=topic, what=f"{what}, {shape}", against="cuDNN attention",
-            target=None if quick or most is None else 1 / most,
-            **asdict(timed),
-        )  # fmt: skip
+    both = partial(attention, q, k, v, causal=True, return_statistics=True)
+    calls: dict[str, tuple[Call, float | None]] = {
+        "attention_statistics": (partial(attention_statistics, q, k, causal=True), SPEEDUPS["statistics"]),
+        "attention with return_statistics": (both, SPEEDUPS["output and statistics"]),
+    }
+    for name in OTHER_MAPS:
+        calls[f"attention_statistics of {name}"] = (partial(attention_statistics, q, k, name, causal=True), None)
+    for what, (ours, least) in calls.items():
+        theirs = {"cuDNN attention": (_synchronized(partial(_cudnn, q, k, v)), least)}
+        yield from bench.compare(table, f"{what}, {shape}", _synchronized(ours), theirs, rounds=5)
     for name in BOTH_MAPS:
         for trains in (False, True):
-            timed = time_alternating(
-                *(
-                    _synchronized(partial(_output_and_statistics, q, k, v, name, trains, together=together))
-                    for together in (True, False)
-                ),
-                rounds=1 if quick else 5,
+            one, two = (
+                _synchronized(partial(_output_and_statistics, q, k, v, name, trains, together=together))
+                for together in (True, False)
             )
-            yield Ratio(
-                topic=topic, what=f"{name} with return_statistics{', forward + backward' if trains else ''}, {shape}",
-                against="attention and attention_statistics", target=None if quick else 1.0, **asdict(timed),
-            )  # fmt: skip
+            what = f"{name} with return_statistics{', forward + backward' if trains else ''}, {shape}"
+            rivals = {"attention and attention_statistics": (two, SPEEDUPS["one call"])}
+            yield from bench.compare(table, what, one, rivals, rounds=5)
 
 
 def _output_and_statistics(q: Tensor, k: Tensor, v: Tensor, name: str, trains: bool, *, together: bool) -> None:

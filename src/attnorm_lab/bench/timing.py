@@ -18,36 +18,58 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
+from attnorm_lab.bench.results import Numbers, Result
+
 Call = Callable[[], object]
 
 MIN_SECONDS = 0.01  # shorter calls are repeated within one sample
 
 
-@dataclass(frozen=True)
-class Timed:
-    ours_ms: float
-    theirs_ms: float
-    speedup: float  # median over the rounds of theirs / ours
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """A run of benchmarks."""
+
+    quick: bool = False  # tiny sizes and one round, as a test; nothing is judged
+    notes: list[str] = field(default_factory=list)  # what could not be measured
+    model: Path | None = None  # for analyze: a folder of SmolLM2
+    text: Path | None = None  # for analyze: the text to measure it on
+
+    def result(
+        self, table: str, what: str, numbers: Numbers, promised: Mapping[str, float | None] | None = None,
+        against: str = "",
+    ) -> Result:  # fmt: skip
+        """Return a result with the promises that are made; None is no promise."""
+        limits = {} if self.quick else {name: limit for name, limit in (promised or {}).items() if limit is not None}
+        return Result(table=table, what=what, against=against, numbers=numbers, promised=limits)
+
+    def compare(
+        self, table: str, what: str, ours: Call, rivals: Mapping[str, tuple[Call, float | None]], *, rounds: int,
+        calls: int = 1, numbers: Numbers | None = None,
+    ) -> Iterator[Result]:  # fmt: skip
+        """Time ours in alternation with all rivals, name -> call and the promised speedup.
+
+        calls: how many are in every timed call; the milliseconds are of one. numbers: further columns.
+        """
+        timed = time_alternating(ours, *(call for call, _ in rivals.values()), rounds=1 if self.quick else rounds)
+        for (against, (_, least)), found in zip(rivals.items(), timed, strict=True):
+            per_call = {name: found[name] / calls for name in ("ours_ms", "theirs_ms")}
+            yield self.result(table, what, {**found, **per_call, **(numbers or {})}, {"speedup": least}, against)
 
 
-def time_alternating(ours: Call, theirs: Call, *, rounds: int) -> Timed:
-    """Return the medians of both over the rounds, after one warm-up call of each; the order alternates.
+def time_alternating(ours: Call, *rivals: Call, rounds: int) -> list[dict[str, float]]:
+    """Return, for each rival, medians over the rounds and the median of paired ratios, after one warm-up call of each.
 
-    A single round times one call of each, as a test that it runs.
+    The order alternates; the rivals share the calls of ours. A single round times one call of each, as a test that it
+    runs.
     """
-    return time_against(ours, [theirs], rounds=rounds)[0]
-
-
-def time_against(ours: Call, rivals: Sequence[Call], *, rounds: int) -> list[Timed]:
-    """Return the same for several rivals, with one call of ours per round for all of them."""
     if rounds < 1:
         raise ValueError(f"rounds: expected an integer of at least 1, got {rounds}.")
     calls = [ours, *rivals]
@@ -61,7 +83,11 @@ def time_against(ours: Call, rivals: Sequence[Call], *, rounds: int) -> list[Tim
             samples[which].append(_seconds(calls[which], loops[which]))
     own = samples[0]
     return [
-        Timed(1e3 * median(own), 1e3 * median(theirs), median(b / a for a, b in zip(own, theirs, strict=True)))
+        {
+            "ours_ms": 1e3 * median(own),
+            "theirs_ms": 1e3 * median(theirs),
+            "speedup": median(b / a for a, b in zip(own, theirs, strict=True)),
+        }
         for theirs in samples[1:]
     ]
 
@@ -89,6 +115,18 @@ PROBE_BYTES = 64 * 2**20
 PATIENCE_SECONDS = 10.0
 STATUS = Path("/proc/self/status")
 RESET = Path("/proc/self/clear_refs")
+
+
+def in_new_process(function: Callable[..., dict[str, Any]], *arguments: object) -> dict[str, Any]:
+    """Call a function of a module in a new Python process with as many threads; arguments and result are plain values.
+
+    Raises RuntimeError as run_and_read_json does.
+    """
+    name, threads = function.__name__, torch.get_num_threads()
+    return run_and_read_json(
+        f"import json, sys, torch; from {function.__module__} import {name}; torch.set_num_threads({threads}); "
+        f"sys.stdout.write(json.dumps({name}(*{arguments!r})))"
+    )
 
 
 def run_and_read_json(code: str) -> dict[str, Any]:

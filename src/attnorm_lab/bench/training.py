@@ -10,46 +10,44 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from attnorm_lab.bench.analyze import Shape, random_model, tokens
-from attnorm_lab.bench.results import Ratio
-from attnorm_lab.bench.timing import time_alone, time_alternating
+from attnorm_lab.bench.promises import SPEEDUPS
+from attnorm_lab.bench.results import Result
+from attnorm_lab.bench.timing import Bench, time_alone, time_alternating
 
 if TYPE_CHECKING:
     from attnorm_lab.training.lm.model import LMSettings  # loads transformers, which the command does not need to start
 
-MIN_SPEED = 0.8  # promised: times the speed of softmax
 GPT2: dict[str, Any] = {
     "layers": 12, "heads": 12, "width": 768, "context": 1024, "vocab": 50304, "batch": 16, "dtype": "bfloat16",
 }  # fmt: skip
 QUICK: dict[str, Any] = {"layers": 2, "heads": 2, "width": 32, "context": 64, "vocab": 512, "batch": 2}
-TRAINED: dict[str, dict[str, Any]] = {
-    "ssmax": {}, "log_scaled": {}, "sink": {}, "softmax1": {}, "sigmoid": {}, "relu": {}, "softpick": {},
-    "scale_invariant": {}, "adaptive_temperature": {}, "sa_softmax": {}, "stick_breaking": {}, "entmax15": {},
-    "sparsemax": {}, "asentmax": {}, "kneemax": {"knee": 0.25}, "entmax": {"alpha": 1.3}, "topk": {},
-    "alibi": {}, "nearmax": {},
-}  # fmt: skip
+TRAINED = (
+    "ssmax", "log_scaled", "sink", "softmax1", "sigmoid", "relu", "softpick", "scale_invariant",
+    "adaptive_temperature", "sa_softmax", "stick_breaking", "entmax15", "sparsemax", "asentmax", "kneemax:knee=0.25",
+    "entmax:alpha=1.3", "topk", "alibi", "nearmax",
+)  # fmt: skip
+WITHOUT = "the step without"
+EVERY = 50  # the default of AttentionMonitor
 
 
-def compare_training(*, quick: bool = False, notes: list[str]) -> Iterator[Ratio]:
+def compare_training(bench: Bench) -> Iterator[Result]:
     """Yield the ratios on a CUDA device, with compiled blocks; quick: two normalizers on any machine, not compiled."""
     from attnorm_lab.training.lm.model import LMSettings
 
-    if not torch.cuda.is_available() and not quick:
-        notes.append("training was not measured: this machine has no CUDA device")
+    if not torch.cuda.is_available() and not bench.quick:
+        bench.notes.append("training was not measured: this machine has no CUDA device")
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    plain = LMSettings(**(QUICK if quick else GPT2))
-    theirs_ms = _time_step(plain, device, quick)
-    topic = (
+    plain = LMSettings(**(QUICK if bench.quick else GPT2))
+    theirs_ms = _time_step(plain, device, bench.quick)
+    table = (
         f"Training, GPT-2 with {plain.layers} layers x {plain.heads} heads, width {plain.width // plain.heads}, "
         f"{plain.batch} x {plain.context:,} tokens a step, {plain.dtype}, {device.type}"
     )
-    for name, options in list(TRAINED.items())[: 2 if quick else None]:
-        ours_ms = _time_step(replace(plain, normalizer=name, normalizer_options=options), device, quick)
-        label = " ".join([name, *(f"{key}={value}" for key, value in options.items())])
-        yield Ratio(
-            topic=topic, what=f"{label}, a step", against="softmax", ours_ms=ours_ms, theirs_ms=theirs_ms,
-            speedup=theirs_ms / ours_ms, target=None if quick else MIN_SPEED,
-        )  # fmt: skip
+    for name in TRAINED[: 2 if bench.quick else None]:
+        ours_ms = _time_step(replace(plain, normalizer=name), device, bench.quick)
+        numbers = {"ours_ms": ours_ms, "theirs_ms": theirs_ms, "speedup": theirs_ms / ours_ms}
+        yield bench.result(table, f"{name}, a step", numbers, {"speedup": SPEEDUPS["training"]}, "softmax")
 
 
 def _time_step(settings: "LMSettings", device: torch.device, quick: bool) -> float:
@@ -86,26 +84,33 @@ def _time_step(settings: "LMSettings", device: torch.device, quick: bool) -> flo
         return time_alone(step, rounds=1 if quick else 9)
 
 
-MAX_SLOWDOWN = 1.01  # promised: times the plain step, at the default setting
-EVERY = 50  # the default of AttentionMonitor
-
-
-def measure_monitor(*, quick: bool = False) -> Iterator[Ratio]:
+def measure_monitor(bench: Bench) -> Iterator[Result]:
     """Yield the ratios for softmax and for a patched model; on a GPU, if there is one, also with bfloat16 autocast.
 
     Autocast makes the step shorter but not the monitor, so the promise is hardest to keep there.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    shape = Shape(64, layers=2, heads=2) if quick else Shape(512)
-    batch = 2 if quick or device == "cpu" else 32
+    shape = Shape(64, layers=2, heads=2) if bench.quick else Shape(512)
+    batch = 2 if bench.quick or device == "cpu" else 32
     for half in (False, True) if device == "cuda" else (False,):
+        where = f"{device}{', bfloat16 autocast' if half else ''}"
+        table = f"Training, GPT-2 with random weights, {shape}, L = {shape.length:,}, batch of {batch}, AdamW, {where}"
         for normalizer in (None, "ssmax"):
-            yield from _measure_normalizer(normalizer, shape, batch, device, half, quick)
+            timed = _time_monitor(normalizer, shape, batch, device, half, 1 if bench.quick else 7)
+            plain_ms, runs = timed["theirs_ms"], normalizer or "softmax"
+            yield bench.result(table, f"{runs}: a step with the monitor", timed, against=WITHOUT)
+            # Between logging steps the monitor does nothing: these are plain steps.
+            per_step = {
+                "ours_ms": ((EVERY - 1) * plain_ms + timed["ours_ms"]) / EVERY, "theirs_ms": plain_ms,
+                "speedup": EVERY / (EVERY - 1 + 1 / timed["speedup"]),
+            }  # fmt: skip
+            what = f"{runs}: one step in {EVERY} with it, per step"
+            yield bench.result(table, what, per_step, {"speedup": SPEEDUPS["monitor"]}, WITHOUT)
 
 
-def _measure_normalizer(
-    normalizer: str | None, shape: Shape, batch: int, device: str, half: bool, quick: bool
-) -> Iterator[Ratio]:
+def _time_monitor(
+    normalizer: str | None, shape: Shape, batch: int, device: str, half: bool, rounds: int
+) -> dict[str, float]:
     from attnorm.models.patch import patch
     from attnorm.monitor.alerts import AttentionAlert
     from attnorm.monitor.monitor import AttentionMonitor
@@ -123,20 +128,7 @@ def _measure_normalizer(
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AttentionAlert)  # random weights select at random
-        timed = time_alternating(watched_step, step, rounds=1 if quick else 7)
-    where = f"{device}{', bfloat16 autocast' if half else ''}"
-    topic = f"Training, GPT-2 with random weights, {shape}, L = {shape.length:,}, batch of {batch}, AdamW, {where}"
-    runs = normalizer or "softmax"
-    yield Ratio(
-        topic=topic, what=f"{runs}: a step with the monitor", against="the step without", ours_ms=timed.ours_ms,
-        theirs_ms=timed.theirs_ms, speedup=timed.speedup,
-    )  # fmt: skip
-    # Between logging steps the monitor does nothing: these are plain steps.
-    yield Ratio(
-        topic=topic, what=f"{runs}: one step in {EVERY} with it, per step", against="the step without",
-        ours_ms=((EVERY - 1) * timed.theirs_ms + timed.ours_ms) / EVERY, theirs_ms=timed.theirs_ms,
-        speedup=EVERY / (EVERY - 1 + 1 / timed.speedup), target=None if quick else 1 / MAX_SLOWDOWN,
-    )  # fmt: skip
+        return time_alternating(watched_step, step, rounds=rounds)[0]
 
 
 def training_step(model: Any, ids: Tensor, *, half: bool = False) -> Callable[[], None]:

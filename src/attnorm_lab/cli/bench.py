@@ -46,7 +46,7 @@ def bench(
 
     Example: attnorm lab bench normalizers --quick
     """
-    from attnorm_lab.bench.results import benchmark_markdown, benchmark_tables, record, summary
+    from attnorm_lab.bench.results import benchmark_markdown, benchmark_tables
     from attnorm_lab.bench.suites import run_benchmarks
 
     if as_json and markdown:
@@ -79,21 +79,14 @@ def bench(
 
         def finished(result: "Result") -> None:
             nonlocal is_first
-            progress(f"measured {summary(result)}")
+            progress(f"measured {result}")
             if lines is not None:
                 # only here the number of threads is that of the measurement
                 start = [{"suite": suite, "quick": quick, "machine": asdict(this_machine())}] if is_first else []
-                append_jsonl(lines, [*start, finite(record(result))])
+                append_jsonl(lines, [*start, finite(result.as_dict())])
             is_first = False
 
-        results = run_benchmarks(
-            suite,
-            threads=threads,
-            quick=quick,
-            model=model,
-            text=text,
-            finished=finished,
-        )
+        results = run_benchmarks(suite, threads=threads, quick=quick, model=model, text=text, finished=finished)
     if as_json:
         show_json(results.as_dict())
     elif markdown:
@@ -106,10 +99,11 @@ def bench(
             "and ratios."
         )
     if out is not None:
-        from attnorm_lab.bench.figures import save_growth_figure
-        from attnorm_lab.bench.results import Growth
+        from attnorm_lab.bench.analyze import GROWTH
 
-        for growth in results.of_kind(Growth):
+        if growth := [result for result in results.results if result.table.startswith(GROWTH)]:
+            from attnorm_lab.bench.figures import save_growth_figure
+
             say(f"wrote {save_growth_figure(growth, out)}")
     if results.missed:
         raise typer.Exit(1)
