@@ -13,11 +13,10 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,7 +48,6 @@ EMPTY_TILES_SHAPE = CUDA_SHAPES[2]
 TILE_KEYS = 128
 VISIBLE_TILES = (0, 3, 6)  # of every ten; the first rows see tile 0 only
 FAR_BELOW = 16.0  # a factor of q and one of k: with the width 64 their product lowers a logit by 32
-DECODED_WAYS = {"called": False, "from a CUDA graph": True}
 DECODED = (
     "softmax", "ssmax", "sink", "sigmoid", "relu", "softpick", "scale_invariant", "adaptive_temperature",
     "norm_softmax", "sa_softmax", "stick_breaking", "topk", "entmax15", "sparsemax", "asentmax", "kneemax",
@@ -113,17 +111,13 @@ def compare_cuda_decoding(bench: Bench) -> Iterator[Result]:
         assert isinstance(normalizer, Normalizer)
         for engine in dict.fromkeys((choose_engine(inputs, normalizer), "triton")):
             attend = partial(attention, normalizer=normalizer, causal=True, engine=engine)
-            for way, from_graph in DECODED_WAYS.items():
+            for way, from_graph in (("called", False), ("from a CUDA graph", True)):
                 ours, theirs = (
                     attention_call(call, (q, k, v), backward=False, queued=QUEUED, from_graph=from_graph)
-                    for call in (attend, _decode_with_sdpa)
+                    for call in (attend, scaled_dot_product_attention)
                 )
                 rivals = {"torch SDPA": (theirs, SPEEDUPS["decoding"])}
                 yield from bench.compare(table, f"{name} ({engine}), {way}", ours, rivals, rounds=5, calls=QUEUED)
-
-
-def _decode_with_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return scaled_dot_product_attention(q, k, v)
 
 
 def _compare(
@@ -262,8 +256,7 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-@dataclass(frozen=True)
-class LlamaShape:
+class LlamaShape(NamedTuple):
     name: str
     layers: int
     heads: int
