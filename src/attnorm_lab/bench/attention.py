@@ -166,10 +166,8 @@ def measure_footprints(bench: Bench) -> Iterator[Result]:
         f"(one dense map of weights: {MEMORY_HEADS * length * length * 4 / MEGABYTE:,.0f} MB)"
     )
     for name in ["entmax15"] if bench.quick else blocked_normalizers():
-        try:
-            yield bench.result(table, name, in_new_process(measure_memory, name, length), LIMITS["memory"])
-        except RuntimeError as error:
-            bench.notes.append(f"the memory of {name} was not measured: {error}")
+        if used := bench.attempt(f"the memory of {name}", in_new_process, measure_memory, name, length):
+            yield bench.result(table, name, used, LIMITS["memory"])
 
 
 def measure_memory(name: str, length: int) -> dict[str, float]:

@@ -114,10 +114,14 @@ def compare_cuda_decoding(bench: Bench) -> Iterator[Result]:
             for way, from_graph in (("called", False), ("from a CUDA graph", True)):
                 ours, theirs = (
                     attention_call(call, (q, k, v), backward=False, queued=QUEUED, from_graph=from_graph)
-                    for call in (attend, scaled_dot_product_attention)
+                    for call in (attend, _decode_with_sdpa)
                 )
                 rivals = {"torch SDPA": (theirs, SPEEDUPS["decoding"])}
                 yield from bench.compare(table, f"{name} ({engine}), {way}", ours, rivals, rounds=5, calls=QUEUED)
+
+
+def _decode_with_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scaled_dot_product_attention(q, k, v)
 
 
 def _compare(
@@ -215,14 +219,10 @@ def measure_first_calls(bench: Bench) -> Iterator[Result]:
     with ThreadPoolExecutor(FIRST_CALLS_AT_A_TIME) as processes:
         calls = {name: processes.submit(in_new_process, first_call, name, shape, DEVICE) for name in names}
         for name, call in calls.items():
-            try:
-                measured = call.result()
-            except RuntimeError as error:
-                bench.notes.append(f"the first call of {name} was not timed: {error}")
-                continue
-            for way in WAYS:
-                what = f"{name} ({measured['engine']}), {way}"
-                yield bench.result(table, what, {"seconds": measured[way]}, LIMITS["first call"])
+            if measured := bench.attempt(f"the first call of {name}", call.result):
+                for way in WAYS:
+                    what = f"{name} ({measured['engine']}), {way}"
+                    yield bench.result(table, what, {"seconds": measured[way]}, LIMITS["first call"])
 
 
 def first_call(name: str, shape: Shape, device: str) -> dict[str, Any]:

@@ -14,15 +14,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from rich.console import Group, RenderableType
-from rich.table import Column, Table
-from rich.text import Text
 from torch import Tensor
 
 from attnorm.attention import attention
 from attnorm.mechanisms.differential import Differential
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.registry import available, get
+from attnorm.text import markdown_table
 
 Verdict = Literal["stays", "fades", "collapses"]
 
@@ -31,7 +29,6 @@ MEANING: dict[Verdict, str] = {
     "fades": "less than half of the row",
     "collapses": "less than an equal share 1/n",
 }
-STYLE: dict[Verdict, str] = {"stays": "bold green", "fades": "yellow", "collapses": "red"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,26 +76,24 @@ class Dispersion:
         return f"One key scores {self.gap:g}; {others}."
 
 
-def dispersion_table(dispersion: Dispersion) -> RenderableType:
-    """Return the terminal table, with five of the lengths."""
+def dispersion_table(dispersion: Dispersion) -> str:
+    """Return a table in Markdown, by the weight at the most keys, with five of the lengths."""
     lengths = dispersion.curves[0].lengths if dispersion.curves else ()
     columns = printed_lengths(lengths)
+    rows = [
+        [curve.label, verdict, *(percent(curve.kept[column]) for column in columns)]
+        for verdict, curves in dispersion.groups()
+        for curve in curves
+    ]
     verdicts = "; ".join(f"{verdict}: {meaning}" for verdict, meaning in MEANING.items())
     draws = f"Median of {dispersion.draws} draws. " if dispersion.noise else ""
-    table = Table(
-        Column("normalizer", no_wrap=True),
-        *(Column(f"{lengths[column]:,}", justify="right", no_wrap=True) for column in columns),
-        title=f"Weight of the largest logit among n keys\n{dispersion.setting}",
-        caption=f"Groups by the weight at the most keys: {verdicts}. {draws}Rows with a sum above 1 are divided by it.",
-        title_justify="left", caption_justify="left",
-    )  # fmt: skip
-    for verdict, curves in dispersion.groups():
-        table.add_section()
-        table.add_row(Text(verdict, style=STYLE[verdict]))
-        for curve in curves:
-            table.add_row(f"  {curve.label}", *(percent(curve.kept[column]) for column in columns))
-    notes = [Text(f"not measured: {name} - {reason}", style="dim") for name, reason in dispersion.left_out.items()]
-    return Group(table, *notes)
+    parts = [
+        f"Weight of the largest logit among n keys. {dispersion.setting}",
+        markdown_table(["normalizer", "at the most keys", *(f"{lengths[column]:,}" for column in columns)], rows, 2),
+        f"Verdicts: {verdicts}. {draws}Rows with a sum above 1 are divided by it.",
+        *(f"not measured: {name} - {reason}" for name, reason in dispersion.left_out.items()),
+    ]
+    return "\n\n".join(parts)
 
 
 def printed_lengths(lengths: tuple[int, ...]) -> list[int]:
