@@ -238,6 +238,6 @@ def test_the_command_prints_the_tables_and_draws_the_growth(tmp_path: Path, monk
 
 
 def test_the_figure_is_the_same_every_time(tmp_path: Path) -> None:
-    first, again = (save_growth_figure(growth(1, 2, 4), tmp_path / name) for name in ("a", "b"))
-    assert first.read_bytes() == again.read_bytes()
-    assert len(first.read_bytes()) < 100_000
+    first = save_growth_figure(growth(1, 2, 4), tmp_path).read_bytes()
+    assert save_growth_figure(growth(1, 2, 4), tmp_path).read_bytes() == first
+    assert len(first) < 100_000

@@ -151,7 +151,7 @@ def test_every_first_call_is_judged_and_a_process_that_fails_is_a_note(monkeypat
         ("forward", True),
         ("forward + backward", False),
     }
-    assert bench.notes == ["the first call of sink was not timed: out of memory"]
+    assert bench.notes == ["the first call of sink was not measured: out of memory"]
 
 
 @pytest.mark.parametrize(

@@ -103,10 +103,9 @@ def _in_own_processes(bench: Bench, shape: Shape) -> Iterator[Result]:
     for length in dict.fromkeys((shape.length, *((2 * shape.length,) if bench.quick else LENGTHS))):
         ways = every_way if length == shape.length else every_way[:2]
         for way in ways:
-            try:
-                known[way, length] = _cost_of(way, replace(shape, length=length), bench.quick)
-            except (RuntimeError, OSError) as error:
-                bench.notes.append(f"{WORDS[way]}, at {length:,} tokens was not measured: {error}")
+            about = f"{WORDS[way]}, at {length:,} tokens"
+            if found := bench.attempt(about, _cost_of, way, replace(shape, length=length), bench.quick):
+                known[way, length] = found
         if length == shape.length:
             yield from _compare_costs(bench, shape, {way: known[way, length] for way in ways if (way, length) in known})
     yield from _growth(bench, shape, known)
@@ -131,47 +130,41 @@ def _compare_costs(bench: Bench, shape: Shape, costs: dict[Way, Cost]) -> Iterat
 
 
 def _growth(bench: Bench, shape: Shape, known: dict[tuple[Way, int], Cost]) -> Iterator[Result]:
-    """Yield the cost of the core beside the plain pass by the length, the power of the memory at the last one.
+    """Yield the cost of the core beside the plain pass by the length.
 
-    The power is that of the last step, where constants matter least.
+    The promise is the power with which memory grows over the last step, where constants matter least.
     """
     lengths = sorted(n for way, n in known if way == "core" and ("plain", n) in known)
-    for position, length in enumerate(lengths if len(lengths) > 1 else ()):
+    if len(lengths) < 2:
+        return
+    last_two = [known["core", length]["extra_mb"] for length in lengths[-2:]]
+    for length in lengths:
         core, plain = known["core", length], known["plain", length]
         numbers = {
             "plain_seconds": plain["seconds"], "seconds": core["seconds"], "plain_mb": plain["extra_mb"],
             "extra_mb": core["extra_mb"], "times": core["seconds"] / plain["seconds"],
         }  # fmt: skip
-        is_last = position == len(lengths) - 1
-        before = known["core", lengths[position - 1]]["extra_mb"]
-        has_power = is_last and min(before, core["extra_mb"]) > 0
-        if has_power:
-            numbers["power"] = math.log(core["extra_mb"] / before) / math.log(length / lengths[position - 1])
-        limits = LIMITS["analyze, growth"] if has_power else None
+        if grown := length == lengths[-1] and min(last_two) > 0:
+            numbers["power"] = math.log(last_two[1] / last_two[0]) / math.log(length / lengths[-2])
+        limits = LIMITS["analyze, growth"] if grown else None
         yield bench.result(f"{GROWTH}{WORDS['core']}, {shape}", f"{length:,} tokens", numbers, limits)
 
 
 def _pretrained(bench: Bench, folder: Path) -> Iterator[Result]:
     lengths = (16,) if bench.quick else MODEL_LENGTHS
     text = None if bench.text is None else str(bench.text)
-    try:
-        timed = in_new_process(time_default, str(folder), text, lengths[0], 1 if bench.quick else 3)
-        table = f"Measuring {folder.name}, {DEFAULT_WINDOWS} windows of {lengths[0]:,} tokens"
+    about, first = f"the default call on {folder.name}", lengths[0]
+    if timed := bench.attempt(about, in_new_process, time_default, str(folder), text, first, 1 if bench.quick else 3):
+        table = f"Measuring {folder.name}, {DEFAULT_WINDOWS} windows of {first:,} tokens"
         least = {"speedup": SPEEDUPS["analyze, default"]}
         yield bench.result(table, "analyze, default settings", timed, least, "model(input_ids) on each window")
-    except RuntimeError as error:
-        bench.notes.append(f"the default call on {folder.name} was not measured: {error}")
     table = f"{folder.name}, everything, rows=last, from the start of Python to the tables"
     for length in lengths:
-        start = time.perf_counter()
-        try:
-            measured = in_new_process(whole_run, str(folder), text, length)
-        except RuntimeError as error:
-            bench.notes.append(f"{folder.name} at {length:,} tokens was not measured: {error}")
-            continue
-        numbers = {"seconds": time.perf_counter() - start, "peak_mb": measured["peak_mb"]}
-        limits = LIMITS["analyze, whole run"] if length == MODEL_LENGTHS[0] else None
-        yield bench.result(table, f"{length:,} tokens, {measured['heads']} heads", numbers, limits)
+        about, start = f"{folder.name} at {length:,} tokens", time.perf_counter()
+        if found := bench.attempt(about, in_new_process, whole_run, str(folder), text, length):
+            numbers = {"seconds": time.perf_counter() - start, "peak_mb": found["peak_mb"]}
+            limits = LIMITS["analyze, whole run"] if length == MODEL_LENGTHS[0] else None
+            yield bench.result(table, f"{length:,} tokens, {found['heads']} heads", numbers, limits)
 
 
 def time_default(folder: str, text: str | None, length: int, rounds: int) -> dict[str, float]:
@@ -308,13 +301,9 @@ def measure_sweep(bench: Bench, engines: Sequence[str] = ("local", "ray")) -> It
         path.write_text(SWEEP_PLAN.format(lengths=lengths, seeds=seeds, options=options), encoding="utf-8")
         table = f"A sweep of {len(lengths) * len(seeds)} items with {SWEEP_WORKERS} workers"
         for engine in engines:
-            try:
-                numbers = _time_sweep(path, engine)
-            except (ImportError, RuntimeError) as error:
-                bench.notes.append(f"sweep on {engine} was not measured: {error}")
-                continue
             what = {"local": "local processes", "ray": "Ray"}[engine]
-            yield bench.result(table, what, numbers, LIMITS["sweep"] if engine == "ray" else None)
+            if numbers := bench.attempt(f"sweep on {engine}", _time_sweep, path, engine):
+                yield bench.result(table, what, numbers, LIMITS["sweep"] if engine == "ray" else None)
 
 
 def _time_sweep(path: Path, engine: str) -> dict[str, float]:

@@ -54,36 +54,42 @@ FUSED_CASES = [
 
 def compare_attention(bench: Bench) -> Iterator[Result]:
     """Compare fused normalizers with SDPA, adaptive temperature also with its eager form, the others with dense."""
-    quick = bench.quick
-    cases = [AttentionCase(256, True, heads=2, key_heads=1)] if quick else FUSED_CASES
+    cases = [AttentionCase(256, True, heads=2, key_heads=1)] if bench.quick else FUSED_CASES
     for name in ("softmax", "ssmax", "log_scaled", "softmax1", "sink"):
         for case in cases:
-            yield from _compare_forward(bench, "Attention on fused kernels", name, case, SPEEDUPS.get(name), rounds=15)
-    long_cases = [AttentionCase(4096, causal, 4, 4) for causal in (False, True)]
-    for case in [AttentionCase(256, True, 2, 2)] if quick else long_cases:
-        for against in (SDPA, "its eager form"):
-            least = SPEEDUPS[f"adaptive_temperature, {against}"]
-            yield from _compare_forward(
-                bench, "Adaptive temperature, two fused passes", "adaptive_temperature", case, least, against, rounds=9
-            )
-    yield from _compare_blocked_with_dense(bench)
+            yield from _compare(bench, "fused kernels", name, case, SDPA, sdpa, SPEEDUPS.get(name), rounds=15)
+    name = "adaptive_temperature"
+    for causal in (True,) if bench.quick else (False, True):
+        case = AttentionCase(256 if bench.quick else 4096, causal, 4, 4)
+        for against, theirs in ((SDPA, sdpa), ("its eager form", adaptive_as_printed)):
+            least = SPEEDUPS[f"{name}, {against}"]
+            yield from _compare(bench, "two fused passes", name, case, against, theirs, least, rounds=9)
+    case = AttentionCase(192, True, 2, 2) if bench.quick else AttentionCase(2048, True, 4, 4)
+    for name, normalizer in blocked_normalizers().items():
+        theirs = partial(dense, normalizer=normalizer)
+        try:
+            for way in WAYS:
+                yield from _compare(
+                    bench, "blocks of queries", name, case, "its dense form", theirs, None, way=way, rounds=5
+                )
+        except (TypeError, ValueError, NotImplementedError) as error:  # a registered one may need more arguments
+            bench.notes.append(f"{name} was not timed: {error}")
 
 
-def _compare_forward(
-    bench: Bench, table: str, name: str, case: AttentionCase, least: float | None, against: str = SDPA, *, rounds: int
-) -> Iterator[Result]:
-    q, k, v = case.tensors()
-    ours = partial(attention, q, k, v, get(name), causal=case.causal)
-    theirs = partial(sdpa, q, k, v, case) if against == SDPA else partial(
-        adaptive_as_printed, q, k, v, causal=case.causal
-    )  # fmt: skip
-    table = f"{table}, forward, float32, batch 1, {case.heads} heads, width {WIDTH}"
-    with torch.no_grad():
-        yield from bench.compare(table, f"{name}, {case}", ours, {against: (theirs, least)}, rounds=rounds)
+def _compare(
+    bench: Bench, how: str, name: str, case: AttentionCase, against: str, theirs: Callable[..., Tensor],
+    least: float | None, *, way: str = "forward", rounds: int,
+) -> Iterator[Result]:  # fmt: skip
+    ours, rival = (
+        attention_call(partial(attend, causal=case.causal), case.tensors(), backward=WAYS[way])
+        for attend in (partial(attention, normalizer=get(name)), theirs)
+    )
+    table = f"Attention, {how}, float32, batch 1, {case.heads} heads, width {WIDTH}"
+    yield from bench.compare(table, f"{name}, {case}, {way}", ours, {against: (rival, least)}, rounds=rounds)
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, case: AttentionCase) -> Tensor:
-    return scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=case.key_heads != case.heads)
+def sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=k.shape[1] != q.shape[1])
 
 
 def adaptive_as_printed(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
@@ -107,20 +113,6 @@ def blocked_normalizers() -> dict[str, Normalizer]:
     inputs = validate_inputs(q, q, q, mask=None, causal=True, scale=None, positions=None)
     known = {name: get(name) for name in available()}
     return {name: it for name, it in known.items() if isinstance(it, Normalizer) and not fused.applies(inputs, it)}
-
-
-def _compare_blocked_with_dense(bench: Bench) -> Iterator[Result]:
-    case = AttentionCase(192, True, 2, 2) if bench.quick else AttentionCase(2048, True, 4, 4)
-    table = f"Attention in blocks of queries, float32, batch 1, {case.heads} heads, width {WIDTH}, {case}"
-    for name, it in blocked_normalizers().items():
-        sides = [partial(attend, normalizer=it, causal=True) for attend in (attention, dense)]
-        try:
-            for way, backward in WAYS.items():
-                ours, theirs = (attention_call(side, case.tensors(), backward=backward) for side in sides)
-                rivals: dict[str, tuple[Call, None]] = {"its dense form": (theirs, None)}
-                yield from bench.compare(table, f"{name}, {way}", ours, rivals, rounds=5)
-        except (TypeError, ValueError, NotImplementedError) as error:  # a registered one may need more arguments
-            bench.notes.append(f"{name} was not timed: {error}")
 
 
 def attention_call(
@@ -174,10 +166,8 @@ def measure_footprints(bench: Bench) -> Iterator[Result]:
         f"(one dense map of weights: {MEMORY_HEADS * length * length * 4 / MEGABYTE:,.0f} MB)"
     )
     for name in ["entmax15"] if bench.quick else blocked_normalizers():
-        try:
-            yield bench.result(table, name, in_new_process(measure_memory, name, length), LIMITS["memory"])
-        except RuntimeError as error:
-            bench.notes.append(f"the memory of {name} was not measured: {error}")
+        if used := bench.attempt(f"the memory of {name}", in_new_process, measure_memory, name, length):
+            yield bench.result(table, name, used, LIMITS["memory"])
 
 
 def measure_memory(name: str, length: int) -> dict[str, float]:

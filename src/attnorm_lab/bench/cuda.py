@@ -13,11 +13,10 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,7 +48,6 @@ EMPTY_TILES_SHAPE = CUDA_SHAPES[2]
 TILE_KEYS = 128
 VISIBLE_TILES = (0, 3, 6)  # of every ten; the first rows see tile 0 only
 FAR_BELOW = 16.0  # a factor of q and one of k: with the width 64 their product lowers a logit by 32
-DECODED_WAYS = {"called": False, "from a CUDA graph": True}
 DECODED = (
     "softmax", "ssmax", "sink", "sigmoid", "relu", "softpick", "scale_invariant", "adaptive_temperature",
     "norm_softmax", "sa_softmax", "stick_breaking", "topk", "entmax15", "sparsemax", "asentmax", "kneemax",
@@ -113,7 +111,7 @@ def compare_cuda_decoding(bench: Bench) -> Iterator[Result]:
         assert isinstance(normalizer, Normalizer)
         for engine in dict.fromkeys((choose_engine(inputs, normalizer), "triton")):
             attend = partial(attention, normalizer=normalizer, causal=True, engine=engine)
-            for way, from_graph in DECODED_WAYS.items():
+            for way, from_graph in (("called", False), ("from a CUDA graph", True)):
                 ours, theirs = (
                     attention_call(call, (q, k, v), backward=False, queued=QUEUED, from_graph=from_graph)
                     for call in (attend, _decode_with_sdpa)
@@ -221,14 +219,10 @@ def measure_first_calls(bench: Bench) -> Iterator[Result]:
     with ThreadPoolExecutor(FIRST_CALLS_AT_A_TIME) as processes:
         calls = {name: processes.submit(in_new_process, first_call, name, shape, DEVICE) for name in names}
         for name, call in calls.items():
-            try:
-                measured = call.result()
-            except RuntimeError as error:
-                bench.notes.append(f"the first call of {name} was not timed: {error}")
-                continue
-            for way in WAYS:
-                what = f"{name} ({measured['engine']}), {way}"
-                yield bench.result(table, what, {"seconds": measured[way]}, LIMITS["first call"])
+            if measured := bench.attempt(f"the first call of {name}", call.result):
+                for way in WAYS:
+                    what = f"{name} ({measured['engine']}), {way}"
+                    yield bench.result(table, what, {"seconds": measured[way]}, LIMITS["first call"])
 
 
 def first_call(name: str, shape: Shape, device: str) -> dict[str, Any]:
@@ -262,8 +256,7 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-@dataclass(frozen=True)
-class LlamaShape:
+class LlamaShape(NamedTuple):
     name: str
     layers: int
     heads: int

@@ -14,15 +14,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor
 
 from attnorm.attention import attention
 from attnorm.mechanisms.differential import Differential
 from attnorm.normalizers.contract import Mechanism, Normalizer
 from attnorm.normalizers.registry import available, get
+from attnorm.text import markdown_table
 
 Verdict = Literal["stays", "fades", "collapses"]
 
@@ -31,7 +29,6 @@ MEANING: dict[Verdict, str] = {
     "fades": "less than half of the row",
     "collapses": "less than an equal share 1/n",
 }
-STYLE: dict[Verdict, str] = {"stays": "bold green", "fades": "yellow", "collapses": "red"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,32 +76,24 @@ class Dispersion:
         return f"One key scores {self.gap:g}; {others}."
 
 
-def dispersion_table(dispersion: Dispersion) -> RenderableType:
-    """Return the terminal table, with five of the lengths."""
+def dispersion_table(dispersion: Dispersion) -> str:
+    """Return a table in Markdown, by the weight at the most keys, with five of the lengths."""
     lengths = dispersion.curves[0].lengths if dispersion.curves else ()
     columns = printed_lengths(lengths)
-    table = Table(
-        title=f"Weight of the largest logit among n keys\n{dispersion.setting}",
-        caption=_caption(dispersion, lengths[-1] if lengths else 0),
-        title_justify="left",
-        caption_justify="left",
-    )
-    table.add_column("normalizer", no_wrap=True)
-    for column in columns:
-        table.add_column(f"{lengths[column]:,}", justify="right", no_wrap=True)
-    for verdict, curves in dispersion.groups():
-        table.add_section()
-        table.add_row(Text(verdict, style=STYLE[verdict]))
-        for curve in curves:
-            table.add_row(f"  {curve.label}", *(percent(curve.kept[column]) for column in columns))
-    notes = [Text(f"not measured: {name} - {reason}", style="dim") for name, reason in dispersion.left_out.items()]
-    return Group(table, *notes)
-
-
-def _caption(dispersion: Dispersion, longest: int) -> str:
+    rows = [
+        [curve.label, verdict, *(percent(curve.kept[column]) for column in columns)]
+        for verdict, curves in dispersion.groups()
+        for curve in curves
+    ]
     verdicts = "; ".join(f"{verdict}: {meaning}" for verdict, meaning in MEANING.items())
     draws = f"Median of {dispersion.draws} draws. " if dispersion.noise else ""
-    return f"Groups by the weight at {longest:,} keys: {verdicts}. {draws}Rows with a sum above 1 are divided by it."
+    parts = [
+        f"Weight of the largest logit among n keys. {dispersion.setting}",
+        markdown_table(["normalizer", "at the most keys", *(f"{lengths[column]:,}" for column in columns)], rows, 2),
+        f"Verdicts: {verdicts}. {draws}Rows with a sum above 1 are divided by it.",
+        *(f"not measured: {name} - {reason}" for name, reason in dispersion.left_out.items()),
+    ]
+    return "\n\n".join(parts)
 
 
 def printed_lengths(lengths: tuple[int, ...]) -> list[int]:
@@ -182,16 +171,15 @@ def dispersion(
 
 
 def _check(gap: float, noise: float, lengths: Sequence[int], draws: int) -> None:
-    if not gap > 0:
-        raise ValueError(
-            f"gap: expected a positive difference between the largest logit and the mean of the others, got {gap}."
-        )
-    if not noise >= 0:
-        raise ValueError(f"noise: expected a standard deviation of the other logits of at least 0, got {noise}.")
-    if not lengths or min(lengths) < 2 or list(lengths) != sorted(set(lengths)):
-        raise ValueError(f"lengths: expected increasing numbers of keys, 2 or more, got {list(lengths)}.")
-    if draws < 1:
-        raise ValueError(f"draws: expected an integer of at least 1, got {draws}.")
+    increasing = len(lengths) > 0 and min(lengths) > 1 and list(lengths) == sorted(set(lengths))
+    for name, value, is_right, expected in (
+        ("gap", gap, gap > 0, "a positive difference between the largest logit and the mean of the others"),
+        ("noise", noise, noise >= 0, "a standard deviation of the other logits of at least 0"),
+        ("lengths", list(lengths), increasing, "increasing numbers of keys, 2 or more"),
+        ("draws", draws, draws >= 1, "an integer of at least 1"),
+    ):
+        if not is_right:
+            raise ValueError(f"{name}: expected {expected}, got {value}.")
 
 
 def _scores(n: int, gap: float, noise: float, draws: int, seed: int) -> Tensor:

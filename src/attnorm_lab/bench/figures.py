@@ -127,8 +127,7 @@ def _label_ends(axes: Axes, lines: list[list[Curve]]) -> None:
 
 
 def save_growth_figure(growth: Sequence[Result], folder: Path) -> Path:
-    """Write growth.svg to the folder; return its path. growth: a row of numbers for each length."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write growth.svg to the folder, which exists; return its path. growth: a row of numbers for each length."""
     with style():
         return save(growth_figure(growth), folder / "growth", ("svg",))[0]
 

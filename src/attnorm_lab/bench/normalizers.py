@@ -74,29 +74,21 @@ def _without_gradient(function: Map, logits: Tensor) -> Tensor:
 def _compare(
     bench: Bench, table: str, name: str, alpha: float, function: str, theirs: Map, logits: Tensor
 ) -> Iterator[Result]:
+    ours, peer, ways = _row_normalizer(name), f"entmax.{function}", _ways(logits)
     exact = by_bisection(logits.double(), alpha)
-    ways = _ways(logits)
-
-    def ratio(way: str, ours: Map, theirs: Map, against: str, least: float | None) -> Iterator[Result]:
-        calls = [ways[way.removesuffix(", compiled")](side) for side in (ours, theirs)]
-        errors: dict[str, float] = {}
-        if way != "forward + backward":
-            values = zip(("error", "their_error"), (ours, theirs), strict=True)
-            errors = {side: (_without_gradient(call, logits) - exact).abs().max().item() for side, call in values}
-        rivals = {against: (calls[1], least)}
-        yield from bench.compare(table, f"{name}, {way}", calls[0], rivals, rounds=11, numbers=errors)
-
-    ours, peer = _row_normalizer(name), f"entmax.{function}"
-    for way in ways:
-        yield from ratio(way, ours, theirs, peer, SPEEDUPS[f"entmax, {way}"])
-    if bench.quick:
-        return
-    torch.compiler.reset()
-    compiled: Map = torch.compile(ours)
-    way = "forward, compiled"
-    yield from ratio(way, compiled, theirs, peer, SPEEDUPS[f"entmax, {way}"])
-    if function != NOT_COMPILED:
-        yield from ratio(way, compiled, torch.compile(theirs), f"{peer}, compiled", None)
+    cases = [(way, way, ours, theirs, peer) for way in ways]
+    if not bench.quick:
+        torch.compiler.reset()
+        compiled: Map = torch.compile(ours)
+        cases.append(("forward", "forward, compiled", compiled, theirs, peer))
+        if function != NOT_COMPILED:
+            cases.append(("forward", "forward, compiled", compiled, torch.compile(theirs), f"{peer}, compiled"))
+    for way, what, a, b, against in cases:
+        values = {"error": a, "their_error": b} if way == "forward" else {}
+        errors = {side: (_without_gradient(it, logits) - exact).abs().max().item() for side, it in values.items()}
+        least = None if against.endswith("compiled") else SPEEDUPS[f"entmax, {what}"]
+        rivals = {against: (ways[way](b), least)}
+        yield from bench.compare(table, f"{name}, {what}", ways[way](a), rivals, rounds=11, numbers=errors)
 
 
 def by_bisection(z: Tensor, alpha: float) -> Tensor:

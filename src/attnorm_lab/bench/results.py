@@ -1,13 +1,8 @@
-"""Benchmark results: one record for everything that is measured, and its tables for the terminal and in Markdown."""
+"""Benchmark results: one record for everything that is measured, and its tables."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
-
-from rich.box import SIMPLE_HEAD
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from attnorm.machine import Machine
 from attnorm.text import markdown_table
@@ -59,31 +54,11 @@ class Benchmarks:
         return [result for result in self.results if result.met is False]
 
 
-def benchmark_tables(benchmarks: Benchmarks) -> RenderableType:
-    """Return the terminal tables."""
-    parts: list[RenderableType] = [Text(str(benchmarks.machine), style="bold")]
-    if benchmarks.quick:
-        parts.append(Text("quick run: sizes too small to judge by, targets not applied", style="yellow"))
-    for title, header, rows, names in _tables(benchmarks):
-        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for position, name in enumerate(header):
-            table.add_column(name, justify="left" if position < names else "right", no_wrap=position >= names)
-        for row in rows:
-            table.add_row(*row, style="red" if row[-1].endswith("missed") else None)
-        parts.append(table)
-    return Group(*parts, *(Text(f"note: {note}", style="dim") for note in benchmarks.notes))
-
-
 def benchmark_markdown(benchmarks: Benchmarks) -> str:
-    """Return the same tables in GitHub Markdown."""
+    """Return a table for each setting, in GitHub Markdown."""
     parts = [f"Machine: {benchmarks.machine}."]
-    for title, header, rows, names in _tables(benchmarks):
-        parts += [f"### {title}", markdown_table(header, rows, names)]
-    return "\n\n".join([*parts, *(f"Note: {note}" for note in benchmarks.notes)])
-
-
-def _tables(benchmarks: Benchmarks) -> Iterator[tuple[str, list[str], list[list[str]], int]]:
-    """Yield title, header, rows, and how many of the columns are names."""
+    if benchmarks.quick:
+        parts.append("Quick run: sizes too small to judge by, promises not applied.")
     for title in dict.fromkeys(result.table for result in benchmarks.results):
         members = [result for result in benchmarks.results if result.table == title]
         columns = list(dict.fromkeys(name for result in members for name in result.numbers))
@@ -97,7 +72,8 @@ def _tables(benchmarks: Benchmarks) -> Iterator[tuple[str, list[str], list[list[
             ]
             for result in members
         ]
-        yield title, header, rows, names
+        parts += [f"### {title}", markdown_table(header, rows, names)]
+    return "\n\n".join([*parts, *(f"Note: {note}" for note in benchmarks.notes)])
 
 
 def _judged(result: Result) -> str:

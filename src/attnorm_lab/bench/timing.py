@@ -42,6 +42,14 @@ class Bench:
     model: Path | None = None  # for analyze: a folder of SmolLM2
     text: Path | None = None  # for analyze: the text to measure it on
 
+    def attempt(self, what: str, measure: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+        """Return what is measured; nothing, and a note, if that fails."""
+        try:
+            return measure(*arguments)
+        except (ImportError, OSError, RuntimeError) as error:
+            self.notes.append(f"{what} was not measured: {error}")
+            return {}
+
     def result(
         self, table: str, what: str, numbers: Numbers, promised: Mapping[str, float | None] | None = None,
         against: str = "",
@@ -120,7 +128,7 @@ RESET = Path("/proc/self/clear_refs")
 def in_new_process(function: Callable[..., dict[str, Any]], *arguments: object) -> dict[str, Any]:
     """Call a function of a module in a new Python process with as many threads; arguments and result are plain values.
 
-    Raises RuntimeError as run_and_read_json does.
+    It may raise what run_and_read_json raises.
     """
     name, threads = function.__name__, torch.get_num_threads()
     return run_and_read_json(

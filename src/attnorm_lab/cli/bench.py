@@ -46,7 +46,9 @@ def bench(
 
     Example: attnorm lab bench normalizers --quick
     """
-    from attnorm_lab.bench.results import benchmark_markdown, benchmark_tables
+    from rich.markdown import Markdown
+
+    from attnorm_lab.bench.results import benchmark_markdown
     from attnorm_lab.bench.suites import run_benchmarks
 
     if as_json and markdown:
@@ -92,7 +94,7 @@ def bench(
     elif markdown:
         say_result(benchmark_markdown(results))
     else:
-        show(benchmark_tables(results))
+        show(Markdown(benchmark_markdown(results)))
     if quick:
         say(
             "note: --quick uses tiny sizes, which only show that the benchmarks run. Leave it out to measure times "

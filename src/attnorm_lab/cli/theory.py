@@ -26,6 +26,8 @@ def dispersion(
 
     Example: attnorm lab dispersion --gap 8 --out figures
     """
+    from rich.markdown import Markdown
+
     from attnorm_lab.bench.dispersion import dispersion as measure
     from attnorm_lab.bench.dispersion import dispersion_table
 
@@ -36,7 +38,7 @@ def dispersion(
     if as_json:
         show_json(measured.as_dict())
     else:
-        show(dispersion_table(measured))
+        show(Markdown(dispersion_table(measured)))
     if out is not None:
         from attnorm_lab.bench.figures import save_dispersion_figure
 
