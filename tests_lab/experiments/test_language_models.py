@@ -422,7 +422,7 @@ def test_the_outcome_compares_with_softmax(finished: LMWorkspace) -> None:
     }
     assert made.tables["models"].num_rows == 3
     assert "lowest loss on valid" in made.summary
-    assert set(made.figures) == {"language-models", "course"}
+    assert set(made.figures) == {"language-models"}
     assert EXPERIMENT.name == "language-models"
 
 
