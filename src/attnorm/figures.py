@@ -45,7 +45,6 @@ MODELS: tuple[dict[str, Any], ...] = (
 BARE = {"marker": None}  # a line without markers
 # Lines that mark a value.
 DASHED: dict[str, Any] = {"color": PALE, "linewidth": 0.8, "linestyle": (0, (4, 3))}
-DOTTED: dict[str, Any] = {"color": INK, "linewidth": 0.9, "linestyle": (0, (1, 2))}
 
 
 @contextmanager

@@ -156,4 +156,3 @@ def test_the_outcome_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     outcome = EXPERIMENT.run(QUICK, no_progress, tmp_path)
     assert outcome.tables["versions"].num_rows == 4
     assert set(outcome.parameters["coefficients"]) == set(outcome.tables["versions"]["version"].to_pylist())
-    assert set(outcome.figures) == {"adaptive"}

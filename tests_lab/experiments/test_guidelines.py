@@ -135,4 +135,3 @@ def test_on_the_bundled_model_the_numbers_are_shares_and_cooling_sharpens(outcom
     assert all(error > 0 for error in active["change_error"])
     assert "± " in outcome.summary.split(";")[0]
     assert len(outcome.findings) == 4
-    assert set(outcome.figures) == {"guidelines"}

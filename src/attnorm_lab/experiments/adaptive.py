@@ -9,16 +9,11 @@ the winner of a row has half of the weight.
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from attnorm.figures import CORRECTED, INK, MEASURED, NULL, PALE, note, panel, tidy
-from attnorm.figures import PRINTED as PRINTED_LINE
 from attnorm.normalizers.adaptive_temperature import MIN_ENTROPY, EntropyRule, adaptive_temperature, fit
 from attnorm.normalizers.adaptive_temperature import PRINTED as PRINTED_COEFFICIENTS
 from attnorm.normalizers.contract import Normalizer
@@ -128,12 +123,10 @@ def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> 
     rows = 12 if subject.quick else 32
     windows = (256, QUICK_WINDOWS) if subject.quick else (min(length, 1024), WINDOWS)
     adaptive = measure(subject, progress, length, rows, windows)
-
-    about = f"{subject.model_and_text()}, {len(adaptive.n):,} rows of up to {length:,} keys, all heads"
     return Outcome(
         summary=_summary(adaptive),
         findings=judge_claims(adaptive),
-        figures={"adaptive": figure(adaptive, about)},
+        figures={},
         tables={"versions": table(adaptive), "rows": _rows_table(adaptive)},
         parameters={
             "length": length, "rows_per_head": rows, "windows": windows, "keep": KEEP, "seed": subject.seed,
@@ -241,101 +234,6 @@ def _summary(adaptive: Adaptive) -> str:
         f"fitted to this model's own rows by {adaptive.change(REFIT)} (mean ± standard error of "
         f"{len(adaptive.losses[AS_IT_RUNS])} windows): most flat heads have a reason to be flat."
     )
-
-
-LOOKS: dict[str, dict[str, Any]] = {
-    PRINTED: PRINTED_LINE,
-    MONOTONE[PRINTED]: NULL,
-    REFIT: CORRECTED,
-    MONOTONE[REFIT]: {**MEASURED, "linewidth": 1.2},
-}
-ROOM = {"left": 0.06, "right": 0.985, "top": 0.85, "bottom": 0.135, "wspace": 0.3, "hspace": 0.12}
-HIGHEST = 8.5  # nats
-FACTORS = torch.linspace(0, HIGHEST, 400, dtype=torch.float64)
-
-
-def figure(adaptive: Adaptive, about: str) -> Figure:
-    drawing = Figure(figsize=(11.4, 5.0))
-    grid = drawing.add_gridspec(2, 3, height_ratios=(2.2, 1), width_ratios=(1.25, 1, 1), **ROOM)
-    upper = drawing.add_subplot(grid[0, 0])
-    lower = drawing.add_subplot(grid[1, 0], sharex=upper)
-    _draw_factors(upper, adaptive)
-    _draw_entropies(lower, adaptive)
-    middle = drawing.add_subplot(grid[:, 1])
-    _draw_largest_weights(middle, adaptive)
-    (lines, names), (shade, its_name) = (axes.get_legend_handles_labels() for axes in (middle, upper))
-    drawing.legend(
-        [*lines, *shade], [*names, *its_name], loc="upper left", bbox_to_anchor=(0.05, 0.985), ncols=5, fontsize=8
-    )
-    _draw_losses(drawing.add_subplot(grid[:, 2]), adaptive)
-    windows = len(adaptive.losses[AS_IT_RUNS])
-    note(drawing, f"{about}; (c): mean of {windows} windows, in brackets the change ± its standard error")
-    return drawing
-
-
-def _draw_factors(axes: Axes, adaptive: Adaptive) -> None:
-    top = 0.0
-    for name in _versions_to_draw(adaptive):
-        beta = adaptive.rules[name].beta(FACTORS).numpy()
-        axes.plot(FACTORS.numpy(), beta, **{**LOOKS[name], "markevery": 50})
-        top = max(top, float(np.quantile(beta, 0.95)))
-    axes.axvspan(REACH[1], HIGHEST, color=PALE, alpha=0.13, linewidth=0, label="too flat for the printed one")
-    axes.set(xlim=(0, HIGHEST), ylim=(0.8, min(max(3.0, top * 1.1), 12.0)), ylabel="factor β on the logits")
-    axes.tick_params(labelbottom=False)
-    panel(axes, "a", "Where each version acts (β > 1)")
-
-
-def _versions_to_draw(adaptive: Adaptive) -> dict[str, str]:
-    """Return the versions to draw with their labels; a monotone form that is identical is not drawn twice."""
-    labels: dict[str, str] = {}
-    for name, monotone in MONOTONE.items():
-        same = torch.equal(adaptive.rules[name].beta(FACTORS), adaptive.rules[monotone].beta(FACTORS))
-        labels |= {name: f"{name} (monotone: the same)"} if same else {name: name, monotone: monotone}
-    return labels
-
-
-def _draw_entropies(axes: Axes, adaptive: Adaptive) -> None:
-    edges = np.linspace(0, HIGHEST, 52).tolist()
-    long = adaptive.n > MAX_KEYS
-    axes.hist(
-        [adaptive.entropy[~long], adaptive.entropy[long]], edges, stacked=True, color=[PALE, INK],
-        weights=[np.full(part.sum(), 100 / len(long)) for part in (~long, long)],
-        label=[f"rows of at most {MAX_KEYS} keys", "rows of more"], linewidth=0,
-    )  # fmt: skip
-    axes.axvspan(REACH[1], HIGHEST, color=PALE, alpha=0.13, linewidth=0)
-    axes.set_ylim(top=axes.get_ylim()[1] * 1.75)  # the legend stands above the bars
-    axes.set(xlabel="entropy H of the row (nats)", ylabel="rows (%)")
-    tidy(axes)
-    axes.legend(loc="upper left", fontsize=7, ncols=3, columnspacing=1.0)
-
-
-def _draw_largest_weights(axes: Axes, adaptive: Adaptive) -> None:
-    """Draw the cumulative distribution of the largest weight of rows, before and after."""
-    lines: dict[str, tuple[Floats, dict[str, Any]]] = {
-        AS_IT_RUNS: (adaptive.largest, {"color": INK, "linewidth": 2.4, "linestyle": "-", "marker": None})
-    }
-    lines |= {label: (adaptive.after[name][1], LOOKS[name]) for name, label in _versions_to_draw(adaptive).items()}
-    for name, (values, look) in lines.items():
-        ordered = np.sort(values)
-        shares = np.linspace(0, 1, len(ordered))
-        few = slice(None, None, max(1, len(ordered) // 400))
-        axes.plot(ordered[few], shares[few], **{**look, "markevery": 60}, label=name)
-    axes.set(xlim=(0, 1.01), ylim=(0, 1.02), xlabel="largest weight of the row", ylabel="share of rows up to it")
-    panel(axes, "b", "What it does to the rows")
-
-
-def _draw_losses(axes: Axes, adaptive: Adaptive) -> None:
-    names = list(adaptive.losses)
-    values = [float(adaptive.losses[name].mean()) for name in names]
-    rows = np.arange(len(names))[::-1]
-    hatches = ("", "....", "////", "xxxx", "++++")
-    for row, name, value, hatch in zip(rows, names, values, hatches, strict=False):
-        axes.barh(row, value, color="white", edgecolor=INK, hatch=hatch, height=0.5, linewidth=0.8)
-        label_text = f"{value:.3f}" if name == AS_IT_RUNS else f"{value:.3f} ({adaptive.change(name)})"
-        axes.text(0, row + 0.3, label_text, va="bottom", fontsize=8)
-    axes.set_yticks(rows, [name.replace(", ", ",\n") for name in names])
-    axes.set(xlim=(0, max(values) * 1.05), ylim=(-0.5, len(names) - 0.3), xlabel="loss (nats per token)")
-    panel(axes, "c", "In all layers, without training", grid=False)
 
 
 EXPERIMENT = Experiment(

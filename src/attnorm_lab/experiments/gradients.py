@@ -5,17 +5,13 @@ sqrt(2) eps/T. To first order it is 3 sqrt(2)/4 eps/T, and for any T at most sqr
 on the two largest logits, and the exact norm of the Jacobian is compared with every bound.
 """
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from attnorm.figures import BARE, CORRECTED, DASHED, INK, MEASURED, PALE, PRINTED, note, panel
 from attnorm.theory.gradient import (
     corollary3_corrected,
     corollary3_printed,
@@ -41,14 +37,8 @@ STEPS = (1e-3, 1e-2, 0.1, 0.3, 1.0, 3.0, 10.0)  # eps/T of the toy
 HEIGHTS = (0.0, 2.0, 4.0, 8.0, 16.0)  # a/T: height of the two above the rest
 TOY_KEYS = 1024
 ROUNDING = 1e-6
-ROOM = {"left": 0.075, "right": 0.985, "top": 0.94, "bottom": 0.115, "wspace": 0.24, "hspace": 0.42}
-MARKERS = "vsD^o"
 
-# The panel of norms against temperature
 TEMPERATURES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
-TOP = 1e5  # the legend stands above the lines
-BELOW_LEGEND = 0.76  # of the height
-LOWEST = 1e-6
 
 
 @dataclass(frozen=True)
@@ -117,11 +107,10 @@ def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> 
     rows = sample_rows(subject, progress, length, count)
     gradients = measure(rows.where(rows.n > 2))
     example = toy()
-    about = f"{subject.model_and_text()}, {len(gradients.n):,} rows of up to {length:,} keys, all heads"
     return Outcome(
         summary=_summary(gradients),
         findings=judge_claims(gradients, example),
-        figures={"gradients": figure(gradients, example, about)},
+        figures={},
         tables={"toy": example, "rows": table(gradients)},
         parameters={
             "length": length, "rows_per_head": count, "toy_keys": TOY_KEYS, "steps": STEPS, "heights": HEIGHTS,
@@ -226,90 +215,3 @@ EXPERIMENT = Experiment(
     run=run,
     tokens=(LENGTHS[0], QUICK_LENGTH),
 )
-
-
-def figure(gradients: Gradients, example: pa.Table, about: str) -> Figure:
-    drawing = Figure(figsize=(8.8, 6.6))
-    panels = drawing.subplots(2, 2, gridspec_kw=ROOM)
-    _draw_toy(panels[0, 0], example)
-    _draw_moves(panels[0, 1], gradients)
-    _draw_norms_by_keys(panels[1, 0], gradients)
-    _draw_cooling(panels[1, 1], gradients)
-    note(drawing, about)
-    return drawing
-
-
-def _draw_toy(axes: Axes, example: pa.Table) -> None:
-    rows = example.to_pylist()
-    for index, a in enumerate(HEIGHTS):
-        height_rows = [row for row in rows if row["a_over_T"] == a]
-        shade = str(0.75 - 0.75 * index / (len(HEIGHTS) - 1))
-        axes.plot(
-            [row["eps_over_T"] for row in height_rows], [row["per_step"] for row in height_rows], color=shade,
-            marker=MARKERS[index],
-            markersize=4, linewidth=1.2, label=f"a = {a:g} T",
-        )  # fmt: skip
-    axes.axhline(math.sqrt(2), **{**PRINTED, **BARE}, label="printed, √2")
-    axes.axhline(0.75 * math.sqrt(2), **{**CORRECTED, **BARE}, label="correct, 3√2/4")
-    axes.set(xscale="log", ylim=(0, 1.55), xlabel="step ε/T", ylabel="change of the weights, in units of ε/T")
-    panel(axes, "a", "Toy of section 2.3, 1,024 keys")
-    axes.legend(loc="center left", fontsize=7, ncols=2, bbox_to_anchor=(0.02, 0.33))
-
-
-def _draw_moves(axes: Axes, gradients: Gradients) -> None:
-    """Draw the effect of the toy's move on real rows, at three temperatures."""
-    for T, look in ((0.1, PRINTED), (1.0, MEASURED), (3.0, CORRECTED)):
-        values = np.sort(gradients.move[:, TEMPERATURES.index(T)])
-        few = slice(None, None, max(1, len(values) // 300))
-        axes.plot(values[few], np.linspace(0, 1, len(values))[few], **{**look, "markevery": 40}, label=f"T = {T:g}")
-    axes.axvline(0.75 * math.sqrt(2), color=PALE, linewidth=1, linestyle=(0, (4, 3)))
-    axes.text(0.75 * math.sqrt(2), 0.03, "3√2/4 ", ha="right", fontsize=7.5)
-    axes.set(xlim=(-0.02, 1.3), ylim=(0, 1.02))
-    axes.set(xlabel="change of the weights, in units of ε/T, ε → 0", ylabel="share of rows up to it")
-    panel(axes, "b", "The same move on real rows")
-    axes.legend(loc="lower right", fontsize=7.5, bbox_to_anchor=(0.8, 0.12))
-
-
-def _draw_norms_by_keys(axes: Axes, gradients: Gradients) -> None:
-    axes.scatter(gradients.n, gradients.norm, s=4, color=INK, alpha=0.25, linewidth=0, rasterized=True)
-    edges = np.geomspace(8, gradients.n.max() * 1.001, 9)
-    index = np.digitize(gradients.n, edges)
-    middles = [
-        (float(gradients.n[index == bin_number].mean()), float(np.median(gradients.norm[index == bin_number])))
-        for bin_number in np.unique(index)
-    ]
-    axes.plot(*zip(*middles, strict=True), **{**MEASURED, "markerfacecolor": "white"}, label="median of the rows")
-    axes.axhline(0.25, **{**PRINTED, **BARE}, label="printed bound 1/4")
-    axes.axhline(0.5, **{**CORRECTED, **BARE}, label="correct bound 1/2")
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:.0f}")
-    axes.set(ylim=(0, 0.68), xlabel="visible keys n", ylabel="exact norm of the Jacobian, as trained")
-    panel(axes, "c", "Real rows and Corollary 3")
-    axes.legend(loc="upper left", fontsize=7, ncols=2, columnspacing=1.0)
-
-
-def _draw_cooling(axes: Axes, gradients: Gradients) -> None:
-    draw_norms(axes, gradients.norms.T, "row")
-    axes.set_ylabel("exact norm of the Jacobian")
-    panel(axes, "d", "Cooling freezes most rows")
-
-
-def draw_norms(axes: Axes, norms: Floats, of: str) -> None:
-    """norms: (temperatures, what `of` names)."""
-    T = np.array(TEMPERATURES)
-    low, center, high = np.quantile(np.maximum(norms, LOWEST / 100), (0.25, 0.5, 0.75), axis=1)
-    axes.fill_between(T, low, high, color=INK, alpha=0.15, linewidth=0)
-    axes.plot(T, center, **MEASURED, label=f"median {of}, quartiles")
-    largest = {**MEASURED, "linestyle": "-.", "marker": "x", "linewidth": 1.0}
-    axes.plot(T, norms.max(1), **largest, label=f"largest {of}")
-    axes.plot(T, 1 / (2 * T), **{**CORRECTED, **BARE}, label="1/(2T), correct")
-    axes.plot(T, 1 / (4 * T), **{**PRINTED, **BARE}, label="1/(4T), printed")
-    axes.axvline(1, ymax=BELOW_LEGEND, **DASHED)
-    axes.set(
-        xscale="log",
-        yscale="log",
-        ylim=(max(LOWEST, float(low.min()) / 2), TOP),
-        yticks=[10.0**power for power in range(-6, 3, 2)],
-    )
-    axes.set(xlabel="temperature, 1 = as trained")
-    axes.legend(loc="upper left", fontsize=7, ncols=2, columnspacing=1.2)

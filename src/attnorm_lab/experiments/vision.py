@@ -287,10 +287,9 @@ def comparisons_of(records: Sequence[Record]) -> dict[tuple[int, str, str], Seed
             if (tokens, rival) in groups
         }
         tests = compare_over_seeds(sides)
-        compared |= {
-            key: SeedComparison(len(ours.keys() & theirs.keys()), *tests.get(key, (None, None)), len(tests))
-            for key, (ours, theirs) in sides.items()
-        }
+        for key, (ours, theirs) in sides.items():
+            test, p_holm = tests.get(key, (None, None))
+            compared[key] = SeedComparison(len(ours.keys() & theirs.keys()), test, p_holm, len(tests))
     return compared
 
 
