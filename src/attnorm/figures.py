@@ -43,7 +43,7 @@ MODELS: tuple[dict[str, Any], ...] = (
     {"color": "#b0305c", "linestyle": (0, (3, 1, 1, 1, 1, 1)), "marker": "X", "markersize": 4.5, "linewidth": 1.6},
 )
 BARE = {"marker": None}  # a line without markers
-# Lines that mark a value.
+# A line that marks a value.
 DASHED: dict[str, Any] = {"color": PALE, "linewidth": 0.8, "linestyle": (0, (4, 3))}
 
 
