@@ -305,12 +305,12 @@ def test_tasks_with_the_same_questions_may_count_once() -> None:
 def test_shares_have_the_range_of_the_seeds_and_the_interval_of_the_questions() -> None:
     names = ["bfs", "dfs"]
     lines = [made_line(SOFTMAX, seed, {OWN: cells(0, right, names)}) for seed, right in ((0, 8), (1, 24))]
-    made = outcome([*lines, made_line("ssmax", 0, {OWN: cells(0, 16, names)})], FULL.normalizers)
-    softmax, ssmax = (row for row in made.tables["shares"].to_pylist() if row["range"] == "out")
+    made = outcome([*lines, made_line(ADAPTIVE, 0, {OWN: cells(0, 16, names)})], FULL.normalizers)
+    softmax, adaptive = (row for row in made.tables["shares"].to_pylist() if row["range"] == "out")
     assert (softmax["share"], softmax["lowest_seed"], softmax["highest_seed"]) == (0.5, 0.25, 0.75)
     expected = binomtest(32, 64).proportion_ci(method="wilson")
-    assert (ssmax["low"], ssmax["high"]) == pytest.approx((expected.low, expected.high))
-    bands = made.figures["normalizers"].axes[0].collections
+    assert (adaptive["low"], adaptive["high"]) == pytest.approx((expected.low, expected.high))
+    bands = made.figures["clrs-text"].axes[0].collections
     at_16 = [sorted(band.get_paths()[0].vertices[:, 1][band.get_paths()[0].vertices[:, 0] == 16]) for band in bands]
     assert (at_16[0][0], at_16[0][-1]) == (25, 75)
     one = binomtest(16, 32).proportion_ci(method="wilson")
@@ -318,14 +318,13 @@ def test_shares_have_the_range_of_the_seeds_and_the_interval_of_the_questions() 
     assert [row["held_out_loss"] for row in made.tables["trainings"].to_pylist()] == [1.0] * 3
 
 
-def test_other_normalizers_have_a_figure_of_their_own() -> None:
+def test_other_normalizers_have_panels_of_their_own_in_the_figure_of_the_entropy() -> None:
     few = {OWN: cells(10, 5, NAMES[:2])}  # a panel each
     softmax = [made_line(SOFTMAX, 0, few), made_line(ADAPTIVE, 0, few)]
-    assert list(figures_of(results_of(softmax))) == ["clrs-text", "entropy"]
-    with_others = figures_of(results_of([*softmax, made_line("entmax15", 0, few)]))
-    assert list(with_others) == ["clrs-text", "normalizers", "entropy"]
-    labels = [text.get_text() for text in with_others["normalizers"].legends[0].get_texts()]
-    assert labels == [SOFTMAX, "entmax15"]
+    assert len(figures_of(results_of(softmax))["entropy"].axes) == 2
+    panels = figures_of(results_of([*softmax, made_line("entmax15", 0, few)]))["entropy"].axes
+    legends = [[text.get_text() for text in panels[first].get_legend().get_texts()] for first in (0, 2)]
+    assert legends == [[SOFTMAX, ADAPTIVE], [SOFTMAX, "entmax15"]]
 
 
 def test_seeds_that_answer_the_same_questions_do_not_narrow_the_interval() -> None:

@@ -47,7 +47,7 @@ def test_a_model_without_rotation_and_without_groups_says_so(outcome: Outcome) -
     assert outcome.findings[-1].ours == "not measured: bundled has a context of 1,024: --quick uses small sizes only"
     assert "(bundled has a context of 1,024: --quick uses small sizes only)" in outcome.summary
     assert outcome.parameters["rotation"].startswith("not applicable")
-    assert set(outcome.figures) == {"dispersion", "entropy-by-layer", "gap-by-layer"}
+    assert set(outcome.figures) == {"dispersion"}
 
 
 def test_a_pass_that_was_made_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,7 +246,7 @@ def points() -> tuple[tuple[Point, ...], tuple[Point, ...]]:
 def result_of(distances: Distances) -> Result:
     by_length, by_n = points()
     return Result(
-        distances=(distances,), at_panel=distances, permuted=distances, by_length=by_length, by_n=by_n,
+        distances=(distances,), at_panel=distances, by_length=by_length, by_n=by_n,
         comparisons={name: compare(name, [distances], QUICK.resamples, 0) for name in PAIRS},
         permuted_critical=dict.fromkeys(PAIRS, 5.0), fewer_heads=fewer_heads(distances, QUICK.resamples, 0), choices=(),
     )  # fmt: skip

@@ -422,7 +422,7 @@ def test_the_outcome_compares_with_softmax(finished: LMWorkspace) -> None:
     }
     assert made.tables["models"].num_rows == 3
     assert "lowest loss on valid" in made.summary
-    assert set(made.figures) == {"language-models", "course"}
+    assert set(made.figures) == {"language-models"}
     assert EXPERIMENT.name == "language-models"
 
 
@@ -482,7 +482,7 @@ def test_the_tables_need_nothing_but_the_lines(
     monkeypatch.setattr(figures, "save", lambda figure, stem: [stem])  # made, but not drawn
     heard: list[str] = []
     assert run_stage("tables", tmp_path, FULL, log=heard.append)
-    assert heard == [f"wrote {tmp_path / name}" for name in ("tables.md", "language-models", "course")]
+    assert heard == [f"wrote {tmp_path / name}" for name in ("tables.md", "language-models")]
     assert "## Loss" in (tmp_path / "tables.md").read_text()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from attnorm_lab.experiments.language_models.figure import comparison_figure, course_figure
+from attnorm_lab.experiments.language_models.figure import comparison_figure
 from attnorm_lab.experiments.language_models.results import Spread, contenders
 
 PUBLISHED = Path(__file__).parents[2] / "docs" / "results" / "language-models.jsonl.xz"
@@ -43,18 +43,3 @@ def test_models_that_were_not_asked_say_so(lines: list[dict[str, Any]]) -> None:
     assert written(comparison_figure(contenders(asked))).count("not measured") == len(trained) - 2
     without = [line for line in lines if line["stage"] != "needle"]
     assert len(comparison_figure(contenders(without)).axes) == 3
-
-
-def test_a_course_is_compared_with_softmax_entry_by_entry(lines: list[dict[str, Any]]) -> None:
-    runs = [line for line in lines if line["stage"] == "main" and line["normalizer"] in ("softmax", "sigmoid")]
-    spelled = [run | {"normalizer": run["normalizer"].replace("sigmoid", "sigmoid:learned=true")} for run in runs]
-    both, differences = course_figure(spelled).axes
-    assert [line.get_label() for line in both.lines] == [run["normalizer"] for run in runs]
-    last = differences.lines[0].get_ydata()[-1]
-    softmax, sigmoid = (
-        sum(point[1] for point in next(run for run in runs if run["normalizer"] == name)["course"][-15:]) / 15
-        for name in ("softmax", "sigmoid")
-    )
-    assert last == pytest.approx(sigmoid - softmax)
-    assert len(course_figure([run for run in runs if run["normalizer"] == "sigmoid"]).axes) == 1
-    assert len(course_figure([]).axes) == 1

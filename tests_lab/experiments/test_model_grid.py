@@ -128,7 +128,7 @@ def test_a_model_that_the_time_limit_stops_has_no_record(trained: tuple[Path, li
 
 
 QUICK_TABLES = {  # claims, figures, and rows of each table
-    "temperature": (2, ["temperature", "course"], {"models": 3, "temperatures": 3, "lengths": 3 * 3 * 2}),
+    "temperature": (2, ["temperature"], {"models": 3, "temperatures": 3, "lengths": 3 * 3 * 2}),
     "positions": (2, ["positions"], {"models": 4, "lengths": (3 * 2 + 1) * 2}),  # learned positions end
     "heads": (1, ["heads"], {"models": 2, "top-n": 2 * 5, "lengths": 2 * 2}),
 }
@@ -208,8 +208,6 @@ def test_the_median_row_of_heads_and_the_mean_over_rows_have_their_own_names() -
     (drawn,) = [line for line in made.figures["temperature"].axes[2].lines if line.get_label() == "softmax"]
     assert list(drawn.get_ydata()) == pytest.approx([10 / 3])
     assert made.figures["temperature"].axes[2].get_ylabel() == "median row, mean over heads"
-    assert list(made.figures["course"].axes[2].lines[0].get_ydata()) == [8.0, 3.4]
-    assert made.figures["course"].axes[2].get_ylabel() == "mean over rows and heads"
 
 
 def test_means_over_rows_are_in_the_tables_if_records_have_them() -> None:
@@ -265,7 +263,7 @@ def test_ticks_are_not_differences_from_an_offset() -> None:
     close = [tempered("softmax", T, 5.288 + T / 1e3) for T in (0.25, 0.5)]
     for record in close:
         record["course"] = [[step, 5.288 + step / 1e5, None, 1.0] for step in (20, 40)]
-    made = [temperature.figure(close), temperature.course_figure(close)]
+    made = [temperature.figure(close)]
     rows = [{"heads_per_layer": n, "map": "softmax", "losses": {"t": {"32": 5.288 + n / 1e4}}} for n in (2, 4)]
     made.append(heads.figure([row | {"settings": {"context": 32}} for row in rows]))
     made.append(positions.figure([placed("rotary", "softmax", 1e-4, [None])], (1, 2)))
@@ -292,18 +290,6 @@ def test_the_largest_gradient_is_that_of_the_whole_training_and_after_the_warmup
     assert "norm of the gradient 90" in stability.ours
     gradients = temperature.figure(records).axes[1]
     assert gradients.get_yscale() == "linear"
-    course = temperature.course_figure(records).axes
-    assert [axes.get_title(loc="left") for axes in course] == [
-        "(a)  softmax: training loss", "(b)  softmax: norm of the gradient", "(c)  softmax: Jacobian norm",
-    ]  # fmt: skip
-    assert list(course[1].lines[0].get_ydata()) == [65.0, 2.5]
-    assert list(course[0].lines[0].get_xdata()) == [20], "the loss is drawn after the warmup"
-
-
-def test_the_note_of_a_figure_with_one_map_is_not_cut() -> None:
-    figure = temperature.course_figure([tempered("softmax", 0.05, 4.0, 0)])
-    (note,) = figure.texts
-    assert note.get_window_extent().x1 < figure.bbox.x1
 
 
 @pytest.mark.parametrize(("module", "count"), [(temperature, 72), (positions, 12), (heads, 12)])

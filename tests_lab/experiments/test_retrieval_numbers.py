@@ -1,23 +1,18 @@
 """The statistics and the theory behind the retrieval tables, against definitions and brute force."""
 
-import math
-
 import numpy as np
 import pytest
-import torch
 from scipy.stats import ttest_rel
 
 from attnorm.arithmetic import holm
 from attnorm_lab.experiments.retrieval.results import (
     compare_with,
     lines_of,
-    needed_margin,
     predicted_right,
     read_hard,
     scales_of,
 )
 from attnorm_lab.training.retrieval.data import CLASSES
-from attnorm_lab.training.retrieval.model import normalizer_for
 from tests_lab.experiments.retrieval_records import found, record, training
 
 
@@ -73,25 +68,6 @@ def test_the_correction_covers_the_rows_of_a_table_and_no_others() -> None:
     assert holm([d.p for d in compared if d]) == [d.p_holm for d in compared if d]
 
 
-@pytest.mark.parametrize("size", [16, 1024])
-@pytest.mark.parametrize("name", ["softmax", "sparsemax", "entmax15", "kneemax", "log_scaled:train_length=16"])
-def test_the_needed_margin_gives_the_first_key_half_of_the_weight(name: str, size: int) -> None:
-    margin = needed_margin(name, size)
-    assert margin is not None
-    row = -margin * torch.arange(size, dtype=torch.float64)
-    assert normalizer_for(name, 1)(row[None, None, None])[..., 0].item() == pytest.approx(0.5, abs=1e-4)
-
-
-def test_the_needed_margin_of_softmax_is_log_2_and_what_was_learned_counts() -> None:
-    assert needed_margin("softmax", 4096) == pytest.approx(math.log(2), rel=1e-4)
-    (name,) = (name for name, _ in normalizer_for("ssmax", 1).named_parameters())
-    expected = math.log(2) / (0.5 * math.log(4096))
-    assert needed_margin("ssmax", 4096, {name: 0.5}) == pytest.approx(expected, rel=1e-4)
-    assert needed_margin("hard", 64) == 0
-    assert needed_margin("sigmoid", 64) is None
-    assert needed_margin("sink", 64) is None
-
-
 @pytest.mark.parametrize(("leak", "size"), [(2e-3, 64), (2e-3, 512), (1e-2, 512)])
 def test_wrong_logits_are_predicted_as_brute_force_finds_them(leak: float, size: int) -> None:
     generator = np.random.default_rng(1)
@@ -112,8 +88,6 @@ def test_the_leak_among_the_contenders_is_taken_where_it_is_known() -> None:
     coarse = found(training(sizes=(1024,)), {"own": (50,)})
     fine = found(training(sizes=(1024,)), {"own": (50,)}, slope_at_top=400.0, leak_at_top=1e-5)
     (first,), (second,) = scales_of([coarse]), scales_of([fine])
-    assert (first.delivered, first.class_noise) == pytest.approx((100 / 1025, 0.1))
-    assert (second.delivered, second.class_noise) == pytest.approx((400 / 1025, 4e-3))
     assert second.predicted_right > first.predicted_right
     assert second.slope == first.slope == 100
     falling = found(training(sizes=(1024,)), {"own": (50,)}, leak=None)
@@ -122,9 +96,8 @@ def test_the_leak_among_the_contenders_is_taken_where_it_is_known() -> None:
 
 def test_a_leak_over_all_priorities_says_nothing_about_the_top_after_squeezed_training() -> None:
     (scale,) = scales_of([found(training(sizes=(1024,)), {"own": (50,)}, squeezed=0.9)])
-    assert scale.class_noise is None
     assert scale.predicted_right is None
     (known,) = scales_of(
         [found(training(sizes=(1024,)), {"own": (50,)}, squeezed=0.9, slope_at_top=9.0, leak_at_top=0.1)]
     )
-    assert known.class_noise == pytest.approx(0.9)
+    assert known.predicted_right == pytest.approx(predicted_right(0.1, 1024))

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from attnorm.arithmetic import Difference, difference_over_seeds, holm
 from attnorm.files import read_text
 from attnorm.provenance import file_hash
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 Verdict = Literal["reproduces", "partly", "does not", "not decided", "not tested"]
 UNDECIDED: tuple[Verdict, ...] = ("not decided", "not tested")
 Floats = NDArray[np.float64]
+Compared = TypeVar("Compared")  # what names a comparison
 
 BUNDLED = "bundled"
 RECORDS = "records.jsonl"  # optional file in the output folder: records from another machine, plain or .xz
@@ -76,6 +78,18 @@ def combine_verdicts(verdicts: Sequence[Verdict]) -> Verdict:
     if not decided:
         return "not decided" if "not decided" in verdicts else "not tested"
     return next(iter(decided)) if len(decided) == 1 else "partly"
+
+
+def compare_over_seeds(
+    pairs: Mapping[Compared, tuple[Mapping[int, float], Mapping[int, float]]],
+) -> dict[Compared, tuple[Difference, float]]:
+    """Test each pair over seeds; return the differences, and p after Holm's correction over the pairs.
+
+    pairs: the number of each model by seed, of both sides. Pairs with too few seeds for a test are left out.
+    """
+    tests = {key: test for key, sides in pairs.items() if (test := difference_over_seeds(*sides)) is not None}
+    corrected = holm([test.p for test in tests.values()])
+    return {key: (test, p) for (key, test), p in zip(tests.items(), corrected, strict=True)}
 
 
 def median(values: Floats) -> float:

@@ -18,14 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from attnorm.arithmetic import (
-    SIGNIFICANT,
-    Difference,
-    difference_over_seeds,
-    holm,
-    student_interval,
-    wilson_interval,
-)
+from attnorm.arithmetic import SIGNIFICANT, Difference, student_interval, wilson_interval
 from attnorm.figures import INK, PALE, note, panel
 from attnorm.files import append_jsonl, read_jsonl
 from attnorm.provenance import file_hash
@@ -38,6 +31,7 @@ from attnorm_lab.experiments.experiment import (
     Outcome,
     ProgressCallback,
     Verdict,
+    compare_over_seeds,
     copied_records,
     judge,
     without_verdicts,
@@ -292,12 +286,10 @@ def comparisons_of(records: Sequence[Record]) -> dict[tuple[int, str, str], Seed
             for tokens, name, rival in family
             if (tokens, rival) in groups
         }
-        tests = {key: test for key, pair in sides.items() if (test := difference_over_seeds(*pair)) is not None}
-        corrected = dict(zip(tests, holm([test.p for test in tests.values()]), strict=True))
-        compared |= {
-            key: SeedComparison(len(ours.keys() & theirs.keys()), tests.get(key), corrected.get(key), len(tests))
-            for key, (ours, theirs) in sides.items()
-        }
+        tests = compare_over_seeds(sides)
+        for key, (ours, theirs) in sides.items():
+            test, p_holm = tests.get(key, (None, None))
+            compared[key] = SeedComparison(len(ours.keys() & theirs.keys()), test, p_holm, len(tests))
     return compared
 
 

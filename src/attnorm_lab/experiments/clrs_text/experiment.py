@@ -407,13 +407,13 @@ OTHER_LOOKS: Looks = {
 
 
 def figures_of(results: ClrsResults) -> dict[str, Figure]:
-    """Return the figures by name; other normalizers have one of their own where they were trained."""
+    """Return the figures by name; other normalizers are in that of the entropy, where they were trained."""
     about = f"{results.base}, {results.steps:,} steps. attnorm lab reproduce clrs-text"
     has_others = any(results.variant(*key) is not None for key in OTHER_LOOKS if key != (SOFTMAX, OWN))
-    groups = {"clrs-text": ADAPTIVE_LOOKS} | ({"normalizers": OTHER_LOOKS} if has_others else {})
+    drawn = [_variants_to_draw(results, looks) for looks in (ADAPTIVE_LOOKS, OTHER_LOOKS)[: 1 + has_others]]
     return {
-        **{name: _draw_accuracy(results, _variants_to_draw(results, looks), about) for name, looks in groups.items()},
-        "entropy": _draw_entropies(results, [_variants_to_draw(results, looks) for looks in groups.values()], about),
+        "clrs-text": _draw_accuracy(results, drawn[0], about),
+        "entropy": _draw_entropies(results, drawn, about),
     }
 
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from attnorm.analysis.collect_rows import SHORTEST_IN_SLOPE
 from attnorm.models.describe import longest_context
-from attnorm_lab.experiments.dispersion.figure import by_layer, overview
+from attnorm_lab.experiments.dispersion.figure import overview
 from attnorm_lab.experiments.dispersion.measure import (
     CONTENT,
     LENGTHS,
@@ -75,15 +75,10 @@ def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> 
 
     findings = judge_claims(heads, curves, ceilings, groups, far)
     about = f"{subject.model_and_text()}, {main:,} tokens, {rows} rows per head, binned by n"
-    curve = curves[main, RUNS]
     return Outcome(
         summary=summary(heads, ceilings, far),
         findings=findings,
-        figures={
-            "dispersion": overview(heads, curves, ceilings, main, about),
-            "entropy-by-layer": by_layer(curve, heads[main, RUNS], "entropy", about),
-            "gap-by-layer": by_layer(curve, heads[main, RUNS], "gap", about),
-        },
+        figures={"dispersion": overview(heads, curves, ceilings, main, about)},
         tables={"heads": _join_tables(heads), "by-length": _join_tables(curves), "ceiling": ceilings},
         parameters={
             "lengths": [measured.length for measured in passes],

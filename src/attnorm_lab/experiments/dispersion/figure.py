@@ -1,4 +1,4 @@
-"""Draw the figures of dispersion: a summary in six panels, and the curves of every head by layer."""
+"""Draw dispersion: a summary in six panels."""
 
 import math
 from collections.abc import Mapping
@@ -10,8 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter
 
 from attnorm.analysis.collect_rows import SHORTEST_IN_SLOPE
-from attnorm.figures import BARE, CORRECTED, DASHED, DOTTED, INK, MEASURED, NULL, PALE, PRINTED, note, panel, tidy
-from attnorm.theory.dispersion import horizon
+from attnorm.figures import BARE, CORRECTED, DASHED, INK, MEASURED, NULL, PALE, PRINTED, note, panel
 from attnorm_lab.experiments.dispersion.measure import CEILING_LENGTHS, CONTENT, KEYS, RUNS, Key, bins, column
 from attnorm_lab.experiments.experiment import Floats
 
@@ -32,60 +31,6 @@ def overview(
     _draw_groups(panels[1, 2], table)
     note(drawing, about)
     return drawing
-
-
-def by_layer(curves: pa.Table, heads: pa.Table, quantity: str, about: str) -> Figure:
-    """Draw one small panel per layer, with a thin line per head."""
-    layers = sorted(set(curves.column("layer").to_pylist()))
-    across = 6 if len(layers) > 4 else len(layers)
-    down = math.ceil(len(layers) / across)
-    height = 0.75 + 1.75 * down
-    drawing = Figure(figsize=(11.4, height))
-    room = {**ROOM, "left": 0.055, "top": 1 - 0.45 / height, "bottom": 0.62 / height, "wspace": 0.12, "hspace": 0.3}
-    panels = drawing.subplots(down, across, sharex=True, sharey=True, squeeze=False, gridspec_kw=room)
-    name = "entropy_nats_q50" if quantity == "entropy" else "effective_gap_q50"
-    for axes, layer in zip(panels.flat, layers, strict=False):
-        layer_curves = curves.filter(pa.array(column(curves, "layer") == layer))
-        _draw_layer(axes, layer_curves, name, quantity)
-        spread = column(heads.filter(pa.array(column(heads, "layer") == layer)), "logit_spread")
-        _mark_position(axes, float(horizon(float(np.nanmedian(spread)))), layer_curves)
-        axes.text(0.04, 0.93, f"layer {layer}", transform=axes.transAxes, fontsize=7.5, va="top")
-        tidy(axes)
-    for axes in panels.flat[len(layers) :]:
-        axes.set_axis_off()
-    handles, labels = panels[0, 0].get_legend_handles_labels()
-    drawing.legend(handles, labels, loc="upper right", bbox_to_anchor=(0.985, 1.0), ncols=len(labels), fontsize=7.5)
-    title = "entropy (nats)" if quantity == "entropy" else "effective gap (nats)"
-    drawing.supylabel(title, fontsize=9, x=0.008)
-    drawing.supxlabel("visible keys n", fontsize=9, y=0.18 / height)
-    heading = f"{title[0].upper()}{title[1:]} of every head against context length, by layer"
-    drawing.text(0.055, 1 - 0.25 / height, heading, fontsize=9.5)
-    note(drawing, f"{about}; dotted vertical line: the layer's median horizon, where it lies within the axis")
-    return drawing
-
-
-def _draw_layer(axes: Axes, curves: pa.Table, name: str, quantity: str) -> None:
-    n = np.unique(column(curves, "n"))
-    ends = np.array([n.min(), n.max()])
-    if quantity == "entropy":
-        axes.plot(ends, np.log(ends), color=PALE, linewidth=1.2, label="log n")
-        cut = bins(curves)
-        floor = [float(np.nanmedian(column(part, "entropy_floor_q50"))) for _, part in cut]
-        axes.plot(
-            [mean_n for mean_n, _ in cut], floor, **{**CORRECTED, **BARE, "linewidth": 1.1}, label="floor (median)"
-        )
-    for index, head in enumerate(sorted(set(curves.column("head").to_pylist()))):
-        curve = curves.filter(pa.array(column(curves, "head") == head)).sort_by("n")
-        label = "heads" if index == 0 else None
-        axes.plot(column(curve, "n"), column(curve, name), color=INK, linewidth=0.7, alpha=0.75, label=label)
-    if quantity == "gap":
-        first_n, first = next(entry for entry in bins(curves) if entry[0] >= SHORTEST_IN_SLOPE)
-        start, ends = float(np.nanmedian(column(first, name))), np.array([first_n, n.max()])
-        axes.plot(
-            ends, start + np.log(ends / ends[0]), **{**CORRECTED, **BARE, "linewidth": 1.1}, label="slope 1: keeps up"
-        )
-        axes.plot(ends, [start, start], **{**PRINTED, **BARE, "linewidth": 1.2}, label="slope 0: disperses")
-    _set_log_axis(axes)
 
 
 def _draw_entropy(axes: Axes, curves: pa.Table) -> None:
@@ -220,11 +165,6 @@ def _band(curves: pa.Table, name: str) -> tuple[Floats, ...]:
 
 def _finite(values: Floats) -> Floats:
     return np.where(np.isfinite(values), values, np.nan)
-
-
-def _mark_position(axes: Axes, position: float, curves: pa.Table) -> None:
-    if position < float(column(curves, "n").max()):
-        axes.axvline(position, **DOTTED)
 
 
 def _set_log_axis(axes: Axes) -> None:

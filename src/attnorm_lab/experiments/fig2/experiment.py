@@ -5,7 +5,7 @@ critical N is the smallest at which a Kolmogorov-Smirnov test does not distingui
 experiment measures both forms and what the printed one means: d_tilde is about (L - N) ||s||, the printed E about (L -
 N) ||x_bar||. So the two meet when the N heaviest keys make up the whole output, whatever random sets do.
 
-The first figure has the paper's layout; the second explains the printed critical N.
+The figure has the paper's layout.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from attnorm.figures import CORRECTED, INK, MEASURED, NULL, PALE, PRINTED, note, panel
+from attnorm.figures import CORRECTED, INK, MEASURED, PALE, PRINTED, note, panel
 from attnorm.metrics.vectors import Vectors
 from attnorm_lab.experiments.experiment import Experiment, ExperimentSubject, Floats, Outcome, ProgressCallback
 from attnorm_lab.experiments.fig2 import measure
@@ -85,7 +85,6 @@ def _run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) ->
     result = Result(
         distances=tuple(distances),
         at_panel=at_panel,
-        permuted=permuted,
         by_length=tuple(by_length),
         by_n=tuple(by_n),
         comparisons={name: compare(name, distances, sizes.resamples, subject.seed) for name in PAIRS},
@@ -97,7 +96,7 @@ def _run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) ->
     return Outcome(
         summary=summary(result),
         findings=findings(result),
-        figures={"fig2": paper_figure(result, setting), "fig2_why": why_figure(result, setting)},
+        figures={"fig2": paper_figure(result, setting)},
         tables=_tables(result),
         parameters={
             "lengths": lengths,
@@ -254,85 +253,6 @@ def _draw_critical(axes: Axes, result: Result) -> None:
     _log2_ticks(axes, [int(length) for length in lengths])
     axes.set_yticks([1, 10, 100, 1000], ["1", "10", "100", "1000"])
     axes.set_ylim(bottom=0.8)
-
-
-def why_figure(result: Result, setting: str) -> Figure:
-    """(a) the two ratios that are the same, (b) the test's statistic, (c) fewer heads."""
-    figure = Figure(figsize=(11.4, 3.9))
-    a, b, c = figure.subplots(
-        1, 3, gridspec_kw={"wspace": 0.3, "left": 0.06, "right": 0.99, "top": 0.9, "bottom": 0.17}
-    )
-    distances = result.at_panel
-    _draw_ratios(a, distances, result.critical(measure.PRINTED).top_n)
-    _draw_statistics(b, result)
-    _draw_fewer_heads(c, result)
-    note(figure, f"{setting}; L = {distances.length}, {distances.heads} heads")
-    return figure
-
-
-def _draw_ratios(axes: Axes, distances: Distances, critical: float) -> None:
-    top_n = int(critical) if np.isfinite(critical) else 5
-    column = distances.column(top_n)
-    x = distances.output[:, column] / distances.context[:, column]
-    y = distances.printed[:, column] / distances.measured[:, column]
-    axes.set(xscale="log", yscale="log")
-    ends = [min(x.min(), y.min()) * 0.9, max(x.max(), y.max()) * 1.1]
-    axes.plot(ends, ends, color=PALE, linewidth=0.8, linestyle="--", label="equal")
-    axes.plot(x, y, "o", markersize=3.2, color=PRINTED["color"], alpha=0.55, markeredgewidth=0,
-              label="as printed")  # fmt: skip
-    y = distances.upper[:, column] / distances.measured[:, column]
-    axes.plot(x, y, "s", markersize=3, color=CORRECTED["color"], alpha=0.55, markeredgewidth=0,
-              label="corrected, upper end")  # fmt: skip
-    axes.set(
-        xlabel=r"whole output over selected part, $\|\bar{x}\| / \|s\|$", ylabel="expectation over measured distance"
-    )
-    panel(axes, "a", f"one point per head, $N$ = {top_n}")
-    axes.legend(loc="upper left", handletextpad=0.3)
-
-
-def _draw_statistics(axes: Axes, result: Result) -> None:
-    distances, permuted = result.at_panel, result.permuted
-    axes.set_xscale("log", base=2)
-    compared: list[tuple[Floats, Floats, dict[str, Any], str]] = [
-        (distances.measured, distances.printed, PRINTED, r"$\tilde{d}$ against printed expectation"),
-        (
-            distances.context,
-            distances.output,
-            {**MEASURED, "marker": "x", "linewidth": 0.8},
-            r"$\|s\|$ against $\|\bar{x}\|$",
-        ),
-        (permuted.measured, permuted.printed, NULL, "printed, weights permuted"),
-        (distances.measured, distances.upper, CORRECTED, r"$\tilde{d}$ against corrected, upper end"),
-    ]
-    for first, second, look, label in compared:
-        axes.plot(distances.grid, ks_statistic(first, second), label=label, markevery=6, **look)
-    threshold: dict[str, Any] = {"color": INK, "linewidth": 0.9, "linestyle": (0, (1, 2))}
-    axes.axhline(ks_threshold(distances.heads), label="distinguished above this line", **threshold)
-    axes.set(ylim=(0, 1.45), yticks=[0, 0.25, 0.5, 0.75, 1])
-    _log2_ticks(axes, [4**power for power in range(6) if 4**power <= distances.length])
-    axes.set(xlabel="selected keys $N$", ylabel="Kolmogorov-Smirnov statistic")
-    panel(axes, "b", "what the test compares")
-    axes.legend(loc="upper right", fontsize=7.5, labelspacing=0.25)
-
-
-def _draw_fewer_heads(axes: Axes, result: Result) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    sizes: list[int] = []
-    for name, look, label in (
-        (measure.PRINTED, PRINTED, "printed expectation"),
-        (measure.UPPER, CORRECTED, "corrected, upper end"),
-    ):
-        rows = [row for row in result.fewer_heads if row["compared"] == name]
-        sizes = [row["heads"] for row in rows]
-        values, low, high = (np.array([row[key] for row in rows]) for key in ("critical_n", "low", "high"))
-        spread = np.nan_to_num(np.stack([values - low, high - values])).clip(min=0)
-        axes.errorbar(sizes, values, yerr=spread, label=label, **look, **BARS)
-    _log2_ticks(axes, sizes)
-    axes.set_yticks([1, 10, 100, 1000], ["1", "10", "100", "1000"])
-    axes.set(ylim=(0.8, 2500), xlabel="heads in the test (random subsets)", ylabel="critical $N$")
-    panel(axes, "c", "against the number of heads")
-    axes.legend(loc="center right")
 
 
 def _log2_ticks(axes: Axes, values: list[int]) -> None:

@@ -361,11 +361,10 @@ class Result:
 
     distances: tuple[Distances, ...]  # by length
     at_panel: Distances  # at the length of panel (b)
-    permuted: Distances  # at the same length, with permuted weights
     by_length: tuple[Point, ...]  # panel (a)
     by_n: tuple[Point, ...]  # panel (b)
     comparisons: Mapping[str, ExpectationComparison]
-    permuted_critical: Mapping[str, float]
+    permuted_critical: Mapping[str, float]  # at the same length, with permuted weights
     fewer_heads: Sequence[Mapping[str, Any]]
     choices: Sequence[Mapping[str, Any]]
 

@@ -17,7 +17,7 @@ from attnorm_lab.experiments.experiment import (
     judge,
 )
 from attnorm_lab.experiments.language_models import stages
-from attnorm_lab.experiments.language_models.figure import comparison_figure, course_figure
+from attnorm_lab.experiments.language_models.figure import comparison_figure
 from attnorm_lab.experiments.language_models.results import Line, LMContender, contenders, summary
 from attnorm_lab.experiments.language_models.train import FULL, QUICK, LanguageModelPlan, LMWorkspace
 from attnorm_lab.experiments.trained_models import on_this_machine, prepare_texts, texts_of
@@ -64,7 +64,7 @@ def outcome(lines: Sequence[Line], plan: LanguageModelPlan) -> Outcome:
     return Outcome(
         summary=summary(models) + ("" if plan.main_tokens >= MIN_TOKENS else f" {TOO_SMALL}"),
         findings=_findings(models, judge_claims=plan.main_tokens >= MIN_TOKENS),
-        figures={"language-models": comparison_figure(models), "course": course_figure(lines)},
+        figures={"language-models": comparison_figure(models)},
         tables={"models": _table(models)},
         parameters=plan.as_dict(),
     )

@@ -1,9 +1,9 @@
-"""Draw losses, keys found and entropy of models that differ in their normalizer, and their training losses."""
+"""Draw losses, keys found and entropy of models that differ in their normalizer."""
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from statistics import mean, median
+from collections.abc import Iterable, Sequence
+from statistics import median
 from string import ascii_lowercase
 from typing import Any
 
@@ -11,9 +11,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from attnorm.arithmetic import wilson_interval
-from attnorm.figures import INK, PALE, letter, note, tidy
+from attnorm.figures import INK, PALE, letter, tidy
 from attnorm.models.layer_normalizer import SOFTMAX
-from attnorm_lab.experiments.language_models.results import LMContender, main_runs, most_informative_length
+from attnorm_lab.experiments.language_models.results import LMContender, most_informative_length
 
 # Styles of lengths or texts: color, marker and fill differ.
 LOOKS: tuple[dict[str, Any], ...] = (
@@ -21,14 +21,9 @@ LOOKS: tuple[dict[str, Any], ...] = (
     {"color": "#0a6ab4", "marker": "s", "markersize": 5, "markerfacecolor": "white"},
     {"color": "#d9731a", "marker": "^", "markersize": 5.5},
 )
-LINES = ("-", "--", ":", "-.")
-COLORS = (INK, "#0a6ab4", "#d9731a", "#3a8f5c", "#9b4f96", "#8b939d")
 FAR_OFF = 1.2  # times the median: larger losses are written at the edge
-SMOOTHED = 15  # entries per mean
 CLOSE = (0.03, 3.0)  # of entropy ratio and % of keys: the left one of two such points has its number on the left
 DARK = 0.6  # larger shares have white digits
-FEW = 4 * SMOOTHED  # fewer entries are not smoothed
-SETTLED = 0.06  # share of the tokens that is skipped: early differences would hide all later ones
 
 
 def comparison_figure(models: Sequence[LMContender]) -> Figure:
@@ -165,53 +160,3 @@ def _draw_entropy(axes: Axes, models: Sequence[LMContender]) -> str:
     axes.margins(x=0.12, y=0.08)
     tidy(axes)
     return "Sharper heads, better recall?"
-
-
-def course_figure(lines: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw the training loss of the main runs by tokens read, and its difference to softmax on the same batches."""
-    runs = [line for line in main_runs(lines) if line["course"]]
-    runs = [run for run in runs if run["seed"] == min(other["seed"] for other in runs)]
-    softmax = next((_losses_by_tokens(run) for run in runs if run["normalizer"] == SOFTMAX), {})
-    figure = Figure(figsize=(9.0, 3.6) if softmax else (5.4, 3.6), layout="constrained")
-    panels = figure.subplots(1, 2 if softmax else 1, squeeze=False)[0]
-    short = _short_names(run["normalizer"] for run in runs)
-    for number, run in enumerate(runs):
-        look = {"color": COLORS[number % len(COLORS)], "linestyle": LINES[number // 3 % len(LINES)]}
-        losses = _losses_by_tokens(run)
-        panels[0].plot([count / 1e6 for count in losses], list(losses.values()), label=short[run["normalizer"]], **look)
-        if softmax and run["normalizer"] != SOFTMAX:
-            above = {n: loss - softmax[n] for n, loss in losses.items() if n in softmax}
-            tokens, differences = _smooth(above)
-            panels[1].plot([count / 1e6 for count in tokens], differences, **look)
-    panels[0].set_ylabel("training loss, nats per token")
-    if softmax and max(softmax) > 100 * min(softmax):
-        panels[0].set_xscale("log")
-        panels[0].xaxis.set_major_formatter("{x:g}")
-    if softmax:
-        letter(panels[0], "a", "Training loss")
-        letter(panels[1], "b", "Above softmax, on the same batches")
-        panels[1].set_ylabel("difference, nats per token")
-        panels[1].axhline(0, color=INK, linewidth=0.8)
-    for axes in panels:
-        axes.set_xlabel("million tokens read")
-        tidy(axes)
-    if runs:
-        panels[0].legend(ncols=2)
-        about = f"{runs[0]['parameters']:,} parameters, {runs[0]['device']}; seed {runs[0]['seed']}"
-        smoothing = f"; (b) means of {SMOOTHED} entries, without the first of the warmup" if len(softmax) > FEW else ""
-        figure.get_layout_engine().set(rect=(0, 0.04, 1, 0.96))  # type: ignore[union-attr, call-arg]
-        note(figure, about + smoothing)
-    return figure
-
-
-def _losses_by_tokens(run: Mapping[str, Any]) -> dict[int, float]:
-    return {tokens: loss for tokens, loss, _ in run["course"]}
-
-
-def _smooth(values: Mapping[int, float]) -> tuple[list[int], list[float]]:
-    """Return running means without the first entries; all entries if there are few."""
-    if len(values) <= FEW:
-        return list(values), list(values.values())
-    tokens = [n for n in values if n >= SETTLED * max(values)]
-    ends = range(SMOOTHED, len(tokens) + 1)
-    return [tokens[end - 1] for end in ends], [mean(values[n] for n in tokens[end - SMOOTHED : end]) for end in ends]

@@ -13,8 +13,9 @@ from typing import Any
 from scipy.stats import spearmanr
 from scipy.stats import t as student
 
-from attnorm.arithmetic import SIGNIFICANT, difference_over_seeds, holm, wilson_interval
+from attnorm.arithmetic import SIGNIFICANT, wilson_interval
 from attnorm.text import markdown_table as table
+from attnorm_lab.experiments.experiment import compare_over_seeds
 
 Line = Mapping[str, Any]
 Heads = dict[str, list[float]]
@@ -240,7 +241,7 @@ def all_tables(lines: Iterable[Line]) -> str:
         ("Where the key lay", depth_table(models)), ("Cost", cost_table(models)),
         ("Attention", attention_table(models)), ("Sharper heads, better recall?", recall_table(models)),
         ("Learned by the normalizers", learned_table(all_lines, models)), ("Learning rates", rates_table(all_lines)),
-        ("While training", course_table(all_lines)), ("Trials", trials_table(all_lines)), ("Summary", summary(models)),
+        ("While training", course_table(all_lines)), ("Summary", summary(models)),
     ]  # fmt: skip
     return "\n\n".join(f"## {title}\n\n{body}" for title, body in parts if body) + "\n"
 
@@ -276,17 +277,12 @@ def differences_table(lines: Iterable[Line], baseline: str) -> str:
         theirs, *others = (
             {seed: by_text[text][length] for seed, by_text in seeds.items()} for seeds in (base, *losses.values())
         )
-        tests = {
-            name: test
-            for name, ours in zip(losses, others, strict=True)
-            if (test := difference_over_seeds(ours, theirs)) is not None
-        }
-        corrected = dict(zip(tests, holm([test.p for test in tests.values()]), strict=True))
+        tests = compare_over_seeds({name: (ours, theirs) for name, ours in zip(losses, others, strict=True)})
         for name, ours in zip(losses, others, strict=True):
             if name in tests:
-                test = tests[name]
+                test, p_holm = tests[name]
                 cell = f"{test.value:+.3f} ± {(test.high - test.low) / 2:.3f}"
-                cells[name].append(f"**{cell}**" if corrected[name] < SIGNIFICANT else cell)
+                cells[name].append(f"**{cell}**" if p_holm < SIGNIFICANT else cell)
             else:
                 half_width = _half_width_of_one_seed([theirs, *others], len(theirs))
                 cells[name].append(f"{mean(ours.values()) - mean(theirs.values()):+.3f}" + half_width)
@@ -429,21 +425,6 @@ def rates_table(lines: Sequence[Line]) -> str:
             [name, *(f"**{cell}**" if ended.get(r) == best else cell for r, cell in zip(rates, cells, strict=True))]
         )
     return table(["normalizer", *(f"{rate:g}" for rate in rates)], rows)
-
-
-def trials_table(lines: Sequence[Line]) -> str:
-    tried = [line for line in lines if line["stage"] == "trial"]
-    rows = [
-        [
-            line["normalizer"],
-            line["attention"],
-            _number(line.get("tokens_per_second"), "{:,.0f}"),
-            _number((line.get("peak_memory_bytes") or 0) / 2**30 or None, "{:.1f}"),
-            (line["problem"] or "").splitlines()[0][:80] if line["problem"] else "",
-        ]
-        for line in tried
-    ]
-    return table(["normalizer", "attention", "tokens/s", "peak GiB", "problem"], rows)
 
 
 def summary(models: Sequence[LMContender]) -> str:

@@ -275,13 +275,13 @@ def closest(workspace: LMWorkspace, count: int, seed: int = 0) -> tuple[str, ...
 
 
 def write_tables(folder: Path) -> list[Path]:
-    """Write tables.md and the figures from the results of a folder; return their paths.
+    """Write tables.md and the figure from the results of a folder; return their paths.
 
     Raises:
         ValueError: The folder has no results, or no model is finished.
     """
     from attnorm.figures import save, style
-    from attnorm_lab.experiments.language_models.figure import comparison_figure, course_figure
+    from attnorm_lab.experiments.language_models.figure import comparison_figure
     from attnorm_lab.experiments.language_models.results import all_tables, contenders
 
     if not (folder / RESULTS).exists():
@@ -292,8 +292,7 @@ def write_tables(folder: Path) -> list[Path]:
     tables = folder / "tables.md"
     write_text(tables, all_tables(lines))
     with style():
-        compared = save(comparison_figure(contenders(lines)), folder / "language-models")
-        return [tables, *compared, *save(course_figure(lines), folder / "course")]
+        return [tables, *save(comparison_figure(contenders(lines)), folder / "language-models")]
 
 
 def run_stage(

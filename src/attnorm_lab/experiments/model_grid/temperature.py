@@ -8,24 +8,16 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import compress
 from statistics import fmean
-from string import ascii_lowercase
 from typing import Any
 
-import matplotlib
 import numpy as np
 import pyarrow as pa
 from matplotlib.figure import Figure
 
-from attnorm.arithmetic import SIGNIFICANT, difference_over_seeds, holm
+from attnorm.arithmetic import SIGNIFICANT
 from attnorm.figures import CORRECTED, MEASURED, NULL, PRINTED, note, panel
-from attnorm_lab.experiments.experiment import (
-    Experiment,
-    ExperimentFinding,
-    Outcome,
-    Verdict,
-)
+from attnorm_lab.experiments.experiment import Experiment, ExperimentFinding, Outcome, Verdict, compare_over_seeds
 from attnorm_lab.experiments.model_grid.grid import (
     TINY,
     GridModel,
@@ -83,7 +75,7 @@ def outcome(records: Sequence[Record], plan: GridPlan) -> Outcome:
     return Outcome(
         summary=summary(records),
         findings=findings(records),
-        figures={"temperature": figure(records), "course": course_figure(records)},
+        figures={"temperature": figure(records)},
         tables={
             "models": table(records, **numbers), "temperatures": temperatures_table(records, {"loss": loss, **numbers}),
             "lengths": lengths_table(records, ("map", "temperature")),
@@ -148,17 +140,9 @@ def costly_temperatures(records: Sequence[Record], map_: str) -> list[float]:
     ended = {T: {r["seed"]: loss(r) for r in runs if not diverged(r)} for T, runs in groups.items()}
     finished = {T: losses for T, losses in ended.items() if losses}
     best = min(finished.values(), key=lambda losses: fmean(losses.values()), default={})
-    tests = {
-        T: test
-        for T, losses in finished.items()
-        if losses is not best and (test := difference_over_seeds(losses, best)) is not None
-    }
-    corrected = dict(zip(tests, holm([test.p for test in tests.values()]), strict=True))
-    return [
-        T
-        for T, runs in groups.items()
-        if any(map(diverged, runs)) or (T in tests and tests[T].value > 0 and corrected[T] < SIGNIFICANT)
-    ]
+    tests = compare_over_seeds({T: (losses, best) for T, losses in finished.items() if losses is not best})
+    worse = {T for T, (test, p_holm) in tests.items() if test.value > 0 and p_holm < SIGNIFICANT}
+    return [T for T, runs in groups.items() if T in worse or any(map(diverged, runs))]
 
 
 def findings(records: Sequence[Record]) -> tuple[ExperimentFinding, ...]:
@@ -295,61 +279,6 @@ def _distances_to_extremes(groups: Sequence[Sequence[Record]], number: Number) -
     return np.nan_to_num(
         [[fmean(seeds) - min(seeds) for seeds in found], [max(seeds) - fmean(seeds) for seeds in found]]
     )
-
-
-def course_figure(records: Sequence[Record]) -> Figure:
-    """Loss, gradient norm and Jacobian norm during training, one column per map and one line per temperature.
-
-    The Jacobian norm is the mean over rows and heads of one window; in `figure` it is that of the median row.
-    """
-    maps = distinct(records, "map")
-    rows = {"training loss": _mean_losses, "norm of the gradient": _mean_gradients, "Jacobian norm": _mean_norms}
-    drawn = Figure(figsize=(max(3.5 * len(maps), 7), 2.6 * len(rows)))  # not enlarged on a page, wider than its note
-    panels = drawn.subplots(len(rows), len(maps), squeeze=False, sharey="row")
-    letters = iter(ascii_lowercase)
-    for (title, course), row in zip(rows.items(), panels, strict=True):
-        for axes, map_ in zip(row, maps, strict=True):
-            temperatures = fixed_temperatures(records, map_)
-            shades = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(temperatures)))
-            for T, shade in zip(temperatures, shades, strict=True):
-                group = select_records(records, map=map_, temperature=str(T))
-                axes.plot(*course(group), color=shade, label=f"T = {T:g}", linewidth=1.3)
-            panel(axes, next(letters), f"{map_}: {title}")
-    labels = ("nats per token", "before clipping at 1", "mean over rows and heads")
-    for axes, label in zip(panels[:, 0], labels, strict=True):
-        axes.set_ylabel(label)
-    for axes in panels[-1]:
-        axes.set(yscale="log", xlabel="training steps")
-    panels[0, -1].legend()
-    without_offsets(drawn)
-    parts = "the loss without the warmup; the Jacobian norm on one held-out window"
-    note(drawn, f"Means over seeds; {parts}. attnorm lab reproduce temperature")
-    drawn.tight_layout(rect=(0, 0.03, 1, 1))
-    return drawn
-
-
-Course = tuple[list[float], list[float]]  # steps, and means over seeds
-
-
-def _mean_losses(records: Sequence[Record]) -> Course:
-    steps, means = _mean_course(records, 1)
-    after = [step > records[0]["settings"]["warmup"] for step in steps]
-    return list(compress(steps, after)), list(compress(means, after))
-
-
-def _mean_gradients(records: Sequence[Record]) -> Course:
-    return _mean_course(records, 3)
-
-
-def _mean_course(records: Sequence[Record], entry: int) -> Course:
-    """Return the means of one entry of the logged steps, as far as all runs got."""
-    rows = list(zip(*(record["course"] for record in records), strict=False))
-    return [row[0][0] for row in rows], [fmean(logged[entry] for logged in row) for row in rows]
-
-
-def _mean_norms(records: Sequence[Record]) -> Course:
-    looks = list(zip(*(record.get("looks", ()) for record in records), strict=False))
-    return [look[0]["step"] for look in looks], [fmean(one["jacobian_norm"] for one in look) for look in looks]
 
 
 EXPERIMENT = Experiment(

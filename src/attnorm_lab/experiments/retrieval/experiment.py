@@ -1,8 +1,7 @@
 """Max retrieval of Velickovic et al. 2024 with every normalizer, and two tasks where sharpness alone does not win.
 
 Plan -> records (found or trained) -> tables, figures, findings. Records from elsewhere, for example from a GPU with
-the same plan, are read from OUT/records.jsonl or OUT/records.jsonl.xz. Markdown tables are in `tables` of the folder of
-intermediate results.
+the same plan, are read from OUT/records.jsonl or OUT/records.jsonl.xz.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attnorm.arithmetic import SIGNIFICANT
-from attnorm.files import write_text
 from attnorm_lab.experiments.experiment import (
     Experiment,
     ExperimentFinding,
@@ -39,7 +37,6 @@ from attnorm_lab.experiments.retrieval.results import (
     RetrievalLine,
     Scale,
     accuracy_table,
-    fragments,
     lines_of,
     read_hard,
     scale_table,
@@ -48,7 +45,7 @@ from attnorm_lab.experiments.retrieval.results import (
 from attnorm_lab.training.retrieval.data import RetrievalRecipe
 from attnorm_lab.training.retrieval.evaluate import OWN, RECORDS, Mean
 
-TRAINING, TABLES = "training", "tables"
+TRAINING = "training"
 CLOSE, NEAR = 6.0, 15.0  # points: as printed, and of the same kind
 REPRODUCES_FROM, PARTLY_FROM = 0.75, 0.25  # of the errors at the largest size
 TABLE = "Velickovic et al. 2024, Table 1"
@@ -60,14 +57,12 @@ def run(subject: ExperimentSubject, progress: ProgressCallback, parts: Path) -> 
     entries = collect(retrieval_plan, parts / TRAINING, _records_elsewhere(parts), subject.device, progress)
     with_records = [entry for entry in entries if entry.records]
     lines, scales = lines_of(with_records), scales_of(with_records)
-    for stem, text in fragments(lines, scales).items():
-        write_text(parts / TABLES / f"{stem}.md", text)
     numbers = RetrievalNumbers(lines, scales)
     about = _about(len(retrieval_plan.seeds))
     return Outcome(
         summary=summary(numbers, _missing(entries), quick=subject.quick),
         findings=findings(numbers, quick=subject.quick),
-        figures=figures.draw_figures(lines, scales, about),
+        figures=figures.draw_figures(lines, about),
         tables={"accuracy": accuracy_table(lines), "scale": scale_table(scales), "read-hard": read_hard(with_records)},
         parameters={
             "seeds": list(retrieval_plan.seeds),

@@ -1,20 +1,17 @@
-"""Draw retrieval: accuracy by size, kinds of errors, and the margin that logits deliver against the margin needed."""
+"""Draw retrieval: accuracy by size, of the normalizers and of the parts of our recipe."""
 
 from collections.abc import Sequence
-from statistics import fmean
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from attnorm.arithmetic import ceil_div
 from attnorm.figures import CORRECTED, INK, MEASURED, NULL, PALE, PRINTED, note, panel, place_labels, tidy
 from attnorm_lab.experiments.retrieval.plan import BASELINE, GOALS, PRINTED_SOFTMAX, Section
-from attnorm_lab.experiments.retrieval.results import RetrievalLine, Scale
+from attnorm_lab.experiments.retrieval.results import RetrievalLine
 from attnorm_lab.training.retrieval.evaluate import OWN
 
 CHANCE = 10.0  # %
-DISPERSED, WRONG = "#9cc3e4", "#b5521b"
 LINE_HEIGHT = 0.043  # of a label, in heights of the plot
 TESTS: dict[str, tuple[str, dict[str, Any]]] = {
     OWN: ("softmax", MEASURED),
@@ -27,24 +24,12 @@ GOAL: dict[str, Any] = {
     "color": INK, "marker": "*", "markersize": 9, "linestyle": "none", "markerfacecolor": "white",
     "label": "goals set beforehand",
 }  # fmt: skip
-TASKS: dict[Section, tuple[str, str, str]] = {
-    "ours": ("max retrieval", INK, "o"),
-    "recall": ("associative recall", "#3f8fcf", "s"),
-    "majority": ("majority", "#d9731a", "^"),
-}
 
 
-def draw_figures(lines: Sequence[RetrievalLine], scales: Sequence[Scale], about: str) -> dict[str, Figure]:
+def draw_figures(lines: Sequence[RetrievalLine], about: str) -> dict[str, Figure]:
     """Draw the figures for which there are numbers; return them by file stem."""
-    figures = {"accuracy": accuracy(lines, about)}
-    if any(line.section == "parts" for line in lines):
-        figures["parts"] = parts(lines, about)
-    figures["errors"] = errors(lines, about)
-    if scales:
-        figures["scale"] = scale(scales, about)
-    if any(line.section in ("recall", "majority") for line in lines):
-        figures["tasks"] = tasks(lines, about)
-    return figures
+    has_parts = any(line.section == "parts" for line in lines)
+    return {"accuracy": accuracy(lines, about)} | ({"parts": parts(lines, about)} if has_parts else {})
 
 
 def accuracy(lines: Sequence[RetrievalLine], about: str) -> Figure:
@@ -91,119 +76,6 @@ def parts(lines: Sequence[RetrievalLine], about: str) -> Figure:
     axes.set_title("What each part of the recipe contributes; softmax throughout", loc="left")
     note(figure, f"{about}. Blue: one part alone; orange: all but one, or more.")
     return figure
-
-
-def errors(lines: Sequence[RetrievalLine], about: str) -> Figure:
-    """Draw the errors by size, stacked: logits wrong and dispersed."""
-    split = [line for line in lines if line.row.tested_with == OWN and line.row.dispersed is not None]
-    ranked = [(section, label) for section in ("paper", "ours") for label in _rank_labels(split, section)]
-    panels = [(section, label) for section, label in ranked if section == "paper" or label == BASELINE]
-    across = min(6, max(1, len(panels)))
-    down = ceil_div(len(panels), across)
-    figure = Figure(figsize=(1.9 * across + 0.8, 1.75 * down + 1.0), layout="constrained")
-    grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
-    for axes in grid.flat[len(panels) :]:
-        axes.set_visible(False)
-    for axes, (section, label) in zip(grid.flat, panels, strict=False):
-        panel_lines = sorted(
-            (line for line in split if (line.section, line.label) == (section, label)), key=lambda line: line.row.size
-        )
-        columns = range(len(panel_lines))
-        dispersed = [100 * line.row.dispersed.value for line in panel_lines if line.row.dispersed]
-        wrong = [100 * line.row.logits_wrong.value for line in panel_lines if line.row.logits_wrong]
-        axes.bar(columns, wrong, color=WRONG, width=0.9, label="logits wrong: the largest is not the right item's")
-        axes.bar(columns, dispersed, bottom=wrong, color=DISPERSED, width=0.9, hatch="////", edgecolor="white",
-                 linewidth=0, label="dispersed: it is, and the answer is wrong")  # fmt: skip
-        axes.set_title(_name(label) if section == "paper" else f"{label}, our recipe", fontsize=8.5,
-                       fontweight="bold" if label == BASELINE else "normal")  # fmt: skip
-        axes.set_xticks(list(columns), [_short(line.row.size) for line in panel_lines], fontsize=6.5, rotation=45)
-        axes.set_ylim(0, 100)
-        tidy(axes)
-    for row in grid:
-        row[0].set_ylabel("errors, %")
-    handles, labels = grid.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=2)
-    figure.supxlabel(f"items in the set; the paper's recipe but for the last.  {about}", fontsize=7, color=PALE)
-    return figure
-
-
-def scale(scales: Sequence[Scale], about: str) -> Figure:
-    """Draw margins in logits by size: delivered, needed by the normalizer, and added by the class."""
-    candidates = [("paper", BASELINE), ("paper", "ssmax"), ("paper", "entmax15"), ("ours", BASELINE)]
-    panels = [
-        of_training
-        for section, label in candidates
-        if (of_training := [s for s in scales if (s.training.section, s.training.label) == (section, label)])
-    ]
-    figure = Figure(figsize=(3.0 * len(panels) + 0.6, 3.7), layout="constrained")
-    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axes, of_training, panel_letter in zip(grid, panels, "abcd", strict=False):
-        sizes = [s.size for s in of_training]
-        noise = [(s.size, s.class_noise) for s in of_training if s.class_noise is not None]
-        axes.plot(sizes, [s.delivered for s in of_training], **MEASURED, label="delivered: slope / (n + 1)")
-        needed = [(s.size, s.needed) for s in of_training if s.needed is not None]
-        if needed:
-            axes.plot(*zip(*needed, strict=True), **CORRECTED, label="needed for half of the weight")
-        if noise:
-            where, height = zip(*noise, strict=True)
-            bottom = min(*height, *(s.delivered for s in of_training)) / 3
-            axes.fill_between(where, bottom, height, color=WRONG, alpha=0.13, linewidth=0)
-            axes.plot(where, height, color=WRONG, linestyle=":", linewidth=1.7, label="added by the class (1 s.d.)")
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(sizes, [_short(size) for size in sizes], rotation=45, fontsize=7.5)
-        axes.set_xticks([], minor=True)
-        recipe = "our recipe" if of_training[0].training.section == "ours" else "paper's recipe"
-        panel(axes, panel_letter, f"{of_training[0].training.label}, {recipe}")
-    grid[0].set_ylabel("margin between the two best, logits")
-    grid[0].legend(loc="lower left", fontsize=7.5)
-    figure.supxlabel(
-        f"items in the set.  Below the dotted line the largest logit is a guess. {about}", fontsize=7, color=PALE
-    )
-    return figure
-
-
-def tasks(lines: Sequence[RetrievalLine], about: str) -> Figure:
-    """Draw accuracy at the largest size of each task, one row per normalizer with more than one task."""
-    by_section = {
-        section: _lines_at_largest_size([line for line in lines if line.section == section]) for section in TASKS
-    }
-    several = [name for name in by_section["ours"] if sum(name in by_name for by_name in by_section.values()) > 1]
-    names = sorted(several, key=lambda name: (name != BASELINE, -by_section["ours"][name].accuracy))
-    figure = Figure(figsize=(6.6, 0.3 * len(names) + 1.7), layout="constrained")
-    axes = figure.subplots()
-    for section, (title, color, marker) in TASKS.items():
-        points = [
-            (index, by_section[section][name].row) for index, name in enumerate(names) if name in by_section[section]
-        ]
-        if not points:
-            continue
-        axes.errorbar(
-            [100 * row.accuracy.value for _, row in points], [index for index, _ in points],
-            xerr=[100 * (row.accuracy.half_width or 0) for _, row in points], color=color, marker=marker,
-            linestyle="none", markersize=5, elinewidth=1.0, label=f"{title}, {points[0][1].size:,} items",
-            markerfacecolor=color if section == "ours" else "white",
-        )  # fmt: skip
-    axes.axvline(CHANCE, color=PALE, linewidth=0.8, linestyle=(0, (1, 3)))
-    axes.set_yticks(range(len(names)), [_name(name) for name in names])
-    axes.set(ylim=(len(names) - 0.5, -0.5), xlim=(0, 101), xlabel="right answers, %")
-    figure.legend(loc="outside upper center", ncols=3)
-    tidy(axes)
-    figure.supxlabel(f"{about}. Dots: chance.", fontsize=6.5, color=PALE)
-    return figure
-
-
-def _lines_at_largest_size(lines: Sequence[RetrievalLine]) -> dict[str, RetrievalLine]:
-    largest = max((line.row.size for line in lines), default=0)
-    return {line.label: line for line in lines if line.row.size == largest and line.row.tested_with == OWN}
-
-
-def _rank_labels(lines: Sequence[RetrievalLine], section: Section) -> list[str]:
-    """Return softmax first, then the others from best to worst by mean accuracy."""
-    section_lines = [line for line in lines if line.section == section]
-    labels = list(dict.fromkeys(line.label for line in section_lines))
-    mean = {label: fmean(line.accuracy for line in section_lines if line.label == label) for label in labels}
-    return sorted(labels, key=lambda label: (label != BASELINE, -mean[label]))
 
 
 def _points(lines: Sequence[RetrievalLine]) -> tuple[list[int], list[float]]:
@@ -270,7 +142,3 @@ def _label_ends(axes: Axes, lines: Sequence[RetrievalLine]) -> None:
 def _name(label: str) -> str:
     """Return the name of a normalizer without its options, which the tables have."""
     return label.partition(":")[0] if "=" in label else label
-
-
-def _short(size: int) -> str:
-    return f"{size // 1024}k" if size >= 1024 else str(size)

@@ -27,14 +27,6 @@ from attnorm_lab.training.retrieval.model import run_key
 from attnorm_lab.training.retrieval.train import RetrievalProgress, train_retrieval
 
 Section = Literal["paper", "ours", "parts", "steps", "recall", "majority"]
-SECTIONS: dict[Section, str] = {
-    "paper": "max retrieval, the paper's recipe",
-    "ours": "max retrieval, our recipe",
-    "parts": "our recipe part by part, softmax",
-    "steps": "100,000 steps, softmax",
-    "recall": "associative recall, the rate falling to 0",
-    "majority": "majority, the rate falling to 0",
-}
 BASELINE = "softmax"
 PAPERS_RECIPE, OUR_RECIPE = "paper's recipe", "our recipe"
 FOR_TESTS = "adaptive_temperature"
