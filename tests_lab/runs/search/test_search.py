@@ -21,7 +21,7 @@ from attnorm_lab.runs.plan import Item
 from attnorm_lab.runs.run import run_item
 from attnorm_lab.runs.search import run as searching
 from attnorm_lab.runs.search.plan import read_search_plan
-from attnorm_lab.runs.search.results import SearchResult, TrialResult, _front
+from attnorm_lab.runs.search.results import TrialResult, _front
 from attnorm_lab.runs.search.run import open_storage, quiet_optuna, run_trial, search, uniform_parameters
 from tests.models.tiny import llama
 from tests_lab.runs.search.conftest import PLAN
@@ -261,15 +261,15 @@ def test_a_missing_library_and_a_wrong_database_are_named(
         search(read_search_plan(plan), tmp_path / "out", storage="nosuch://x")
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "submitit", None)
-        with pytest.raises(ImportError, match=r"attnorm\[slurm\]"):
+        with pytest.raises(ImportError, match=r"attnorm\[lab\]"):
             search(read_search_plan(plan), tmp_path / "new", on="slurm")
     with monkeypatch.context() as patched:
         patched.setattr("attnorm_lab.training.device.find_spec", lambda name: None)
-        with pytest.raises(ImportError, match=r"pip install 'attnorm\[train\]'"):
+        with pytest.raises(ImportError, match=r"pip install 'attnorm\[lab\]'"):
             search(read_search_plan(plan), tmp_path / "new")
     assert not (tmp_path / "new").exists()
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(ImportError, match=r"attnorm\[search\]"):
+    with pytest.raises(ImportError, match=r"attnorm\[lab\]"):
         search(read_search_plan(plan), tmp_path / "out")
 
 
@@ -281,19 +281,8 @@ def test_a_killed_search_has_every_trial_once(plan: Path, tmp_path: Path) -> Non
 
     plan.write_text(PLAN.replace("trials = 4", "trials = 16").replace("steps = 4", "steps = 60"))
     out, kills = tmp_path / "out", 0
-    call = [
-        sys.executable,
-        "-m",
-        "attnorm",
-        "search",
-        str(plan),
-        "--out",
-        str(out),
-        "--workers",
-        "2",
-        "--retries",
-        "50",
-    ]
+    options = ["--out", str(out), "--workers", "2", "--retries", "50"]
+    call = [sys.executable, "-m", "attnorm", "lab", "search", str(plan), *options]
     driver = subprocess.Popen(call, stdout=subprocess.DEVNULL)
     while driver.poll() is None:
         time.sleep(3)
@@ -315,7 +304,3 @@ def test_a_killed_search_has_every_trial_once(plan: Path, tmp_path: Path) -> Non
     result = json.loads((out / "result.json").read_text())
     assert [trial["number"] for trial in result["trials"]] == [trial.number for trial in drawn]
     assert kills >= 8
-
-
-def test_the_result_is_plain_data() -> None:
-    assert SearchResult([], None, None, None, [], {}).confirmation is None
