@@ -108,17 +108,6 @@ def test_heads_that_agree_are_not_above_the_bounds_of_their_union_by_rounding() 
     assert claim.ratio(same).max() <= 1
 
 
-@pytest.mark.parametrize("top_n", [2, 3, 7])
-@pytest.mark.parametrize("separable", [True, False])
-def test_the_vectors_of_the_example_of_separability(top_n: int, separable: bool) -> None:
-    vectors = geometry.separability_example(top_n, separable=separable).vectors.reshape(top_n + 1, top_n + 1)
-    torch.testing.assert_close(vectors.norm(dim=-1), torch.ones(top_n + 1, dtype=torch.float64))
-    assert torch.equal(vectors[:-1], torch.eye(top_n + 1, dtype=torch.float64)[:-1])
-    along = vectors[:-1] @ vectors[-1]
-    expected = 0.0 if separable else top_n**-0.5
-    torch.testing.assert_close(along, torch.full((top_n,), expected, dtype=torch.float64))
-
-
 def case_of(logits: list[list[float]], vectors: list[list[float]], top_n: int) -> ClaimCase:
     """Rows over the same vectors, at a temperature of 1."""
     rows = len(logits)

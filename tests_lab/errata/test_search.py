@@ -1,4 +1,4 @@
-"""The search: the same seed finds the same, a broken formula is found, a wrong status in the table is found."""
+"""The search: the same seed finds the same, and a formula that is 1 % off or a wrong status is noticed."""
 
 import dataclasses
 import math

@@ -1,30 +1,53 @@
-"""From records, found or trained, to tables, figures and verdicts."""
+"""Who takes part, and from records, found or trained, to statistics, tables, figures and verdicts."""
 
 import json
 import lzma
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from scipy.stats import ttest_rel
 
+from attnorm.arithmetic import holm
 from attnorm.figures import style
 from attnorm.files import read_jsonl
-from attnorm_lab.experiments import catalogue
+from attnorm.normalizers.contract import Normalizer
+from attnorm.normalizers.registry import BUILT_IN, get
 from attnorm_lab.experiments.experiment import ExperimentSubject
 from attnorm_lab.experiments.retrieval import experiment, plan
 from attnorm_lab.experiments.retrieval.experiment import RetrievalNumbers, findings, summary
 from attnorm_lab.experiments.retrieval.plan import (
+    ADDED_SINCE,
+    BASELINE,
+    BEST,
+    FOR_SETS,
+    OUR_RECIPE,
     PAPERS_RECIPE,
+    PARTS,
     PRINTED_ADAPTIVE,
     PRINTED_SIZES,
     PRINTED_SOFTMAX,
     RetrievalPlan,
     TrainingRecords,
+    collect,
+    our_recipe,
 )
-from attnorm_lab.experiments.retrieval.results import lines_of, scales_of
+from attnorm_lab.experiments.retrieval.plan import plan as planned
+from attnorm_lab.experiments.retrieval.results import (
+    compare_with,
+    lines_of,
+    needed_margin,
+    predicted_right,
+    read_hard,
+    scales_of,
+)
+from attnorm_lab.training.retrieval.data import CLASSES, RetrievalRecipe
+from attnorm_lab.training.retrieval.model import normalizer_for, run_key
 from tests_lab.experiments.retrieval_records import SEEDS, found, record, training
 
 
@@ -218,7 +241,170 @@ def test_the_paper_is_judged_by_a_run_of_as_many_steps() -> None:
     assert "After 100,000 steps, as in the paper, it is right in 99.0" in summary(numbers, [], quick=False)
 
 
-def test_the_experiment_is_found_under_its_name() -> None:
-    found = catalogue.experiment("retrieval")
-    assert found.name == "retrieval"
-    assert not found.needs_model
+def test_differences_are_paired_by_seed_whatever_the_order() -> None:
+    of = training()
+    base = [record(of, 16, seed, "own", value) for seed, value in enumerate((0.5, 0.7, 0.6))]
+    other = [record(of, 16, seed, "own", value) for seed, value in ((2, 0.65), (0, 0.52), (1, 0.78))]
+    found_ = compare_with(base, {("ssmax", "own"): other}, [16])[("ssmax", "own"), 16]
+    assert found_.mean.value == pytest.approx(0.05)
+    assert found_.p == pytest.approx(ttest_rel([0.52, 0.78, 0.65], [0.5, 0.7, 0.6]).pvalue)
+    assert found_.p == found_.p_holm
+
+
+def test_equal_rows_do_not_differ_and_a_single_seed_says_nothing() -> None:
+    of = training()
+    base = [record(of, 16, seed, "own", 0.5) for seed in range(3)]
+    assert compare_with(base, {("a", "own"): base}, [16])[("a", "own"), 16].p == 1
+    assert compare_with(base, {("a", "own"): base[:1]}, [16]) == {}
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 6])
+def test_a_difference_that_is_equal_in_few_seeds_is_no_proof(seeds: int) -> None:
+    of = training()
+    base, other = ([record(of, 16, seed, "own", value) for seed in range(seeds)] for value in (0.5, 0.75))
+    assert compare_with(base, {("a", "own"): other}, [16])[("a", "own"), 16].p == 2 ** (1 - seeds)
+
+
+def test_hard_attention_on_both_sides_compares_what_training_changed() -> None:
+    members = [
+        found(training(label="softmax"), {"own": (90, 80), "hard": (90, 85)}),
+        found(training(label="sparsemax"), {"own": (60, 50), "hard": (95, 91)}, jitter=0.3),
+        found(training(section="recall", label="ssmax"), {"own": (91, 81), "hard": (50, 40)}),
+    ]
+    small, large = read_hard(members).to_pylist()
+    assert (small["label"], small["size"], large["size"]) == ("sparsemax", 16, 64), "recall has no softmax"
+    assert (large["accuracy"], large["softmax"], large["difference"]) == pytest.approx((0.91, 0.85, 0.06))
+    expected = ttest_rel([0.907, 0.91, 0.913], [0.849, 0.85, 0.851])
+    assert large["p_holm"] == large["p_paired_t"] == pytest.approx(expected.pvalue)
+
+
+def test_the_correction_covers_the_rows_of_a_table_and_no_others() -> None:
+    members = [
+        found(training(label="softmax"), {"own": (90, 80), "hard": (90, 85)}),
+        found(training(label="ssmax"), {"own": (91, 81), "hard": (50, 40)}, jitter=0.3),
+        found(training(label="entmax15"), {"own": (90, 78), "hard": (50, 40)}, jitter=0.2),
+    ]
+    lines = lines_of(members)
+    differences = {(line.label, line.row.tested_with): line.difference for line in lines if line.row.size == 64}
+    assert differences["softmax", "own"] is None
+    assert differences["ssmax", "hard"] is None
+    compared = [differences[key] for key in (("softmax", "hard"), ("ssmax", "own"), ("entmax15", "own"))]
+    assert all(difference is not None for difference in compared)
+    assert holm([d.p for d in compared if d]) == [d.p_holm for d in compared if d]
+
+
+@pytest.mark.parametrize("size", [16, 1024])
+@pytest.mark.parametrize("name", ["softmax", "sparsemax", "entmax15", "kneemax", "log_scaled:train_length=16"])
+def test_the_needed_margin_gives_the_first_key_half_of_the_weight(name: str, size: int) -> None:
+    margin = needed_margin(name, size)
+    assert margin is not None
+    row = -margin * torch.arange(size, dtype=torch.float64)
+    assert normalizer_for(name, 1)(row[None, None, None])[..., 0].item() == pytest.approx(0.5, abs=1e-4)
+
+
+def test_the_needed_margin_of_softmax_is_log_2_and_what_was_learned_counts() -> None:
+    assert needed_margin("softmax", 4096) == pytest.approx(math.log(2), rel=1e-4)
+    (name,) = (name for name, _ in normalizer_for("ssmax", 1).named_parameters())
+    expected = math.log(2) / (0.5 * math.log(4096))
+    assert needed_margin("ssmax", 4096, {name: 0.5}) == pytest.approx(expected, rel=1e-4)
+    assert needed_margin("hard", 64) == 0
+    assert needed_margin("sigmoid", 64) is None
+    assert needed_margin("sink", 64) is None
+
+
+@pytest.mark.parametrize(("leak", "size"), [(2e-3, 64), (2e-3, 512), (1e-2, 512)])
+def test_wrong_logits_are_predicted_as_brute_force_finds_them(leak: float, size: int) -> None:
+    generator = np.random.default_rng(1)
+    sets = 4000
+    priority, label = generator.random((sets, size)), generator.integers(CLASSES, size=(sets, size))
+    offset = leak * generator.standard_normal((sets, CLASSES))
+    logit = priority + np.take_along_axis(offset, label, 1)
+    right = float((logit.argmax(1) == priority.argmax(1)).mean())
+    assert predicted_right(leak, size) == pytest.approx(right, abs=0.03)
+
+
+def test_the_prediction_goes_from_certainty_to_chance() -> None:
+    assert predicted_right(0, 10**6) == 1
+    assert predicted_right(1, 10**6) == pytest.approx(1 / CLASSES, abs=0.01)
+
+
+def test_the_leak_among_the_contenders_is_taken_where_it_is_known() -> None:
+    coarse = found(training(sizes=(1024,)), {"own": (50,)})
+    fine = found(training(sizes=(1024,)), {"own": (50,)}, slope_at_top=400.0, leak_at_top=1e-5)
+    (first,), (second,) = scales_of([coarse]), scales_of([fine])
+    assert (first.delivered, first.class_noise) == pytest.approx((100 / 1025, 0.1))
+    assert (second.delivered, second.class_noise) == pytest.approx((400 / 1025, 4e-3))
+    assert second.predicted_right > first.predicted_right
+    assert second.slope == first.slope == 100
+    falling = found(training(sizes=(1024,)), {"own": (50,)}, leak=None)
+    assert scales_of([falling]) == []
+
+
+def test_a_leak_over_all_priorities_says_nothing_about_the_top_after_squeezed_training() -> None:
+    (scale,) = scales_of([found(training(sizes=(1024,)), {"own": (50,)}, squeezed=0.9)])
+    assert scale.class_noise is None
+    assert scale.predicted_right is None
+    (known,) = scales_of(
+        [found(training(sizes=(1024,)), {"own": (50,)}, squeezed=0.9, slope_at_top=9.0, leak_at_top=0.1)]
+    )
+    assert known.class_noise == pytest.approx(0.9)
+
+
+def test_every_normalizer_for_which_a_set_has_no_order_takes_part() -> None:
+    trained = {one.label for one in planned().of("paper")}
+    for name in BUILT_IN:
+        made = get(name)
+        fits = isinstance(made, Normalizer) and made.properties.permutation_equivariant
+        left_out = name in (*ADDED_SINCE, "adaptive_temperature")
+        assert (FOR_SETS.get(name, name) in trained) == (fits and not left_out), name
+    assert "ssa" in {one.label for one in planned(only=["ssa"]).of("paper")}
+    assert {"softmax", "ssmax", "kneemax:share=1", "hard"} <= trained
+    assert not {"stick_breaking", "local", "scale_invariant"} & trained
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_conditions_are_equal_within_a_comparison(quick: bool) -> None:
+    made = planned(quick=quick)
+    for section in ("paper", "ours", "recall", "majority"):
+        members = made.of(section)
+        assert members[0].label == BASELINE
+        assert len({(one.recipe, one.task, one.trials.sizes, one.trials.sets) for one in members}) == 1
+    assert made.of("paper")[0].recipe == made.of("parts")[0].recipe
+    assert all(one.recipe.largest == 16 for one in made.trainings)
+    if not quick:
+        assert len(made.seeds) >= 10
+        assert made.of("paper")[0].recipe == RetrievalRecipe(steps=20_000)
+
+
+def test_the_parts_are_added_and_taken_away_one_by_one() -> None:
+    recipes = {one.label: one.recipe for one in planned().of("parts")}
+    paper, whole = recipes[PAPERS_RECIPE], recipes[OUR_RECIPE]
+    assert whole == our_recipe(paper)
+    for part, fields in PARTS.items():
+        for name, value in fields.items():
+            assert getattr(paper, name) != value
+            assert getattr(whole, name) == value
+            assert getattr(recipes[f"+ {part}"], name) == value
+            assert getattr(recipes[f"ours without {part}"], name) == getattr(paper, name)
+    keys = [run_key("max", BASELINE, recipe, "cpu") for recipe in recipes.values()]
+    assert len(set(keys)) == len(keys)
+    (best,) = (one.recipe for one in planned().of("steps") if one.label == "best")
+    assert all(getattr(best, name) == value for name, value in BEST.items())
+    assert best.steps == 100_000
+
+
+def test_only_some_normalizers_and_softmax_to_compare_with() -> None:
+    assert [one.label for one in planned(only=["ssmax"]).of("ours")] == ["softmax", "ssmax"]
+    assert [one.label for one in planned(only=["topk"], quick=True).of("ours")] == ["softmax", "topk:k=4"]
+    fixed_knee = planned(only=["kneemax:knee=0.25"])
+    assert [one.label for one in fixed_knee.of("ours", "majority")] == ["softmax", "kneemax:knee=0.25"] * 2
+    assert planned(seed=5).seeds[0] == 5
+    with pytest.raises(ValueError, match=r"softmax.*'local'"):
+        planned(only=["local"])
+
+
+def test_the_published_records_are_those_of_the_plan(tmp_path: Path) -> None:
+    published = Path(__file__).parents[2] / "docs" / "results" / "retrieval.jsonl.xz"
+    found = collect(planned(), tmp_path, [published], None, lambda what, done, of: None)
+    assert all(one.complete for one in found)
+    assert not list(tmp_path.iterdir()), "nothing was left to train"
