@@ -3,7 +3,7 @@
 import json
 import lzma
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +33,8 @@ from attnorm_lab.experiments.retrieval.plan import (
     PRINTED_SIZES,
     PRINTED_SOFTMAX,
     RetrievalPlan,
+    Section,
+    Training,
     TrainingRecords,
     collect,
     our_recipe,
@@ -47,8 +49,47 @@ from attnorm_lab.experiments.retrieval.results import (
     scales_of,
 )
 from attnorm_lab.training.retrieval.data import CLASSES, RetrievalRecipe
+from attnorm_lab.training.retrieval.evaluate import Trials
 from attnorm_lab.training.retrieval.model import normalizer_for, run_key
-from tests_lab.experiments.retrieval_records import SEEDS, found, record, training
+
+SEEDS = (0, 1, 2)
+
+
+def training(
+    section: Section = "paper",
+    label: str = "softmax",
+    sizes: tuple[int, ...] = (16, 64),
+    others: tuple[str, ...] = ("hard",),
+    **changed: Any,
+) -> Training:
+    task = section if section in ("recall", "majority") else "max"
+    recipe = RetrievalRecipe(**{"steps": 3, "batch": 4, "width": 8, **changed})
+    normalizer = "softmax" if section in ("parts", "steps") else label
+    return Training(section, label, task, normalizer, recipe, Trials(sizes=sizes, sets=10, others=others))
+
+
+def record(of: Training, size: int, seed: int, tested_with: str, accuracy: float, **changed: Any) -> dict[str, Any]:
+    usual = {
+        "run": run_key(of.task, of.normalizer, of.recipe, changed.get("device", "cpu")),
+        "task": of.task, "normalizer": of.normalizer, "device": "cpu", "seed": seed, "size": size, "sets": 10,
+        "tested_with": tested_with, "accuracy": accuracy, "logits_wrong": 0.75 * (1 - accuracy),
+        "dispersed": 0.25 * (1 - accuracy), "logits_right": accuracy, "winner_weight": 0.5, "slope": 100.0,
+        "leak": 1e-3, "learned": {},
+    }  # fmt: skip
+    return {**usual, **changed}
+
+
+def found(
+    of: Training, percents: Mapping[str, Sequence[float]], jitter: float = 0.1, **changed: Any
+) -> TrainingRecords:
+    """% right by test, one for each size; seeds lie `jitter` points apart around it."""
+    records = [
+        record(of, size, seed, name, (percent + jitter * (seed - 1)) / 100, **changed)
+        for name, numbers in percents.items()
+        for size, percent in zip(of.trials.sizes, numbers, strict=True)
+        for seed in SEEDS
+    ]
+    return TrainingRecords(of, records, True)
 
 
 def quiet(what: str, done: int, total: int) -> None:
