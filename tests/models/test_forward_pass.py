@@ -1,5 +1,6 @@
 """The loss of a text, from the hidden states of the measured pass: that of the model, in chunks, padding left out."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,3 +49,31 @@ def test_a_loss_that_is_not_finite_is_none() -> None:
     model = tiny("gpt2")
     torch.nn.init.constant_(model.transformer.ln_f.weight, float("nan"))
     assert read(model, tokens()) == forward_pass.Reading(None, None, 0)
+
+
+@pytest.mark.parametrize(
+    ("encoder_decoder", "generates", "has_head", "named", "predicts"),
+    [
+        (False, True, True, True, True),
+        (True, True, True, True, False),
+        (False, False, True, True, False),
+        (False, True, False, True, False),
+        (False, True, True, False, False),
+    ],
+)
+def test_each_condition_of_a_loss_alone(
+    encoder_decoder: bool, generates: bool, has_head: bool, named: bool, predicts: bool
+) -> None:
+    base, head = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    model = SimpleNamespace(
+        config=SimpleNamespace(is_encoder_decoder=encoder_decoder),
+        can_generate=lambda: generates,
+        base_model=base,
+        base_model_prefix="model",
+        named_children=lambda: [("other", head), ("model" if named else "body", base)],
+        get_output_embeddings=lambda: head,
+    )
+    if not has_head:
+        model.base_model = model
+    loaded: Any = SimpleNamespace(model=model)
+    assert forward_pass.predicts_next_token(loaded) is predicts

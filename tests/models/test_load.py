@@ -14,11 +14,11 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel, modeling_utils
+from transformers import LlamaConfig, PreTrainedModel, ViTConfig, modeling_utils
 
 from attnorm.models import source
 from attnorm.models.forward_pass import run
-from attnorm.models.load import CannotLoad, _explain_error, load
+from attnorm.models.load import CannotLoad, _explain_error, _model_class, load
 from attnorm.models.patch import patch
 from attnorm.models.patch_state import patched_modules
 from attnorm.models.source import commit_of, hub_answers
@@ -493,3 +493,9 @@ def test_the_commit_is_that_of_the_cache(tmp_path: Path, monkeypatch: pytest.Mon
     assert commit_of("someone/model", None) == COMMIT
     assert commit_of("someone/model", COMMIT) == COMMIT
     assert commit_of("someone/model", "v2") is None
+
+
+def test_the_class_of_a_file_that_names_none() -> None:
+    assert _model_class(LlamaConfig(), False, as_gguf=True).__name__ == "AutoModelForCausalLM"
+    assert _model_class(LlamaConfig(), False, as_gguf=False).__name__ == "AutoModel"
+    assert _model_class(ViTConfig(), False, as_gguf=True).__name__ == "AutoModel"

@@ -1,6 +1,7 @@
 """The search: the same seed finds the same, and a formula that is 1 % off or a wrong status is noticed."""
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -456,3 +457,9 @@ def test_the_table_stands_for_other_seeds(seed: int) -> None:
 def test_every_corrected_claim_is_among_those_broken() -> None:
     corrected = {claim.id for claim in CLAIMS.values() if claim.form == "corrected"}
     assert corrected <= {mutant.claim for mutant in (*KNOWN, *OTHERS)}
+
+
+def test_by_default_every_strategy_runs_three_times_and_the_budget_is_a_minute() -> None:
+    (finding,) = verify([toy(lambda case: 0.5 * case.dial / case.dial)], budget_seconds=AT_ONCE)
+    assert finding.rounds == 3 * len(search.STRATEGIES)
+    assert inspect.signature(verify).parameters["budget_seconds"].default == 60
