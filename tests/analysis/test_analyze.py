@@ -13,12 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 import attnorm
-from attnorm.analysis import collect
 from attnorm.analysis.analyze import AnalysisProgress, analyze
 from attnorm.analysis.collect import Collector
 from attnorm.analysis.result import Analysis
 from attnorm.analysis.settings import settings_of
-from attnorm.metrics.call import AttentionCall, call_bytes
+from attnorm.metrics.call import AttentionCall
 from attnorm.models.dispatch import UnsupportedModel
 from attnorm.models.forward_pass import run
 from attnorm.models.inputs import prepared, texts_from
@@ -95,46 +94,6 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_one_more_layer_of_the_same_shape_takes_few_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = settings_of(
-        normalizers={"model": None}, top_n=(1, 5), rows=16, vectors="values", vector_rows=None, metrics="all",
-        temperatures=(0.5, 1.0), seed=0,
-    )  # fmt: skip
-    as_on_gpu(monkeypatch)
-
-    def operators(layers: int) -> int:
-        collector = Collector(settings, {"model": None}, {}, lambda done: None)
-        with Operators() as counted:
-            for layer in range(layers):
-                collector(replace(make_call(64, batch=1, seed=layer), layer=layer))
-            collector.finish()
-        return counted.count
-
-    assert operators(6) - operators(2) <= 4 * 40  # 7,000 for every layer when each was measured alone
-
-
-def test_fewer_layers_wait_for_each_other_if_there_are_more_normalizers(monkeypatch: pytest.MonkeyPatch) -> None:
-    as_on_gpu(monkeypatch)
-    call = make_call(20, batch=1)
-    monkeypatch.setattr(collect, "STACKED_BYTES", 4 * call_bytes(call))
-
-    def most_waiting(**normalizers: Any) -> int:
-        settings = settings_of(
-            normalizers=normalizers, top_n=(1,), rows="all", vectors="values", vector_rows=None, metrics="core",
-            temperatures=(1.0,), seed=0,
-        )  # fmt: skip
-        collector = Collector(settings, normalizers, {}, lambda done: None)
-        waiting = []
-        for layer in range(6):
-            collector(replace(call, layer=layer))
-            waiting.append(len(collector._waiting))
-        collector.finish()
-        return max(waiting) + 1  # the last one is measured with them at once
-
-    assert most_waiting(model=None) == 4
-    assert most_waiting(model=None, ssmax=attnorm.get("ssmax")) == 2
-
-
 def test_layers_that_wait_keep_the_tokens_they_came_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """observe() replaces the tokens with every call."""
     call = make_call(20, batch=2)
@@ -204,13 +163,8 @@ def test_the_tables_are_those_of_the_dense_matrix(make: Any, normalizer: str) ->
                 assert mass == pytest.approx(np.mean([row[f"top_mass_{N}"] for row in longest]), rel=1e-4)
             curve = [row for row in analysis.by_length.to_pylist() if row.items() >= where.items()]
             assert [(row["n_low"], row["n_high"]) for row in curve] == [
-                (8, 8),
-                (9, 12),
-                (13, 16),
-                (17, 24),
-                (25, 33),
-                (34, 48),
-            ]
+                (8, 8), (9, 12), (13, 16), (17, 24), (25, 33), (34, 48),
+            ]  # fmt: skip
             for row in curve:
                 values = [rows[n - 1]["entropy_nats"] for n in range(row["n_low"], row["n_high"] + 1)]
                 assert row["entropy_nats"] == pytest.approx(np.median(values), rel=1e-4)
@@ -460,15 +414,8 @@ def test_progress_tells_layers_tokens_and_parts() -> None:
     seen: list[AnalysisProgress] = []
     analyze(gpt2(layers=2), ids(64), lengths=(16, 32), windows=1, progress=seen.append, **CORE)
     assert [(p.parts_done, p.layers_done) for p in seen] == [
-        (0, 0),
-        (0, 1),
-        (0, 2),
-        (1, 2),
-        (1, 0),
-        (1, 1),
-        (1, 2),
-        (2, 2),
-    ]
+        (0, 0), (0, 1), (0, 2), (1, 2), (1, 0), (1, 1), (1, 2), (2, 2),
+    ]  # fmt: skip
     assert {(p.parts_total, p.tokens_total, p.layers_total) for p in seen} == {(2, 48, 2)}
     assert [p.tokens_done for p in seen] == [0, 0, 0, 16, 16, 16, 16, 48]
     assert [p.length for p in seen] == [16] * 4 + [32] * 4
@@ -483,12 +430,6 @@ def test_the_model_is_left_as_it_was() -> None:
     with pytest.raises(ZeroDivisionError):
         analyze(model, ids(20), progress=lambda p: 1 // 0, **CORE)
     analyze(model, ids(20), **CORE)  # not "observed already"
-
-
-def test_the_names_are_public() -> None:
-    assert attnorm.analyze is analyze
-    assert attnorm.Analysis is Analysis
-    assert attnorm.Thresholds().as_dict() == analyze(gpt2(layers=1), ids(20), **CORE).manifest["thresholds"]
 
 
 def test_thresholds_of_another_type_are_rejected_before_the_model_runs() -> None:

@@ -17,13 +17,7 @@ from attnorm.analysis.result import Analysis
 from attnorm.analysis.tables import WINDOW_NUMBERS, WINDOWS
 from attnorm.analysis.verdicts import Thresholds
 from attnorm.analysis.verdicts.judge import judge_all, judge_head, saturation
-from attnorm.analysis.verdicts.rules import (
-    NOT_JUDGED,
-    HeadCase,
-    always_near_worst,
-    codes_on_both_sides,
-    verdict_codes,
-)
+from attnorm.analysis.verdicts.rules import NOT_JUDGED, HeadCase, always_near_worst, codes_on_both_sides, verdict_codes
 from attnorm.report_data import VERDICTS
 from tests.analysis.synthetic import synthetic_tables
 from tests.analysis.tiny_models import gpt2, ids, llama
@@ -90,14 +84,11 @@ def tables_over(values: list[float]) -> tuple[pa.Table, pa.Table, pa.Table, pa.T
     heads = [
         row
         | {
-            "entropy_ratio": mean,
-            "entropy_ratio_q50": mean,
-            "gap_slope": 0.1,
-            "entropy_floor": 0.0,
+            "entropy_ratio": mean, "entropy_ratio_q50": mean, "gap_slope": 0.1, "entropy_floor": 0.0,
             "entropy_floor_q50": 0.0,
         }
         for row in tables["heads"].to_pylist()
-    ]
+    ]  # fmt: skip
     heads_table = pa.Table.from_pylist(heads, schema=tables["heads"].schema)
     return heads_table, tables["by_length"], tables["top_n"], windows_of({"heads": heads_table}, values)
 

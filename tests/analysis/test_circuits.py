@@ -7,14 +7,7 @@ import pytest
 import torch
 
 from attnorm.analysis.analyze import analyze
-from attnorm.analysis.circuits import (
-    CODE,
-    circuit_columns,
-    measure_circuits,
-    needles,
-    probe_lengths,
-    repeated_tokens,
-)
+from attnorm.analysis.circuits import CODE, circuit_columns, measure_circuits, needles, probe_lengths, repeated_tokens
 from attnorm.analysis.own_models import measure
 from attnorm.analysis.settings import GROUPS, groups
 from attnorm.analysis.verdicts.reach import circuit_of, circuit_sentences, circuit_words, reach

@@ -1,6 +1,9 @@
 """An Analysis can be saved, read again, merged, exported and shown, and loses nothing on the way."""
 
+import inspect
 import json
+import math
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -14,9 +17,11 @@ import pytest
 from attnorm.analysis import store
 from attnorm.analysis.analyze import analyze
 from attnorm.analysis.result import Analysis
-from attnorm.analysis.tables import SCHEMAS, TABLES, VERDICT_COLUMNS
+from attnorm.analysis.tables import SCHEMAS, TABLES, VERDICT_COLUMNS, merge_runs
 from attnorm.analysis.verdicts import Thresholds
 from attnorm.report_data import VERDICTS
+from tests.analysis.tables_of import table as one_table
+from tests.analysis.tables_of import tables
 from tests.analysis.tiny_models import gpt2, ids
 
 HOSTILE = "<img src=x onerror=alert(1)>\"'&<script>alert(2)</script>"
@@ -73,11 +78,8 @@ def test_the_manifest_is_json_and_says_what_was_done(analysis: Analysis) -> None
     assert len(manifest["model"]["fingerprint"]) == 64
     assert [text["name"] for text in manifest["texts"]] == ["a", "b"]
     assert [(part["text"], part["length"]) for part in manifest["parts"]] == [
-        ("a", 24),
-        ("a", 48),
-        ("b", 24),
-        ("b", 48),
-    ]
+        ("a", 24), ("a", 48), ("b", 24), ("b", 48),
+    ]  # fmt: skip
     assert manifest["settings"]["lengths"] == [24, 48]
     assert manifest["settings"]["seed"] == 0
     assert {"python", "attnorm", "torch", "transformers", "pyarrow"} <= set(manifest["versions"])
@@ -230,8 +232,7 @@ def test_a_notebook_shows_a_small_table_in_which_hostile_names_do_nothing() -> N
 
 
 @pytest.mark.parametrize(
-    ("source", "remedy"),
-    [(None, r"attnorm\.analyze\(model, out="), ("my model", r"attnorm analyze 'my model' --out")],
+    ("source", "remedy"), [(None, r"attnorm\.analyze\(model, out="), ("my model", r"attnorm analyze 'my model' --out")]
 )
 def test_a_run_of_another_version_is_refused_with_the_command_that_measures_again(
     source: str | None, remedy: str, analysis: Analysis, tmp_path: Path
@@ -269,3 +270,36 @@ def test_reading_an_analysis_needs_no_transformers(analysis: Analysis, tmp_path:
         "assert 'transformers' not in sys.modules, 'transformers was loaded'"
     )
     subprocess.run([sys.executable, "-c", code, str(folder)], check=True)
+
+
+@pytest.mark.parametrize("name", ["heads", "by_length", "top_n", "sensitivity", "coverage"])
+def test_different_rows_are_put_together_and_equal_rows_are_kept_once(name: str) -> None:
+    here, there = tables(text="a")[name], tables(text="b")[name]
+    both = merge_runs(name, [here, there, here])
+    assert both.num_rows == here.num_rows + there.num_rows
+    assert both.slice(0, here.num_rows).drop_columns([]).schema.equals(here.schema)
+    assert both["text"].to_pylist() == [*here["text"].to_pylist(), *there["text"].to_pylist()]
+
+
+def test_nan_equals_nan_but_not_a_number() -> None:
+    here = one_table("heads", [{"head": 3, "entropy_nats": math.nan}])
+    assert merge_runs("heads", [here, here]).num_rows == 1
+    with pytest.raises(ValueError, match=r"head 3.*entropy_nats nan .* 0\.0"):
+        merge_runs("heads", [here, one_table("heads", [{"head": 3}])])
+
+
+def test_a_head_has_one_row_even_if_the_bins_differ() -> None:
+    here, there = (one_table("heads", [{"n_low": low}]) for low in (4, 5))
+    with pytest.raises(ValueError, match="n_low"):
+        merge_runs("heads", [here, there])
+
+
+def test_bins_of_one_head_are_different_rows() -> None:
+    here, there = (one_table("by_length", [{"n_low": low, "n_high": 9}]) for low in (4, 5))
+    assert merge_runs("by_length", [here, there]).num_rows == 2
+
+
+def test_every_parameter_is_explained() -> None:
+    told = inspect.getdoc(analyze) or ""
+    for name in inspect.signature(analyze).parameters:
+        assert re.search(rf"\b{name}[:=]", told), name

@@ -3,21 +3,36 @@
 import json
 import math
 import re
+from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
+from rich.console import Console
 
+import attnorm
+from attnorm.analysis.compare import compare
 from attnorm.analysis.settings import groups
-from attnorm.analysis.verdicts import ModelVerdict, Thresholds, judge_all, model_verdict, representative_rows
+from attnorm.analysis.verdicts import (
+    ModelVerdict,
+    Thresholds,
+    judge_all,
+    model_verdict,
+    representative_rows,
+)
 from attnorm.analysis.verdicts.advice import _no_advice, advise
 from attnorm.analysis.verdicts.judge import Judgment, judge_head
 from attnorm.analysis.verdicts.reach import binding_length
 from attnorm.analysis.verdicts.rules import HeadCase, _entropy_floor, _relative_entropies, is_selecting, worst_norm
+from attnorm.analysis.verdicts.thresholds import thresholds_of
 from attnorm.analysis.verdicts.what_if import repeat_command
+from attnorm.models.load import load
 from attnorm.report.page_text import what_if_table
+from attnorm.report.terminal import analysis_summary
 from attnorm.report_data import VERDICTS
 from attnorm.text import format_keys
 from attnorm.theory.dispersion import entropy_floor
@@ -542,10 +557,7 @@ def test_lengths_that_growth_does_not_change_are_told_once() -> None:
 def test_what_cannot_be_tried_is_a_caution() -> None:
     advice = verdict_of(synthetic_tables(**SMALL)).advice
     cautions = [one.title for one in advice if one.caution]
-    assert [title.partition(" do")[0] for title in cautions] == [
-        "Broader heads",
-        "A lower temperature",
-    ]
+    assert [title.partition(" do")[0] for title in cautions] == ["Broader heads", "A lower temperature"]
     assert any("normalizer" in one.title for one in advice if not one.caution)
 
 
@@ -820,18 +832,11 @@ def test_an_empty_analysis_has_a_verdict_too() -> None:
 @pytest.mark.parametrize(
     ("count", "words"),
     [
-        (8.37, "8.4"),
-        (511.9, "512"),
-        (1024, "1,024"),
-        (2048.0, "2,048"),
-        (2191.6, "2,190"),
-        (473352.3, "473,000"),
-        (999_700.5, "1 million"),
-        (27_232_100, "27.2 million"),
-        (2.1e15, "2.1 × 10¹⁵"),
+        (8.37, "8.4"), (511.9, "512"), (1024, "1,024"), (2048.0, "2,048"), (2191.6, "2,190"), (473352.3, "473,000"),
+        (999_700.5, "1 million"), (27_232_100, "27.2 million"), (2.1e15, "2.1 × 10¹⁵"),
         (math.inf, "infinitely many"),
     ],
-)
+)  # fmt: skip
 def test_lengths_are_told_as_people_say_them(count: float, words: str) -> None:
     assert format_keys(count) == words
 
@@ -842,3 +847,84 @@ def test_a_head_with_one_key_beside_its_sink_and_no_horizon_has_no_floor() -> No
     heads["entropy_floor"] = unknown
     found = _relative_entropies(heads, np.array([True]), np.array([0.4]), unknown, two)
     assert np.isnan(found).all()
+
+
+def test_words_change_what_they_name_and_nothing_else() -> None:
+    changed = Thresholds(near_floor=0.2).changed(["dispersed_entropy=0.95", " saturation_top_n = 5 "])
+    assert changed == Thresholds(near_floor=0.2, dispersed_entropy=0.95, saturation_top_n=5)
+    assert isinstance(changed.saturation_top_n, int)
+    assert Thresholds().changed([]) == Thresholds()
+
+
+def test_differences_name_both_sides() -> None:
+    assert Thresholds(near_floor=0.2).differences(Thresholds()) == {"near_floor": (0.2, 0.1)}
+    assert Thresholds().differences(Thresholds()) == {}
+
+
+def test_saved_thresholds_of_another_version_are_read() -> None:
+    assert thresholds_of({"near_floor": 0.2, "forgotten": 0.1}) == Thresholds(near_floor=0.2)
+
+
+def analysis_with_bias(bias: float) -> attnorm.Analysis:
+    """Return the analysis of the bundled model with sigmoid; a low bias takes the weight of most heads."""
+    loaded = load("bundled")
+    attnorm.patch(loaded.model, "sigmoid", warm_start=False, bias=bias)
+    return attnorm.analyze(loaded.model, tokenizer=loaded.tokenizer, lengths=256, windows=2, rows=64)
+
+
+@pytest.fixture(scope="module")
+def zeros() -> attnorm.Analysis:
+    return analysis_with_bias(-200.0)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> attnorm.Analysis:
+    return analysis_with_bias(-20.0)
+
+
+def test_heads_without_any_weight_are_silent(zeros: attnorm.Analysis) -> None:
+    rows = [row for row in zeros.heads.to_pylist() if row["row_sum"] == 0]
+    assert len(rows) > 30
+    for row in rows:
+        assert (row["verdict"], row["leaning"], row["flags"]) == ("silent", "silent", ["silent"])
+        assert (row["confidence"], row["agreement"]) == (1.0, 1.0)
+        assert math.isnan(row["entropy_ratio"])
+        assert row["evidence"].startswith("The weights of its median row sum to 0, below 0.01")
+    assert "Not judged" not in " ".join(zeros.heads["evidence"].to_pylist())
+    assert f"{len(rows)} silent" in zeros.verdict.headline
+
+
+def test_heads_with_tiny_weights_are_silent_and_the_others_are_judged(tiny: attnorm.Analysis) -> None:
+    counts = Counter(tiny.heads["verdict"].to_pylist())
+    assert counts["silent"] > 15
+    assert counts["dispersed"] > 0
+    for row in tiny.heads.to_pylist():
+        assert (row["leaning"] == "silent") == (max(row["row_sum"], row["row_sum_mean"]) < 0.01)
+
+
+def test_terminal_comparison_and_report_name_them(tiny: attnorm.Analysis, tmp_path: Path) -> None:
+    console = Console(width=160, record=True, file=(tmp_path / "terminal").open("w"))
+    console.print(analysis_summary(tiny.report_data))
+    text = console.export_text()
+    assert "The weights sum to almost 0, so the head reads no key." in text
+    assert "Prune silent heads" in text
+    listed = text.partition("What the sharpest head of some layers reads")[2].partition("What to try")[0]
+    silent = {(row["layer"], row["head"]) for row in tiny.heads.to_pylist() if row["verdict"] == "silent"}
+    assert "layer 2 head" in listed
+    assert not [head for head in silent if f"layer {head[0]} head {head[1]} " in listed]
+    page = tiny.save_html(tmp_path / "report.html").read_text(encoding="utf-8")
+    assert 'class="mark v-silent"' in page
+    assert "Prune silent heads" in page
+    assert compare({"one": tiny, "other": tiny}).sides[1].counts["silent"] == len(silent)
+
+
+@pytest.mark.parametrize(("empty", "expected"), [(1.0, "silent"), (0.9, "judged"), (0.6, "judged"), (0.4, "judged")])
+def test_a_head_that_reads_in_some_rows_is_judged_by_them(empty: float, expected: str) -> None:
+    """Softpick gives no key weight in rows whose logits are all negative."""
+    chance = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 1, 128, 16, generator=chance).abs() for _ in range(2))
+    q[:, :, torch.rand(128, generator=chance) < empty] *= -1
+    analysis = attnorm.measure(q, k, k, normalizers=("softpick",), metrics="core")
+    (row,) = analysis.heads.to_pylist()
+    assert (row["row_sum"] == 0) == (empty > 0.5)
+    assert (row["leaning"] == "silent") == (expected == "silent")

@@ -1,12 +1,14 @@
 """Calls that cannot be answered raise an error that names what is wrong."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import attnorm
+from attnorm.engines.inputs import Inputs
 from attnorm.models.dispatch import UnsupportedModel, check_observable
 from attnorm.models.inputs import Text, prepared, texts_from
 from attnorm.models.layer_normalizer import as_integer, parse_layers, validate_heads
@@ -14,9 +16,11 @@ from attnorm.models.load import CannotLoad, load
 from attnorm.models.patch import patch, unpatch
 from attnorm.models.patched_attention import _run_mechanism
 from tests.models.families import tiny
-from tests.models.test_head_subset import Holder
-from tests.models.test_mechanism_calls import Kept, inputs
+from tests.models.test_layer_normalizer import Holder
 from tests.models.tiny import llama
+
+READS_STATES = SimpleNamespace(name="kept", reads_hidden_states=True, needs_every_query=False)
+CALL = Inputs(*torch.zeros(3, 1, 2, 3, 4), None, causal=True, scale=1.0)
 
 BAD_CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: check_observable(nn.Linear(2, 2)), UnsupportedModel, "Linear"),
@@ -66,7 +70,7 @@ BAD_CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: load("a/b/c"), CannotLoad, "'a/b/c'"),
     (lambda: load(""), CannotLoad, "''"),
     (lambda: load("  "), CannotLoad, r"'\ \ '"),
-    (lambda: _run_mechanism(Kept(reads_hidden_states=True), inputs(), None, None, None), ValueError, "'kept'"),
+    (lambda: _run_mechanism(READS_STATES, CALL, None, None, None), ValueError, "'kept'"),
     (lambda: unpatch("gpt2"), TypeError, r"from_pretrained\('gpt2'\)"),
     (lambda: unpatch(None), TypeError, "None"),
     (lambda: patch(llama(), 3), TypeError, r"int \(3\).*attnorm\.get"),

@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from transformers import Gemma4ForCausalLM, Gemma4TextConfig, PreTrainedModel
 
+import attnorm
 from attnorm.models.describe import _positions, _sample, describe, fingerprint, longest_context, position_kind
 from attnorm.models.load import LoadedModel, load
+from tests.analysis.tiny_models import llama
 from tests.models.families import tiny
 
 
@@ -18,21 +21,10 @@ def test_a_description_says_what_the_model_is() -> None:
     parameters = sum(parameter.numel() for parameter in tiny("llama").parameters())
     assert about.pop("fingerprint") == fingerprint(tiny("llama"))
     assert about == {
-        "name": "mine",
-        "revision": "abc",
-        "class": "LlamaForCausalLM",
-        "model_type": "llama",
-        "parameters": parameters,
-        "dtype": "float32",
-        "device": "cpu",
-        "layers": 2,
-        "heads": 4,
-        "kv_heads": 2,
-        "head_dim": 8,
-        "max_positions": 64,
-        "position_kind": "rotary",
-        "kernel": "sdpa",
-    }
+        "name": "mine", "revision": "abc", "class": "LlamaForCausalLM", "model_type": "llama",
+        "parameters": parameters, "dtype": "float32", "device": "cpu", "layers": 2, "heads": 4, "kv_heads": 2,
+        "head_dim": 8, "max_positions": 64, "position_kind": "rotary", "kernel": "sdpa",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "bart", "vit", "gemma3", "albert", "opt"])
@@ -119,40 +111,6 @@ def test_weights_that_are_elsewhere_are_no_obstacle() -> None:
     assert len(fingerprint(offloaded)) == 64
 
 
-class SinusoidTable(torch.nn.Embedding):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("tables", "kind", "rows"),
-    [
-        ({"wpe": (torch.nn.Embedding, True, 9)}, "learned", 9),
-        ({"wpe": (torch.nn.Embedding, False, 9)}, "learned", 9),  # frozen, but not a table of sines
-        ({"embed_positions": (SinusoidTable, True, 7)}, "sinusoidal", 7),
-        ({"embed_positions": (SinusoidTable, False, 7)}, "sinusoidal", 7),
-        ({"embed_positions": (SinusoidTable, False, 7), "pos_emb": (torch.nn.Embedding, True, 5)}, "learned", 5),
-        ({"embed_positions": (SinusoidTable, False, 7), "pos_emb": (torch.nn.Embedding, False, 5)}, "sinusoidal", 5),
-        ({"token_table": (torch.nn.Embedding, True, 9)}, "none", None),
-        ({"relative_bias": (torch.nn.Embedding, True, 9)}, "relative", None),
-    ],
-)
-def test_positions_are_of_the_kind_of_the_tables(tables: dict[str, Any], kind: str, rows: int | None) -> None:
-    model = torch.nn.Module()
-    for name, (table, trained, size) in tables.items():
-        setattr(model, name, table(size, 3))
-        getattr(model, name).weight.requires_grad_(trained)
-    assert _positions(model) == (kind, rows)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("shape", "found"), [((1, 9, 3), ("learned", 9)), ((9, 3), ("learned", 9)), ((9,), ("none", None))]
-)
-def test_positions_may_be_a_parameter(shape: tuple[int, ...], found: tuple[str, int | None]) -> None:
-    model = torch.nn.Module()
-    model.pos_embed = torch.nn.Parameter(torch.zeros(shape))
-    assert _positions(model) == found  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("offset", "padding", "rows"), [(None, None, 9), (2, None, 7), (None, 1, 7), (None, 0, 8), (3, 1, 6)]
 )
@@ -169,3 +127,54 @@ def test_the_fingerprint_takes_about_4096_values_of_a_weight(size: int, step: in
     """Saved fingerprints are compared with those of later versions."""
     values = torch.arange(size, dtype=torch.int32)
     assert _sample(values.reshape(1, -1)) == values[::step].numpy().tobytes()
+
+
+class Int8(Tensor):
+    """A weight in 8 bits that, as torchao's, can neither be reshaped nor indexed."""
+
+    @staticmethod
+    def __new__(cls, data: Tensor, scale: Tensor) -> "Int8":
+        return Tensor._make_wrapper_subclass(cls, data.shape, dtype=scale.dtype)
+
+    def __init__(self, data: Tensor, scale: Tensor) -> None:
+        self.inner, self.scale = data, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], object]:
+        return ["inner", "scale"], {"by": object()}
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].inner, args[0].scale)
+        if func in (torch.ops.aten.t.default, torch.ops.aten.linear.default):
+            plain = [arg.inner * arg.scale if isinstance(arg, cls) else arg for arg in args]
+            return func(*plain, **(kwargs or {}))
+        raise NotImplementedError(f"no {func}")
+
+
+def quantized(seed: int = 0) -> Any:
+    model = llama(seed)
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module is not model.lm_head:
+            scale = module.weight.abs().amax(1, keepdim=True).detach() / 127
+            weight = Int8((module.weight.detach() / scale).round().to(torch.int8), scale)
+            module.weight = nn.Parameter(weight, requires_grad=False)
+    return model
+
+
+def test_quantized_weights_have_a_fingerprint_that_depends_on_their_values() -> None:
+    assert fingerprint(quantized()) == fingerprint(quantized())
+    assert fingerprint(quantized()) != fingerprint(llama())
+    changed = quantized()
+    weight = changed.model.layers[1].mlp.up_proj.weight
+    weight.inner[3, 4] += 1
+    assert fingerprint(changed) != fingerprint(quantized())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_quantized_by_torchao_is_analyzed() -> None:
+    torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    model = llama()
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    analysis = attnorm.analyze(model, torch.arange(1, 33), metrics="core")
+    assert analysis.heads.num_rows == 8

@@ -4,13 +4,7 @@ import pytest
 import torch
 import transformers
 
-from attnorm.models.dispatch import (
-    UnsupportedModel,
-    _names_interface,
-    attention_sites,
-    check_observable,
-    supported_families,
-)
+from attnorm.models.dispatch import UnsupportedModel, attention_sites, check_observable, supported_families
 from attnorm.models.observe import observe
 from tests.models.families import FAMILIES, tiny
 
@@ -63,17 +57,3 @@ def test_a_subclass_that_keeps_its_parents_forward_counts() -> None:
     with torch.no_grad(), observe(model, seen.append):
         model(input_ids=torch.ones(1, 4, dtype=torch.long))
     assert len(seen) == 2
-
-
-@pytest.mark.parametrize(
-    ("source", "asks"),
-    [
-        ("ALL_ATTENTION_FUNCTIONS.get_interface('sdpa')", True),
-        ("ALL_ATTENTION_FUNCTIONS.get_interface(name)", True),
-        ("lambda: ALL_ATTENTION_FUNCTIONS.get_interface", True),
-        ("ALL_ATTENTION_FUNCTIONS['sdpa']", False),
-        ("other.get_interface('sdpa')", False),
-    ],
-)
-def test_code_asks_the_interface_where_it_names_both(source: str, asks: bool) -> None:
-    assert _names_interface(compile(source, "module.py", "exec")) is asks

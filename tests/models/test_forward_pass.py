@@ -45,6 +45,12 @@ def test_models_that_do_not_predict_the_next_token_have_no_loss() -> None:
     assert not forward_pass.predicts_next_token(LoadedModel(without_head, None, "tiny"))
 
 
+def test_a_loss_that_is_not_finite_is_none() -> None:
+    model = tiny("gpt2")
+    torch.nn.init.constant_(model.transformer.ln_f.weight, float("nan"))
+    assert read(model, tokens()) == forward_pass.Reading(None, None, 0)
+
+
 @pytest.mark.parametrize(
     ("encoder_decoder", "generates", "has_head", "named", "predicts"),
     [
@@ -71,28 +77,3 @@ def test_each_condition_of_a_loss_alone(
         model.base_model = model
     loaded: Any = SimpleNamespace(model=model)
     assert forward_pass.predicts_next_token(loaded) is predicts
-
-
-def test_a_loss_that_is_not_finite_is_none() -> None:
-    model = tiny("gpt2")
-    torch.nn.init.constant_(model.transformer.ln_f.weight, float("nan"))
-    assert read(model, tokens()) == forward_pass.Reading(None, None, 0)
-
-
-def test_the_base_model_reads_inputs_that_it_takes_and_the_whole_model_reads_others() -> None:
-    class Base(torch.nn.Module):
-        def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-            return pixels
-
-    base = Base()
-    model: Any = SimpleNamespace(base_model=base)
-    one = torch.ones(1)
-    assert forward_pass._base_model(model, {"pixels": one}) is base  # all that it takes, and no more
-    assert forward_pass._base_model(model, {}) is base
-    assert forward_pass._base_model(model, {"pixels": one, "mask": one}) is model
-    assert forward_pass._base_model(model, {"mask": one}) is model
-
-
-def test_a_model_with_states_of_another_length_than_its_tokens_has_no_loss() -> None:
-    output = SimpleNamespace(last_hidden_state=torch.zeros(1, 7, 4))
-    assert forward_pass._mean_loss(None, torch.zeros(1, 6, dtype=torch.long), None, output) == (None, 0)

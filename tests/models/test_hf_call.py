@@ -9,14 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attnorm.metrics.call import AttentionCall
-from attnorm.models.hf_call import (
-    MaskReader,
-    VisibleKeys,
-    _mask_of_indices,
-    mask_as_given,
-    read_call,
-    read_mask,
-)
+from attnorm.models.hf_call import MaskReader, VisibleKeys, _mask_of_indices, mask_as_given, read_call, read_mask
 
 B, H = 2, 2
 
@@ -125,26 +118,6 @@ def test_one_wrong_pair_in_any_row_makes_a_mask_other_than_causal(keys: int) -> 
         found = read_mask("sdpa", other, keys, keys)
         assert not found.causal
         assert torch.equal(table(found, keys, keys)[0, 0], other[0, 0])
-
-
-@pytest.mark.parametrize(("queries", "declared", "kind", "causal"), [
-    (3, True, "decoder", True), (3, False, "encoder", False), (3, None, "decoder", True),
-    (1, True, "decoder", False), (1, None, "encoder", False),
-])  # fmt: skip
-def test_a_call_of_sdpa_without_a_mask_is_causal_where_the_module_is(
-    queries: int, declared: bool | None, kind: str, causal: bool
-) -> None:
-    module = nn.Module()
-    module.config = SimpleNamespace(_attn_implementation="sdpa")  # type: ignore[assignment]
-    q, k = torch.ones(B, H, queries, 4), torch.ones(B, H, 5, 4)
-    options = {} if declared is None else {"is_causal": declared}
-    found = read_call("sdpa", module, q, k, k, None, read_mask=read_mask, **options)
-    assert (found.kind, found.causal) == (kind, causal)
-    # A causal call with more keys than queries starts a cache of fixed size, of which the rest is empty.
-    assert found.key_BGKD.shape[2] == (queries if causal else 5)
-    assert found.scale == 0.5
-    module.is_causal = False  # type: ignore[assignment]
-    assert not read_call("sdpa", module, q, k, k, None, read_mask=read_mask).causal
 
 
 WIDTH = 4

@@ -1,4 +1,4 @@
-"""From what a user has to a forward pass."""
+"""From what a user has to a forward pass: texts, ids, windows of long texts."""
 
 import lzma
 from collections.abc import Callable
@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import BatchEncoding, CLIPConfig, CLIPModel
 
 from attnorm.metrics.call import AttentionCall
+from attnorm.models import inputs
 from attnorm.models.forward_pass import run
-from attnorm.models.inputs import Text, _add_decoder_inputs, _cut_inputs, _input_device, prepared, texts_from, tokens_of
+from attnorm.models.inputs import Text, Tokens, bos_problem, prepared, texts_from, tokens_of, window_inputs
 from attnorm.models.load import LoadedModel, load
 from attnorm.models.observe import observe
 from tests.models.families import FAMILIES, ids, image, tiny, tiny_inputs, tiny_tokenizer, words
@@ -157,10 +158,11 @@ def test_ids_of_another_vocabulary(loaded: LoadedModel, wrong: int) -> None:
 
 
 def test_a_dict_is_cut_with_all_that_belongs_to_its_tokens(loaded: LoadedModel) -> None:
-    text = texts_from({"input_ids": ids(), "attention_mask": torch.ones(2, 12)})[0]
+    text = texts_from({"input_ids": ids(), "attention_mask": torch.ones(2, 12), "prefix": torch.ones(2, 9)})[0]
     assert {name: tuple(value.shape) for name, value in prepared(text, loaded, 5).items()} == {
         "input_ids": (2, 5),
         "attention_mask": (2, 5),
+        "prefix": (2, 9),
     }
     with pytest.raises(ValueError, match="expected input_ids"):
         prepared(texts_from(image())[0], load(tiny("vit")), 5)
@@ -233,36 +235,117 @@ def test_no_cache_is_built(loaded: LoadedModel) -> None:
     assert run(loaded, prepared(Text("t", ids()), loaded, None)).past_key_values is None
 
 
-@pytest.mark.parametrize(("of_embeddings", "used"), [("cpu", "cpu"), ("meta", "cuda:1")])
-def test_inputs_are_put_where_the_embeddings_are_unless_these_are_offloaded(of_embeddings: str, used: str) -> None:
-    class Spread(nn.Module):
-        device = torch.device("cuda:1")
-
-        def get_input_embeddings(self) -> nn.Module:
-            return nn.Embedding(2, 2, device=of_embeddings)
-
-    model: Any = Spread()
-    assert _input_device(model) == torch.device(used)
+def tokens(count: int, **options: object) -> Tokens:
+    return Tokens(torch.arange(count)[None], **options)  # type: ignore[arg-type]
 
 
-def test_only_a_decoder_that_takes_ids_gets_them() -> None:
-    class Model(nn.Module):
-        config = SimpleNamespace(is_encoder_decoder=True)
-
-        def forward(self, input_ids: Tensor) -> None: ...
-
-    class WithDecoder(Model):
-        def forward(self, input_ids: Tensor, decoder_input_ids: Tensor | None = None) -> None: ...
-
-    given, models = {"input_ids": ids()}, [Model(), WithDecoder(), WithDecoder()]
-    models[2].config = SimpleNamespace(is_encoder_decoder=False)
-    assert [[*_add_decoder_inputs(given, model)] for model in models] == [
-        ["input_ids"], ["input_ids", "decoder_input_ids"], ["input_ids"],
-    ]  # fmt: skip
+def test_special_tokens_count_and_pieces_stand_for_the_whole_text() -> None:
+    assert tokens(10).count == 10
+    assert tokens(10, before=(1,), after=(2, 3)).count == 13
+    assert tokens(10, before=(1,), after=(2,), share=0.25, piece_ends=(5, 10)).count == 42
 
 
-def test_a_text_is_cut_to_one_token_and_not_to_none() -> None:
-    given = {"input_ids": torch.tensor([[3, 4, 5]])}
-    assert _cut_inputs(Text("a", "words"), given, 1)["input_ids"].tolist() == [[3]]
-    with pytest.raises(ValueError, match="0"):
-        _cut_inputs(Text("a", "words"), given, 0)
+@pytest.mark.parametrize(
+    ("windows", "length", "starts"),
+    [(1, 6, [0]), (2, 6, [0, 8]), (3, 6, [0, 4, 8]), (3, 7, None), (1, 14, [0]), (1, 15, None)],
+)
+def test_windows_of_a_whole_text_reach_from_its_start_to_its_end(
+    windows: int, length: int, starts: list[int] | None
+) -> None:
+    assert tokens(12, before=(1,), after=(2,)).starts(windows, length) == starts
+
+
+@pytest.mark.parametrize(
+    ("windows", "length", "starts"),
+    [(1, 4, [0]), (2, 4, [0, 11]), (3, 4, [0, 5, 11]), (3, 5, [0, 5, 10]), (4, 4, None), (1, 6, None)],
+)
+def test_windows_of_pieces_start_at_pieces_and_the_last_ends_with_the_text(
+    windows: int, length: int, starts: list[int] | None
+) -> None:
+    assert tokens(15, piece_ends=(5, 10, 15)).starts(windows, length) == starts
+
+
+def test_of_a_long_text_equal_pieces_from_start_to_end_are_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "WHOLE_CHARACTERS", 80)
+    content = " ".join(f"{number:03d}" for number in range(250))  # 999 characters
+    loaded = LoadedModel(tiny("llama"), tiny_tokenizer(), "tiny")
+    pieces = inputs._pieces(content, inputs.PIECES)
+    assert [piece[:3] for piece in pieces] == ["000", "036", "071", "107", "142", "177", "213", "248"]
+    assert pieces[0] == content[:10]
+    assert pieces[-1] == content[-7:]
+    found = tokens_of(Text("t", content), loaded)
+    assert len(found.piece_ends) == 8
+    assert found.share == sum(map(len, pieces)) / len(content)
+    assert tokens_of(Text("t", content), loaded, whole=True).whole
+
+
+def test_inputs_that_the_tokenizer_makes_are_filled_for_each_window() -> None:
+    of = tokens(9, before=(1,), after=(2,), names=("input_ids", "token_type_ids", "attention_mask"))
+    found = window_inputs(Text("t", "unused"), of, LoadedModel(tiny("bert"), tiny_tokenizer(), "tiny"), 3, 6)
+    assert found["input_ids"].tolist() == [[1, 3, 4, 5, 6, 2]]
+    assert found["token_type_ids"].tolist() == [[0] * 6]
+    assert found["attention_mask"].tolist() == [[1] * 6]
+
+
+def with_bos_token(**changed: Any) -> LoadedModel:
+    """A causal model whose BOS, token 1, is not its EOS."""
+    about = {"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": None, "is_encoder_decoder": False, **changed}
+    config = SimpleNamespace(**{name: about[name] for name in ("bos_token_id", "eos_token_id", "is_encoder_decoder")})
+    model: Any = SimpleNamespace(config=config, can_generate=lambda: about.get("generates", True))
+    tokenizer: Any = SimpleNamespace(**about, convert_ids_to_tokens=lambda token: f"<{token}>")
+    return LoadedModel(model, tokenizer, "a model")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"bos_token_id": None},
+        {"eos_token_id": 1},
+        {"cls_token_id": 3},
+        {"is_encoder_decoder": True},
+        {"generates": False},
+    ],
+)
+def test_only_a_causal_model_with_a_bos_of_its_own_needs_it(changed: dict[str, Any]) -> None:
+    without = Tokens(torch.tensor([[5, 6]]))
+    found = bos_problem(without, with_bos_token())
+    assert found is not None
+    assert "'<1>'" in found
+    assert bos_problem(without, with_bos_token(**changed)) is None
+
+
+def test_a_bos_before_or_in_front_of_the_tokens_is_no_problem() -> None:
+    loaded = with_bos_token()
+    assert bos_problem(Tokens(torch.tensor([[1, 5]])), loaded) is None
+    assert bos_problem(Tokens(torch.tensor([[5, 6]]), before=(1,)), loaded) is None
+    assert bos_problem(Tokens(torch.tensor([[1, 6]]), before=(4,)), loaded) is not None
+    assert bos_problem(Tokens(torch.zeros(1, 0, dtype=torch.long)), loaded) is not None
+
+
+def test_two_pieces_of_a_text_are_not_taken_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "WHOLE_CHARACTERS", 80)
+    loaded = LoadedModel(tiny("llama"), tiny_tokenizer(), "tiny")
+    found = tokens_of(Text("t", "ab cd " * 20), loaded, pieces=2)
+    assert len(found.piece_ends) == 2
+    assert found.piece_ends[-1] == found.ids.shape[1]
+    assert not found.whole
+
+
+@pytest.mark.parametrize(
+    ("before", "bos", "expected"),
+    [((), None, ()), ((7, 5), None, (7, 5)), ((5,), True, (7, 5)), ((7, 5), True, (7, 5)), ((7, 5), False, (5,))],
+)
+def test_a_bos_token_is_put_first_or_left_out(
+    before: tuple[int, ...], bos: bool | None, expected: tuple[int, ...]
+) -> None:
+    loaded: Any = SimpleNamespace(
+        name="a model", tokenizer=SimpleNamespace(bos_token_id=7), model=SimpleNamespace(config=None)
+    )
+    assert inputs._with_bos(before, loaded, bos) == expected
+    loaded.tokenizer.bos_token_id = None
+    loaded.model.config = SimpleNamespace(bos_token_id=7)
+    assert inputs._with_bos(before, loaded, bos) == expected
+    loaded.model.config.bos_token_id = None
+    if bos is not None:
+        with pytest.raises(ValueError, match=f"bos={bos}.*a model"):
+            inputs._with_bos(before, loaded, bos)

@@ -3,14 +3,13 @@
 import json
 import os
 import pickle
-import re
 import shlex
 import shutil
 import socket
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from huggingface_hub import constants
@@ -22,7 +21,8 @@ from attnorm.models.forward_pass import run
 from attnorm.models.load import CannotLoad, _explain_error, _model_class, load
 from attnorm.models.patch import patch
 from attnorm.models.patch_state import patched_modules
-from attnorm.models.saving import _saved_class
+from attnorm.models.source import commit_of, hub_answers
+from tests.analysis.tiny_models import VOCABULARY, llama
 from tests.models.families import ids, tiny, tiny_tokenizer
 
 
@@ -373,31 +373,129 @@ def test_the_reason_says_what_the_error_is_about(says: str, reason: str) -> None
     assert reason in _explain_error(OSError(says), "a/name", local_only=False)
 
 
-@pytest.mark.parametrize(
-    ("config", "trusted", "expected"),
-    [
-        ({"architectures": ["LlamaForCausalLM"]}, False, "LlamaForCausalLM"),
-        ({"architectures": ["Unknown", "LlamaModel"]}, False, "LlamaModel"),
-        ({"architectures": ["LlamaConfig"]}, False, "AutoModel"),
-        ({"architectures": None}, False, "AutoModel"),
-        ({"auto_map": {"AutoModelForMaskedLM": "a.B"}, "architectures": ["LlamaModel"]}, True, "AutoModelForMaskedLM"),
-        ({"auto_map": {"AutoModelForMaskedLM": "a.B"}, "architectures": ["LlamaModel"]}, False, "LlamaModel"),
-        ({"auto_map": {"AutoConfig": "a.B"}, "architectures": ["LlamaModel"]}, True, "LlamaModel"),
-        ({"auto_map": {"AutoModel": "a.B", "AutoModelForCausalLM": "a.C"}}, True, "AutoModelForCausalLM"),
-    ],
-)
-def test_the_class_that_a_config_names(config: dict[str, object], trusted: bool, expected: str) -> None:
-    assert _model_class(SimpleNamespace(**config), trusted, as_gguf=False).__name__ == expected
+gguf = pytest.importorskip("gguf")
+pytest.importorskip("accelerate")
+
+NAMES = {
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+}  # fmt: skip
+
+
+def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """llama.cpp keeps the two halves of a rotary pair side by side."""
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
+
+
+def write_llama(path: Path) -> torch.nn.Module:
+    model = llama()
+    config, weights = model.config, model.state_dict()
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(VOCABULARY)
+    tensors = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+    for layer in range(config.num_hidden_layers):
+        tensors |= {f"blk.{layer}.{theirs}": f"model.layers.{layer}.{ours}" for theirs, ours in NAMES.items()}
+    for theirs, ours in tensors.items():
+        weight = weights[f"{ours}.weight"]
+        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(theirs.split(".")[-1])
+        weight = weight if heads is None else interleaved(weight, heads)
+        writer.add_tensor(f"{theirs}.weight", np.ascontiguousarray(weight.numpy()))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+def test_the_model_in_the_file_is_the_model_that_was_written(tmp_path: Path) -> None:
+    model = write_llama(tmp_path / "tiny.gguf")
+    loaded = load(tmp_path / "tiny.gguf")
+    assert loaded.name == "tiny"
+    ids = torch.arange(1, 33)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.model(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_file_that_only_has_the_name_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / "fake.gguf").write_bytes(b"PK\x03\x04 something else")
+    with pytest.raises(CannotLoad, match="GGUF"):
+        load(tmp_path / "fake.gguf")
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    write_llama(tmp_path / "tiny.gguf")
+    whole = (tmp_path / "tiny.gguf").read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(whole[:100])
+    with pytest.raises(CannotLoad, match="cut"):
+        load(tmp_path / "cut.gguf")
+
+
+def test_a_folder_with_a_gguf_file_names_the_file(tmp_path: Path) -> None:
+    write_llama(tmp_path / "tiny.gguf")
+    with pytest.raises(CannotLoad, match=r"tiny\.gguf"):
+        load(tmp_path)
+
+
+def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnorm.models.source.NEEDED", ("gguf", "no_such_package"))
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CannotLoad, match="pip install no_such_package"):
+        load(tmp_path / "x.gguf")
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def proxies(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "https://hub.invalid")
+    return monkeypatch
+
+
+@pytest.mark.parametrize("spelling", ["http://localhost:{}", "localhost:{}"])
+def test_a_proxy_that_listens_is_trusted_and_one_that_does_not_is_no_network(
+    proxies: pytest.MonkeyPatch, spelling: str
+) -> None:
+    with socket.create_server(("localhost", 0)) as server:
+        proxies.setenv("https_proxy", spelling.format(server.getsockname()[1]))
+        assert hub_answers()
+    assert not hub_answers()
+
+
+@pytest.mark.parametrize("proxy", ["http://localhost:notaport", "://", "http://"])
+def test_a_proxy_that_makes_no_sense_is_no_network(proxies: pytest.MonkeyPatch, proxy: str) -> None:
+    proxies.setenv("https_proxy", proxy)
+    assert not hub_answers()
+
+
+def test_the_commit_is_that_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert commit_of("someone/model", None) is None
+    snapshot = tmp_path / "models--someone--model" / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    refs = snapshot.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text(COMMIT)
+    assert commit_of("someone/model", None) == COMMIT
+    assert commit_of("someone/model", COMMIT) == COMMIT
+    assert commit_of("someone/model", "v2") is None
 
 
 def test_the_class_of_a_file_that_names_none() -> None:
     assert _model_class(LlamaConfig(), False, as_gguf=True).__name__ == "AutoModelForCausalLM"
     assert _model_class(LlamaConfig(), False, as_gguf=False).__name__ == "AutoModel"
     assert _model_class(ViTConfig(), False, as_gguf=True).__name__ == "AutoModel"
-
-
-def test_a_saved_model_of_an_unknown_class_is_named(tmp_path: Path) -> None:
-    assert _saved_class(SimpleNamespace(architectures=["LlamaModel"]), tmp_path).__name__ == "LlamaModel"
-    for names, named in ((["Unknown", "LlamaModel"], "'Unknown'"), (None, "'none'"), ([], "'none'")):
-        with pytest.raises(ValueError, match=f"{named}.*{re.escape(str(tmp_path))}"):
-            _saved_class(SimpleNamespace(architectures=names), tmp_path)

@@ -8,13 +8,7 @@ import pyarrow as pa
 import pytest
 import torch
 import transformers
-from transformers import (
-    DiffLlamaConfig,
-    DiffLlamaForCausalLM,
-    PreTrainedModel,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
+from transformers import DiffLlamaConfig, DiffLlamaForCausalLM, PreTrainedModel, Qwen3NextConfig, Qwen3NextForCausalLM
 
 import attnorm
 from attnorm.analysis.verdicts.judge import judge_all

@@ -9,13 +9,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from attnorm.models.output_head import (
-    MixtureHead,
-    has_saved_output,
-    parse_output,
-    restore_output,
-    set_output,
-)
+from attnorm.models.output_head import MixtureHead, has_saved_output, parse_output, restore_output, set_output
 
 WIDTH, VOCABULARY, COMPONENTS = 6, 40, 3
 
@@ -76,17 +70,6 @@ def test_the_loss_keeps_no_logits_for_the_backward_pass() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (before.append(t.numel()), t)[1], lambda t: t):
         made.loss(hidden[None], targets[None])
     assert max(before) < 7 * VOCABULARY
-
-
-def test_a_new_mixture_starts_with_equal_components_and_states_that_do_not_saturate(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    spreads: list[float] = []
-    monkeypatch.setattr(nn.init, "normal_", lambda tensor, std: spreads.append(std))
-    made = MixtureHead(nn.Parameter(torch.zeros(5, 16)), "mos", 4)
-    assert made.spec == "mos:4"
-    assert (made.attnorm_latent.shape, made.attnorm_prior.shape) == ((4 * 16, 16), (4, 16))
-    assert spreads == [1 / 4, 0.02]
 
 
 @pytest.mark.parametrize("spec", ["mos", "mos:1", "mos:65", "mos:x", "dos:4", "", "mos:4:2", "mos:0", "Softmax"])

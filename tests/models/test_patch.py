@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +12,15 @@ import torch
 import transformers
 from torch import Tensor
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
     BloomConfig,
     BloomForCausalLM,
     LwDetrConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     StaticCache,
     T5Gemma2DecoderConfig,
 )
@@ -27,15 +30,19 @@ from transformers.models.lw_detr.modeling_lw_detr import LwDetrAttention
 from transformers.models.t5gemma2.modeling_t5gemma2 import T5Gemma2MergedAttention
 
 import attnorm
+from attnorm.analysis.settings import passage
 from attnorm.metrics.call import AttentionCall
 from attnorm.models.dispatch import KERNEL, NORMALIZER, UnsupportedModel, attention_sites
 from attnorm.models.layer_normalizer import head_count
+from attnorm.models.load import load
 from attnorm.models.observe import observe
 from attnorm.models.patch import patch, swap, unpatch
 from attnorm.models.patch_state import device_of, normalizer_of, patched_modules, recipe_of
 from attnorm.models.patched_attention import patched_attention
 from attnorm.normalizers.block import Block
 from attnorm.normalizers.contract import Normalizer
+from attnorm.normalizers.declaration import warm_start_of
+from attnorm.normalizers.registry import BUILT_IN
 from attnorm.normalizers.softmax import Softmax
 from tests.models.dense import visible
 from tests.models.tiny import FAMILIES, llama, quiet_logits, tiny, tokens
@@ -597,39 +604,6 @@ def test_layers_of_a_hybrid_model_have_the_numbers_of_the_model() -> None:
         attnorm.patch(model, "entmax15", layers=[0])
 
 
-class Operations(TorchDispatchMode):
-    """The names of all operations of torch, in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(function.overloadpacket.__name__)
-        return function(*args, **(kwargs or {}))
-
-
-def test_a_layer_runs_no_operation_without_effect() -> None:
-    """In eager mode on a GPU every operation takes time that a small layer does not hide."""
-    heads = tiny("llama").config.num_attention_heads
-    q, k, v = (torch.randn(2, heads, 16, 8, requires_grad=True) for _ in range(3))
-    mask = torch.ones(2, 1, 16, 16, dtype=torch.bool).tril()
-    mask[0, :, :, :3] = False
-    found = {}
-    for name, given in (("softmax", None), ("softmax", mask), ("ssmax", None)):
-        model = tiny("llama")
-        patch(model, name)
-        (module, *_) = patched_modules(model).values()
-        with Operations() as operations:
-            patched_attention(module, q, k, v, given, dropout=0.0, scaling=0.3)
-        found[name, given is None] = [one for one in operations.names if one not in ("alias", "detach")]
-    attention, *rest = found["softmax", True]
-    assert "dot_product" in attention
-    assert rest == ["transpose", "clone"]
-    assert not {"cat", "zeros", "arange", "bitwise_or", "view"} & {*found["softmax", False]}
-    assert not {"view", "constant_pad_nd", "cat"} & {*found["ssmax", True]}
-
-
 def test_methods_that_a_normalizer_overrides_are_not_lost_beside_the_sinks_of_a_model() -> None:
     class Halved(Normalizer):
         def weights(self, block: Block) -> Tensor:
@@ -638,3 +612,156 @@ def test_methods_that_a_normalizer_overrides_are_not_lost_beside_the_sinks_of_a_
     model = FAMILIES["gpt_oss"]().eval()
     with swap(model, Halved(Softmax())), pytest.raises(ValueError, match="Halved"):
         model(tokens())
+
+
+# ssmax is near softmax at one length only, so it is not called safe; at the length of this prompt it holds.
+OPTIONS: dict[str, dict[str, Any]] = {"ssmax": {"train_length": 256}}
+
+# Long enough that top-k has keys to leave out.
+QUESTION = """\
+I am preparing a lesson about the countries of Europe for a class of ten-year-olds. For every country I want to show a
+map, a photograph of the landscape, a flag, and a short text about the largest rivers, the mountains, the climate, the
+food that people like to eat, and the most famous buildings. We begin in the west. Last week the children learned about
+Spain, whose capital is Madrid, and about Portugal, whose capital is Lisbon. Today it is the turn of France. Please help
+me with the first line of the text. What is the capital of France?"""
+SAFE = [name for name, entry in BUILT_IN.items() if warm_start_of(entry.factory()).safe and name != "softmax"]
+
+
+@torch.no_grad()
+def test_the_bundled_model_loses_a_tenth_of_a_nat_at_most() -> None:
+    """The model is trained, so a normalizer that is far from softmax costs it more: entmax15 2.5 nats."""
+    bundled = load("bundled", device="cpu")
+    tokens = bundled.tokenizer(passage(), return_tensors="pt").input_ids[:, :128]
+    losses = {}
+    for name in ("softmax", *OPTIONS, *SAFE, "entmax15"):
+        with swap(bundled.model, name, **OPTIONS.get(name, {})):
+            losses[name] = bundled.model(input_ids=tokens, labels=tokens).loss.item()
+    assert losses.pop("entmax15") > losses["softmax"] + 0.5
+    assert max(losses.values()) < losses["softmax"] + 0.1
+
+
+@pytest.fixture(scope="module")
+def smol(smollm2: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(smollm2)
+
+
+def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question: str) -> str:
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    with torch.no_grad():
+        tokens = model.generate(**prompt, max_new_tokens=8, do_sample=False)
+    return str(tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+@pytest.mark.nightly  # 2 s each, and half a minute where the model is not unpacked yet
+@pytest.mark.real_model
+@pytest.mark.parametrize("name", [*OPTIONS, *SAFE])
+def test_it_still_knows_the_capital_of_france(name: str, smol: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+    model, tokenizer = smol
+    with swap(model, name, **OPTIONS.get(name, {})):
+        text = answer(model, tokenizer, QUESTION)
+    assert "Paris" in text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_paused_model_is_the_model_before_and_comes_back(family: str) -> None:
+    model, ids = tiny(family), tokens()
+    plain = quiet_logits(model, ids)
+    handle = patch(model, "ssmax", s=0.7)
+    patched, learned, keys = quiet_logits(model, ids), [*handle.parameters()], [*model.state_dict()]
+    with handle.paused():
+        assert torch.equal(quiet_logits(model, ids), plain)
+        assert all(now is before for now, before in zip(handle.parameters(), learned, strict=True))
+        assert [*model.state_dict()] == keys
+    assert (patched - plain).abs().max() > 1e-3
+    assert torch.equal(quiet_logits(model, ids), patched)
+
+
+def test_an_optimizer_goes_on_after_a_pause_and_a_saved_model_has_its_normalizer(tmp_path: Path) -> None:
+    model, ids = llama(), tokens()
+    handle = patch(model, "ssmax")
+    optimizer = torch.optim.SGD(handle.parameters(), lr=0.1)
+    with handle.paused():
+        model(ids).logits.square().mean().backward()
+        assert all(parameter.grad is None for parameter in handle.parameters())
+        attnorm.save_pretrained(model, tmp_path)
+    assert torch.equal(quiet_logits(attnorm.from_pretrained(tmp_path).eval(), ids), quiet_logits(model, ids))
+    before = [parameter.detach().clone() for parameter in handle.parameters()]
+    model(ids).logits.square().mean().backward()
+    optimizer.step()
+    assert all((now != then).all() for now, then in zip(handle.parameters(), before, strict=True))
+
+
+def test_who_looks_at_a_paused_model_sees_softmax() -> None:
+    model, ids = llama(), tokens()
+    handle = patch(model, "entmax15", layers=[0])
+    seen: list[AttentionCall] = []
+    with handle.paused():
+        with observe(model, seen.append):
+            quiet_logits(model, ids)
+        paused = attnorm.analyze(model, ids[:1], metrics="core")
+    running = attnorm.analyze(model, ids[:1], metrics="core")
+    assert [call.normalizer for call in seen] == [None, None]
+    assert paused.manifest["model"]["runs"] == "softmax"
+    assert running.manifest["model"]["runs"] is None  # its layers differ
+    assert paused.manifest["model"]["fingerprint"] != running.manifest["model"]["fingerprint"]
+
+
+def test_an_exception_ends_the_pause() -> None:
+    model, ids = llama(), tokens()
+    handle = patch(model, "entmax15")
+    patched = quiet_logits(model, ids)
+
+    def fail() -> None:
+        with handle.paused():
+            raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        fail()
+    assert torch.equal(quiet_logits(model, ids), patched)
+
+
+def test_a_pause_within_a_pause_is_refused_and_one_of_other_layers_is_not() -> None:
+    model, ids = llama(), tokens()
+    plain = quiet_logits(model, ids)
+    first, second = patch(model, "ssmax", layers=[0]), patch(model, "entmax15", layers=[1])
+    both = quiet_logits(model, ids)
+    with first.paused():
+        with pytest.raises(RuntimeError, match="paused already"), first.paused():
+            pass
+        with second.paused():
+            assert torch.equal(quiet_logits(model, ids), plain)
+        with pytest.raises(ValueError, match="'ssmax'"), swap(model, "softmax", layers=[0]):
+            pass
+    assert torch.equal(quiet_logits(model, ids), both)
+
+
+def test_what_was_removed_cannot_be_paused_and_stays_removed_after_a_pause() -> None:
+    model, ids = llama(), tokens()
+    plain = quiet_logits(model, ids)
+    handle = patch(model, "ssmax", layers=[0])
+    other = patch(model, "entmax15", layers=[1])
+    with handle.paused():
+        handle.remove()
+    with other.paused():
+        unpatch(model)
+        again = patch(model, "entmax15", layers=[1])
+        patched = quiet_logits(model, ids)
+    assert torch.equal(quiet_logits(model, ids), patched)
+    again.remove()
+    assert torch.equal(quiet_logits(model, ids), plain)
+    with pytest.raises(RuntimeError, match="was removed"), handle.paused():
+        pass
+
+
+def test_a_kernel_chosen_in_the_pause_stays_chosen() -> None:
+    model, ids = llama(), tokens()
+    handle = patch(model, "entmax15")
+    patched = quiet_logits(model, ids)
+    with handle.paused():
+        model.set_attn_implementation("eager")
+    assert torch.allclose(quiet_logits(model, ids), patched, atol=1e-5)
+    handle.remove()
+    assert model.config._attn_implementation == "eager"

@@ -117,42 +117,6 @@ def test_no_other_file_of_these_packages_touches_a_private_name() -> None:
     assert found == []
 
 
-def test_a_backward_pass_is_told_from_a_forward_pass() -> None:
-    seen: list[bool] = []
-    x = torch.ones(1, requires_grad=True)
-    y = 2 * x
-    y.register_hook(lambda grad: seen.append(in_backward_pass()))
-    assert not in_backward_pass()
-    y.backward()
-    assert seen == [True]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "dtensor", "fsdp", "parallel"),
-    [
-        ([None, None], False, False, False),
-        ([None, 1], False, False, False),
-        ([None, 2], False, False, True),
-        ([None, None], True, False, True),
-        ([None, None], True, True, False),
-        ([None, 2], True, True, True),
-    ],
-)
-def test_heads_are_divided_by_a_plan_or_by_sharded_weights_without_fsdp(
-    sizes: list[int | None], dtensor: bool, fsdp: bool, parallel: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = nn.Sequential(*(nn.Linear(1, 1) for _ in sizes))
-    for part, size in zip(model, sizes, strict=True):
-        if size is not None:
-            part._tp_size = size  # type: ignore[assignment]
-    assert not private_names.is_tensor_parallel(model)  # one process
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    for module, name, there in (("tensor", "DTensor", dtensor), ("fsdp", "FSDPModule", fsdp)):
-        kind = {"DTensor": nn.Parameter, "FSDPModule": nn.Linear}[name] if there else type("Other", (), {})
-        monkeypatch.setattr(importlib.import_module(f"torch.distributed.{module}"), name, kind)
-    assert private_names.is_tensor_parallel(model) == parallel
-
-
 def test_a_config_names_where_it_was_loaded_from() -> None:
     config = LlamaConfig(num_hidden_layers=1)
     assert loaded_from(config) == ""

@@ -23,7 +23,6 @@ from torch.testing import assert_close
 from transformers import AutoModel, LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
 import attnorm
-from attnorm.models import saving
 from attnorm.models.load import load
 from attnorm.models.patch import patch, unpatch
 from attnorm.models.patch_state import patched_modules
@@ -644,19 +643,3 @@ def test_weights_that_transformers_renames_find_their_module(tmp_path: Path) -> 
     }
     save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert torch.equal(quiet_logits(from_pretrained(tmp_path), tokens()), quiet_logits(model, tokens()))
-
-
-@pytest.mark.parametrize(("answers", "named"), [(True, "transformers"), (False, "Hugging Face cache")])
-def test_files_are_local_where_the_hub_does_not_answer(
-    answers: bool, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(saving, "hub_answers", lambda: answers)
-    monkeypatch.setattr(saving, "has_saved_output", lambda *_, **__: False)
-    monkeypatch.setattr(saving, "read_normalizers", lambda directory, **files: asked.append(files) or False)
-    with pytest.raises(FileNotFoundError, match=named):
-        saving.from_pretrained("someone/model")
-    with pytest.raises(FileNotFoundError, match="transformers"):
-        saving.from_pretrained(tmp_path)
-    assert [one.get("local_files_only", False) for one in asked] == [not answers, False]
-    assert [one["pickles"] for one in asked] == [False, False]

@@ -23,21 +23,6 @@ def test_what_is_there_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert fetching.fetch(tmp_path / "there") == tmp_path / "there"
 
 
-def test_a_local_file_is_unpacked_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetching, "_download", lambda folder: pytest.fail("fetched"))
-    unpacked: list[Path] = []
-
-    def unpack(gguf: Path, folder: Path) -> Path:
-        unpacked.append(gguf)
-        folder.mkdir()
-        return folder
-
-    monkeypatch.setattr(fetching, "_unpack", unpack)
-    monkeypatch.setattr(fetching.importlib.util, "find_spec", lambda name: None if name == "pip" else object())
-    assert fetching.fetch(tmp_path / "model", tmp_path / "weights.gguf").is_dir()
-    assert unpacked == [tmp_path / "weights.gguf"]
-
-
 def test_something_else_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "letter.txt").write_text("keep me")
     with pytest.raises(fetching.CannotFetch, match="expected an empty"):

@@ -1,38 +1,12 @@
 """Where a model is looked for: each condition of a name alone, and the address that is asked for a network."""
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 from huggingface_hub import constants
 
 from attnorm.models import source
 from attnorm.models.source import CannotLoad, Source, can_only_be_a_folder, did_you_mean, find, unreachable
-
-
-@pytest.mark.parametrize(
-    ("address", "asked"),
-    [
-        ("https://hub.example", ("hub.example", 443)),
-        ("http://hub.example", ("hub.example", 80)),
-        ("https://hub.example:8443", ("hub.example", 8443)),
-        ("http:///path", ("", 80)),
-    ],
-)
-def test_the_port_is_that_of_the_address_or_of_its_scheme(
-    address: str, asked: tuple[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[Any] = []
-
-    def connect(address: tuple[str, int], timeout: float) -> Any:
-        seen.append((address, timeout))
-        return SimpleNamespace(close=lambda: None)
-
-    monkeypatch.setattr(source.socket, "create_connection", connect)
-    assert source._listens(urlsplit(address))
-    assert seen == [(asked, 5)]
 
 
 @pytest.mark.parametrize(

@@ -256,6 +256,15 @@ def test_training_with_dropout_draws_the_same_random_numbers() -> None:
     assert all(torch.equal(a, b) for a, b in zip(observed, expected, strict=True))
 
 
+def test_an_output_with_dropout_is_not_compared() -> None:
+    q = torch.randn(1, 2, 9, 8)
+    for more, options in (((None, 0.5), {}), ((), {"dropout_p": 0.5})):
+        _, calls, _ = seen_in(
+            lambda more=more, options=options: F.scaled_dot_product_attention(q, q, q, *more, **options)
+        )
+        assert len(calls) == 1
+
+
 def test_autocast_rounds_what_is_measured() -> None:
     q = torch.randn(1, 2, 9, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):

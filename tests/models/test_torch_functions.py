@@ -1,20 +1,13 @@
 """Masks and shapes of torch's own attention functions, each against a loop over all pairs."""
 
-import itertools
-
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import create_block_mask
 
 from attnorm.models import torch_functions
-from attnorm.models.dispatch import UnsupportedModel
 from attnorm.models.hf_call import VisibleKeys
 from attnorm.models.torch_functions import (
-    _combine,
-    _four_dimensional,
-    _with_extra_keys,
     kind_of,
     read_multi_head_attention,
     read_native_multi_head_attention,
@@ -25,45 +18,6 @@ from tests.metrics.reference import dense_weights
 ROWS = torch.tensor([[1, 0, 1], [1, 1, 0]]).bool()[None, None]
 PADDING = torch.tensor([[0, 1, 1], [1, 1, 1]]).bool()[:, None, None]
 ONE, OTHER = torch.tensor([[0.5, -1.0, 2.0]] * 2)[None, None], torch.tensor([1.0, 3.0, -0.25])[None, None, None]
-
-
-@pytest.mark.parametrize("masks", list(itertools.product((None, ROWS), (None, PADDING))))
-@pytest.mark.parametrize("biases", list(itertools.product((None, ONE), (None, OTHER))))
-def test_what_both_masks_allow_with_both_biases(
-    masks: tuple[Tensor | None, Tensor | None], biases: tuple[Tensor | None, Tensor | None]
-) -> None:
-    found = _combine(VisibleKeys(True, masks[0], biases[0]), VisibleKeys(False, masks[1], biases[1]))
-    assert found.causal
-    given = [mask for mask in masks if mask is not None]
-    assert (found.mask is None) == (not given)
-    if found.mask is not None:
-        whole = [mask.expand(2, 1, 2, 3) for mask in given]
-        assert torch.equal(found.mask.expand(2, 1, 2, 3), whole[0] & whole[-1])
-    added = [bias for bias in biases if bias is not None]
-    assert (found.bias is None) == (not added)
-    if found.bias is not None:
-        torch.testing.assert_close(found.bias, added[0] + added[1] if len(added) == 2 else added[0])
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("mask", [None, ROWS, PADDING])
-@pytest.mark.parametrize("extra", [0, 1, 2])
-def test_keys_that_torch_appends_are_seen_by_every_query(causal: bool, mask: Tensor | None, extra: int) -> None:
-    visible = VisibleKeys(causal, mask, ONE)
-    found = _with_extra_keys(visible, extra, 2, 3)
-    if extra == 0:
-        assert found is visible
-        return
-    assert not found.causal
-    assert found.bias is not None
-    assert found.bias[0, 0, 0].tolist() == [0.5, -1.0, 2.0] + [0.0] * extra
-    assert (found.mask is None) == (mask is None and not causal)
-    if found.mask is not None:
-        for item, query, key in itertools.product(range(2), range(2), range(3 + extra)):
-            seen = key >= 3 or (mask is None or bool(mask.expand(2, 1, 2, 3)[item, 0, query, key]))
-            seen = seen and (key >= 3 or not causal or key <= query + 1)
-            assert bool(found.mask.expand(2, 1, 2, 3 + extra)[item, 0, query, key]) == seen
-    assert _with_extra_keys(VisibleKeys(False), extra, 2, 3).bias is None
 
 
 def test_kinds_of_attention() -> None:
@@ -77,31 +31,6 @@ def test_kinds_of_attention() -> None:
         assert kind_of(VisibleKeys(False, PADDING), 2, 3, itself=itself) == other
         assert kind_of(VisibleKeys(False), 2, 3, itself=itself) == other
         assert kind_of(VisibleKeys(False, PADDING[:, :, :1]), 1, 3, itself=itself) == other  # no later key to be hidden
-
-
-@pytest.mark.parametrize(
-    ("query", "key", "value", "shape"),
-    [
-        ((2, 4), (3, 4), (3, 5), (1, 1, 1, 1)),
-        ((6, 2, 4), (6, 3, 4), (6, 3, 5), (1, 6, 6, 6)),
-        ((2, 6, 2, 4), (1, 6, 3, 4), (2, 6, 3, 5), (2, 6, 6, 6)),
-        ((2, 6, 2, 4), (2, 2, 3, 4), (2, 3, 3, 5), (2, 6, 6, 6)),
-        ((2, 1, 2, 4), (2, 3, 3, 4), (2, 3, 3, 5), (2, 3, 3, 3)),
-        ((2, 3, 6, 2, 4), (1, 3, 6, 3, 4), (2, 1, 6, 3, 5), (6, 6, 6, 6)),
-    ],
-)
-def test_leading_dimensions_become_the_batch(
-    query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], shape: tuple[int, ...]
-) -> None:
-    tensors = [torch.randn(size) for size in (query, key, value)]
-    q, k, v, mask = _four_dimensional(*tensors, torch.ones(2, 3, dtype=torch.bool))
-    assert (q.shape[0], q.shape[1], k.shape[1], v.shape[1]) == shape
-    assert (q.shape[2:], k.shape[2:], v.shape[2:]) == ((2, 4), (3, 4), (3, 5))
-    assert k.shape[0] == v.shape[0] == q.shape[0]
-    assert mask is not None
-    if len(query) <= 4 and query[:-2] == key[:-2] == value[:-2]:
-        expected = F.scaled_dot_product_attention(*tensors)
-        torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v).reshape(expected.shape), expected)
 
 
 @pytest.mark.parametrize("floating", [True, False])
@@ -157,37 +86,6 @@ def test_a_causal_call_hides_keys_from_the_left_end(queries: int, keys: int) -> 
     found = dense_weights(call).float()
     torch.testing.assert_close(found, expected[..., : found.shape[-1]])
     assert not expected[..., found.shape[-1] :].any()
-
-
-def test_masks_and_scores_are_computed_up_to_a_number_of_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    block_mask = create_block_mask(lambda b, h, i, j: i >= j, 2, 3, 4, 5, device="cpu").as_tuple()
-    q, k = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 5, 8)
-
-    def masked() -> object:
-        return torch_functions._masked(block_mask, 4, 5, torch.device("cpu"))
-
-    def scored() -> object:
-        return torch_functions._scored(q, k, lambda s, b, h, i, j: s + i, 0.5, VisibleKeys(causal=False))
-
-    for call, name in ((masked, "mask_mod"), (scored, "score_mod")):
-        monkeypatch.setattr(torch_functions, "LARGEST", 2 * 3 * 4 * 5)
-        call()
-        monkeypatch.setattr(torch_functions, "LARGEST", 2 * 3 * 4 * 5 - 1)
-        with pytest.raises(UnsupportedModel, match=name):
-            call()
-
-
-@pytest.mark.parametrize(("batch", "heads"), [(1, 1), (1, 3), (2, 1), (2, 3)])
-def test_a_block_mask_is_read_for_every_item_and_head_over_several_blocks(batch: int, heads: int) -> None:
-    def rule(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (i + b) % (h + 2) <= j
-
-    blocks = create_block_mask(rule, batch, heads, 8, 10, device="cpu", BLOCK_SIZE=2)
-    found = torch_functions._masked(blocks.as_tuple(), 8, 10, torch.device("cpu"))
-    where = itertools.product(range(batch), range(heads), range(8), range(10))
-    expected = torch.tensor([(i + b) % (h + 2) <= j for b, h, i, j in where]).reshape(batch, heads, 8, 10)
-    assert found.mask is not None
-    assert torch.equal(found.mask, expected)
 
 
 @pytest.mark.parametrize("causal", [True, False])

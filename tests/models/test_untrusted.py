@@ -16,7 +16,7 @@ import attnorm
 from attnorm.models.load import CannotLoad, load
 from attnorm.models.patch import patch
 from tests.models.families import ids, tiny
-from tests.models.test_gguf_file import write_llama
+from tests.models.test_load import write_llama
 
 EVIL = "someone/kernel"
 
@@ -168,8 +168,7 @@ def test_as_many_layers_as_tensors_are_accepted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "value"),
-    [(8, 2**63 - 1), (8, 2**40), (16, 2**63 - 1), (16, 2**40), (24, 2**63 - 1), (24, 2**32)],
+    ("at", "value"), [(8, 2**63 - 1), (8, 2**40), (16, 2**63 - 1), (16, 2**40), (24, 2**63 - 1), (24, 2**32)]
 )
 def test_a_gguf_header_that_claims_more_than_the_file_holds(tmp_path: Path, at: int, value: int) -> None:
     """The number of tensors, of entries, and the length of the first key."""

@@ -37,22 +37,11 @@ LEARNED: dict[str, dict[str, Any]] = {
 }
 
 _SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 _GROUPED: dict[str, Any] = {**_SIZES, "num_key_value_heads": 2, "head_dim": 8}
-_ALTERNATING: dict[str, Any] = {
-    **_GROUPED,
-    "sliding_window": 5,
-    "layer_types": ["sliding_attention", "full_attention"],
-}
+_ALTERNATING: dict[str, Any] = {**_GROUPED, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 
 
 def _gpt2(**options: Any) -> PreTrainedModel:

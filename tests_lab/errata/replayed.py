@@ -7,8 +7,6 @@ are stored: an ascent amplifies rounding, so it may end elsewhere on another mac
 import json
 import math
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +16,10 @@ import torch
 from attnorm_lab.errata import Claim, claims
 from attnorm_lab.errata.catalogue.claim import CaseSizes, ClaimCase, draw_case
 from attnorm_lab.errata.search import _Search
-from tests_lab.errata.test_search import BROKEN, changed
 
 STORED = Path(__file__).with_suffix(".json")
 SEED = 0
 ROUNDS = (0, 1, 4)  # random rows, and structured ones of two sizes
-BROKEN_ROUND = 0
 # Rows in which rounding decides although 1e-13 more in every number changes nothing.
 BY_ROUNDING = {
     # Equal logits: each direction among them is the worst one of the Jacobian, and LAPACK chooses.
@@ -53,18 +49,6 @@ def reproducible(claim: Claim, round_number: int) -> list[list[float | None]]:
             for row in zip(found.tolist(), steady.tolist(), strict=True)]  # fmt: skip
 
 
-@contextmanager
-def broken(index: int) -> Iterator[Claim]:
-    """A claim while one of its formulas is changed as in test_search.py: its ratios then show what it allows for."""
-    name, owner, attribute, change = BROKEN[index]
-    formula = getattr(owner, attribute)
-    setattr(owner, attribute, changed(formula, change))
-    try:
-        yield next(claim for claim in claims() if claim.id == name)
-    finally:
-        setattr(owner, attribute, formula)
-
-
 def rounded(value: float) -> float:
     return float(f"{value:.6g}")
 
@@ -92,12 +76,7 @@ def main() -> None:
     lines = ["{", f'"cases": {json.dumps(outlines())},', '"ratios": {']
     lines += [f"{json.dumps(name)}: {json.dumps(rounds, separators=(',', ':'))}," for name, rounds in stored.items()]
     lines[-1] = lines[-1].removesuffix(",")
-    lines += ["},", '"broken": [']
-    for index in range(len(BROKEN)):
-        with broken(index) as claim:
-            found = reproducible(claim, BROKEN_ROUND)
-        lines.append(json.dumps(found, separators=(",", ":")) + ("," if index + 1 < len(BROKEN) else ""))
-    STORED.write_text("\n".join([*lines, "]", "}"]) + "\n", encoding="utf-8")
+    STORED.write_text("\n".join([*lines, "}", "}"]) + "\n", encoding="utf-8")
     known = [x for rounds in stored.values() for rows in rounds for row in rows for x in row]
     share = sum(x is not None and not math.isnan(x) for x in known) / len(known)
     sys.stdout.write(

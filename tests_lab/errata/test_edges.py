@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnorm.theory import dispersion, distance, geometry, gradient, rank_one_eigenvalues, rank_two_singular_values
+from attnorm.theory import dispersion, distance, geometry, gradient, rank_one_eigenvalues
 from attnorm.theory.gradient import entmax_worst_weights
 from attnorm.theory.selection import safe_sqrt, select
 from attnorm_lab.errata import Claim, search
@@ -106,29 +106,6 @@ def test_heads_that_agree_are_not_above_the_bounds_of_their_union_by_rounding() 
     assert claim.ratio is not None
     same = dataclasses.replace(CASE, logits=CASE.logits[:1].expand_as(CASE.logits))
     assert claim.ratio(same).max() <= 1
-
-
-@pytest.mark.parametrize("top_n", [2, 3, 7])
-@pytest.mark.parametrize("separable", [True, False])
-def test_the_vectors_of_the_example_of_separability(top_n: int, separable: bool) -> None:
-    vectors = geometry.separability_example(top_n, separable=separable).vectors.reshape(top_n + 1, top_n + 1)
-    torch.testing.assert_close(vectors.norm(dim=-1), torch.ones(top_n + 1, dtype=torch.float64))
-    assert torch.equal(vectors[:-1], torch.eye(top_n + 1, dtype=torch.float64)[:-1])
-    along = vectors[:-1] @ vectors[-1]
-    expected = 0.0 if separable else top_n**-0.5
-    torch.testing.assert_close(along, torch.full((top_n,), expected, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("rows", [1, 2, 3, 5])
-def test_singular_values_of_blocks_of_two_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the last block has a single row."""
-    monkeypatch.setattr(rank_one_eigenvalues, "BLOCK", 2 * 4)
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.softmax(torch.randn(rows, 4, generator=generator, dtype=torch.float64), -1)
-    slopes = torch.rand(rows, 4, generator=generator, dtype=torch.float64)
-    found = rank_two_singular_values.rank_two_singular_value(weights, slopes)
-    jacobians = (torch.eye(4, dtype=torch.float64) - weights[:, :, None]) * slopes[:, None, :]
-    torch.testing.assert_close(found, torch.linalg.matrix_norm(jacobians, 2))
 
 
 def case_of(logits: list[list[float]], vectors: list[list[float]], top_n: int) -> ClaimCase:

@@ -19,13 +19,9 @@ COVERED = [
     ("kernel", {"function": "polynomial", "offset": 3.0}),
 ]
 NOT_COVERED = {
-    "sparsemax": "Entmax",
-    "topk": "hides keys",
-    "ssmax": "log n",
-    "sink": "sink",
-    "sigmoid": "Sigmoid",
+    "sparsemax": "Entmax", "topk": "hides keys", "ssmax": "log n", "sink": "sink", "sigmoid": "Sigmoid",
     "adaptive_temperature": "entropy",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "options"), COVERED)

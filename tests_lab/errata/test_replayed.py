@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from attnorm_lab.errata import claims
-from tests_lab.errata.replayed import BROKEN_ROUND, ROUNDS, STORED, broken, outlines, ratios
-from tests_lab.errata.test_search import BROKEN
+from tests_lab.errata.replayed import ROUNDS, STORED, outlines, ratios
 
 STORED_NUMBERS = json.loads(STORED.read_text(encoding="utf-8"))
 EXACT = 1e-5  # of a bound: where all stored ratios are below, the bound is an equation and they are its rounding,
@@ -30,12 +29,6 @@ def test_every_claim_is_stored() -> None:
 def test_an_address_names_the_same_row_and_ratio_as_before(name: str) -> None:
     for round_number, stored in zip(ROUNDS, STORED_NUMBERS["ratios"][name], strict=True):
         compare(ratios(CLAIMS[name], round_number), stored)
-
-
-@pytest.mark.parametrize("index", range(len(BROKEN)), ids=[f"{name}-{attribute}" for name, _, attribute, _ in BROKEN])
-def test_a_changed_formula_gives_the_stored_ratios(index: int) -> None:
-    with broken(index) as claim:
-        compare(ratios(claim, BROKEN_ROUND), STORED_NUMBERS["broken"][index])
 
 
 def compare(found: torch.Tensor, stored: list[list[float | None]]) -> None:

@@ -1,9 +1,10 @@
-"""The search: the same seed finds the same, a broken formula is found, a wrong status in the table is found."""
+"""The search: the same seed finds the same, and a formula that is 1 % off or a wrong status is noticed."""
 
 import dataclasses
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from attnorm.theory.dispersion import Bounds
 from attnorm.theory.isotropic_law import IsotropicLaw
 from attnorm_lab.errata import Claim, SearchInterrupted, claims, frontier, replay, search, verify
 from attnorm_lab.errata.catalogue import claim as claim_module
-from attnorm_lab.errata.catalogue.claim import draw_case
+from attnorm_lab.errata.catalogue import normalizers
 
 CLAIMS = {claim.id: claim for claim in claims()}
 AT_ONCE = 1e-9  # seconds: the first rounds only
@@ -35,29 +36,12 @@ OFTEN = {(claim.family, claim.status): claim.id for claim in reversed(SEARCHED)}
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(claim.id, marks=() if claim.id in OFTEN else pytest.mark.nightly) for claim in SEARCHED],
+    "name", [pytest.param(claim.id, marks=() if claim.id in OFTEN else pytest.mark.nightly) for claim in SEARCHED]
 )
 @pytest.mark.every_second("name")
 def test_the_first_rounds_alone_settle_every_claim(name: str) -> None:
     finding = found(name, first_rounds=search.FIRST_ROUNDS if name in LATE else 3)
     assert finding.stands, finding.verdict
-
-
-def test_ascents_start_from_structured_and_from_random_rows_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[bool] = []
-
-    def drawn(seed: int, sizes: Any, *, structured: bool) -> Any:
-        started.append(structured)
-        return draw_case(seed, sizes, structured=structured)
-
-    monkeypatch.setattr(search, "draw_case", drawn)
-    monkeypatch.setattr(search, "_ascend", lambda ratio, case: case)
-    one = search._Search(CLAIMS["corollary-3"], seed=0)
-    for round_number in range(5 * len(search.STRATEGIES)):
-        one.case_of(round_number)
-    ascents = started[search.STRATEGIES.index("ascent") :: len(search.STRATEGIES)]
-    assert ascents == [True, False, True, False, True]
 
 
 def test_the_same_seed_finds_the_same_and_another_does_not() -> None:
@@ -81,91 +65,6 @@ def test_a_counterexample_can_be_made_again_exactly(name: str) -> None:
     assert smallest.address == f"{name}:1:{smallest.round}:{smallest.row}"
 
 
-def less(bound: Any) -> Any:
-    """An upper bound made 3 % too small, a bracket 3 % too narrow."""
-    if isinstance(bound, tuple):
-        return Bounds(bound[0] * 1.03, bound[1] * 0.97)
-    return bound * 0.97
-
-
-def more(bound: Any) -> Any:
-    return bound * 1.03
-
-
-def changed(function: Callable[..., Any], change: Callable[[Any], Any]) -> Callable[..., Any]:
-    return lambda *args, **kwargs: change(function(*args, **kwargs))
-
-
-def half_variance(moments: Any) -> Any:
-    return moments[0], moments[1] * 0.5
-
-
-BROKEN = [
-    ("lemma-1", dispersion, "lemma1_bounds", less),
-    ("corollary-1", dispersion, "corollary1_bounds", less),
-    ("lemma-2.1", dispersion, "lemma21_bounds", less),
-    ("lemma-2.1-sharp", dispersion, "sharp_weight_bounds", less),
-    ("entropy-floor", dispersion, "entropy_floor", more),
-    ("entropy-deficit", dispersion, "entropy_floor_deficit", less),
-    ("horizon", dispersion, "horizon", lambda n: 0.9 * n),
-    ("effective-gap", dispersion, "effective_gap_from_logits", more),
-    ("proposition-3.1", dispersion, "proposition31_bound", less),
-    ("proposition-3.1-tight", dispersion, "proposition31_tight", less),
-    ("theorem-1-fixed", distance, "theorem1_fixed_printed", less),
-    ("theorem-1-fixed-tight", distance, "theorem1_fixed_tight", less),
-    ("theorem-1-fixed-signed", distance, "theorem1_fixed_tight", less),
-    ("theorem-1-any-set-tight", distance, "theorem1_fixed_tight", less),
-    ("relative-distance", distance, "relative_distance_bounds", less),
-    ("theorem-1-random-corrected", distance, "theorem1_random_bounds", less),
-    ("theorem-1-random-conditioned", distance, "theorem1_random_bounds", less),
-    ("theorem-1-random-epsilon", distance, "theorem1_random_epsilon", lambda e: 0.5 * e),
-    ("corollary-2-corrected", distance, "corollary2_bounds", less),
-    ("corollary-2-lower-end", distance, "corollary2_bounds", less),
-    ("law-attained", frontier, "frontier_effort", more),
-    ("gap-for-weight", frontier, "softmax_gap", more),
-    ("xi-is-a-worst-case", geometry, "xi", less),
-    ("theorem-2-lower", geometry, "theorem2_printed", lambda b: Bounds(b.lower + 0.2, b.upper)),
-    ("theorem-2-corrected", geometry, "theorem2_bounds", less),
-    ("theorem-2-moments", geometry, "isotropic_moments", half_variance),
-    ("theorem-2-anisotropic", geometry, "anisotropic_bounds", less),
-    ("anisotropic-moments", geometry, "permuted_norm_moments", half_variance),
-    ("anisotropic-moments-independent", geometry, "independent_norm_moments", half_variance),
-    ("lemma-2-corrected", gradient, "lemma2_corrected", less),
-    ("corollary-3-corrected", gradient, "corollary3_corrected", less),
-    ("corollary-3-local", gradient, "corollary3_local", less),
-    ("jacobian-norm-exact", gradient, "threshold_jacobian_norm", more),
-    ("kernel-norm-exact", gradient, "kernel_jacobian_norm", more),
-    ("jacobian-norm-bracket", gradient, "entmax_norm_bracket", less),
-    ("figure-4-corrected", gradient, "finite_difference_corrected", less),
-    ("toy-2.3-corrected", gradient, "swap_example", lambda e: dataclasses.replace(e, corrected=1.03 * e.corrected)),
-    ("entmax-worst-case", gradient, "entmax_worst_norm", less),
-    ("head-coverage-bounds", geometry, "union_bounds", less),
-    ("kneemax-weight-exact", frontier, "kneemax_weight", less),
-    ("kneemax-weight-any-row", frontier, "kneemax_weight", more),
-    ("kneemax-near-frontier", frontier, "frontier_weight", lambda w: w + 0.5),
-    ("lipschitz-kneemax", Kneemax, "lipschitz", less),
-    ("frontier-kneemax", Kneemax, "lipschitz", less),
-    ("lipschitz-softmax", Softmax, "lipschitz", less),
-]  # fmt: skip
-
-
-def few(broken: list[Any], of_each: int) -> list[Any]:
-    """The first ones of each family run with every commit, the others at night."""
-    before = [sum(other[1] is one[1] for other in broken[:i]) for i, one in enumerate(broken)]
-    nightly = pytest.mark.nightly
-    return [pytest.param(*one, marks=nightly if n >= of_each else ()) for one, n in zip(broken, before, strict=True)]
-
-
-@pytest.mark.parametrize(
-    ("name", "owner", "attribute", "change"), few(BROKEN, 1), ids=[f"{b[0]}-{b[2]}" for b in BROKEN]
-)
-def test_breaking_a_formula_breaks_the_table(
-    monkeypatch: pytest.MonkeyPatch, name: str, owner: Any, attribute: str, change: Callable[[Any], Any]
-) -> None:
-    monkeypatch.setattr(owner, attribute, changed(getattr(owner, attribute), change))
-    assert not found(name, first_rounds=3).stands or not found(name).stands
-
-
 def test_the_error_of_the_exact_law_is_in_favor_of_the_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     """P = 0.5 up to 0.1 against a lower bound of 0.45 and an upper one of 0.8."""
     case, _ = replay(CLAIMS["theorem-2-corrected"], 0, 0)
@@ -183,57 +82,10 @@ def test_the_error_of_the_exact_law_is_in_favor_of_the_claim(monkeypatch: pytest
     assert found.mean(0).tolist() == pytest.approx([0.45 / 0.6, 0.4 / 0.8])
 
 
-def test_every_corrected_claim_is_among_those_broken() -> None:
-    corrected = {claim.id for claim in CLAIMS.values() if claim.form == "corrected"}
-    assert corrected <= {name for name, *_ in BROKEN}
-
-
-def a_tenth_more(bound: Any) -> Any:
-    """An upper bound, or the upper of two, 10 % larger than it need be."""
-    return Bounds(bound[0], 1.1 * bound[1]) if isinstance(bound, tuple) else 1.1 * bound
-
-
-def a_tenth_less(bound: Any) -> Any:
-    return Bounds(bound[0] / 1.1, bound[1]) if isinstance(bound, tuple) else bound / 1.1
-
-
-LOOSENED = [
-    ("lemma-2.1-sharp", dispersion, "sharp_weight_bounds", a_tenth_more),
-    ("lemma-2.1-sharp", dispersion, "sharp_weight_bounds", a_tenth_less),
-    ("entropy-floor", dispersion, "entropy_floor", a_tenth_less),
-    ("horizon", dispersion, "horizon", a_tenth_more),
-    ("theorem-1-fixed-tight", distance, "theorem1_fixed_tight", a_tenth_more),
-    ("theorem-1-any-set-tight", distance, "theorem1_fixed_tight", a_tenth_more),
-    ("corollary-2-corrected", distance, "corollary2_bounds", a_tenth_more),
-    ("theorem-1-random-corrected", distance, "theorem1_random_bounds", a_tenth_more),
-    ("theorem-1-random-corrected", distance, "theorem1_random_bounds", a_tenth_less),
-    ("theorem-2-corrected", geometry, "theorem2_bounds", a_tenth_more),
-    ("theorem-2-corrected", geometry, "theorem2_bounds", a_tenth_less),
-    ("lemma-2-corrected", gradient, "lemma2_corrected", a_tenth_more),
-    ("corollary-3-corrected", gradient, "corollary3_corrected", a_tenth_more),
-    ("figure-4-corrected", gradient, "finite_difference_corrected", a_tenth_more),
-    ("head-coverage-bounds", geometry, "union_bounds", a_tenth_more),
-    ("head-coverage-bounds", geometry, "union_bounds", a_tenth_less),
-    ("kneemax-weight-any-row", frontier, "kneemax_weight", a_tenth_less),
-    ("lipschitz-kneemax", Kneemax, "lipschitz", a_tenth_more),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "owner", "attribute", "change"), few(LOOSENED, 1), ids=[f"{b[0]}-{b[3].__name__}" for b in LOOSENED]
-)
-def test_loosening_a_bound_by_a_tenth_breaks_the_table(
-    monkeypatch: pytest.MonkeyPatch, name: str, owner: Any, attribute: str, change: Callable[[Any], Any]
-) -> None:
-    monkeypatch.setattr(owner, attribute, changed(getattr(owner, attribute), change))
-    assert found(name).verdict == "NOT ATTAINED"
-
-
 def test_every_corrected_bound_must_be_attained_but_for_one_that_no_row_is_known_to_reach() -> None:
     corrected = {claim.id for claim in CLAIMS.values() if claim.form == "corrected" and not any(claim.attained)}
     equalities = {"toy-2.3-corrected"}
     assert corrected - equalities == {"theorem-1-random-epsilon"}
-    assert corrected.isdisjoint(name for name, *_ in LOOSENED)
 
 
 def test_each_of_two_bounds_must_be_attained() -> None:
@@ -328,51 +180,6 @@ def test_more_budget_means_more_rounds_and_refuted_claims_are_left_alone(monkeyp
     assert refuted.violations < search.ENOUGH_VIOLATIONS + 100
 
 
-def test_progress_is_the_share_of_the_first_rounds_or_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    clock.now = 100.0
-    monkeypatch.setattr(search, "time", clock)
-    seen: list[float] = []
-    pair = [toy(lambda case: 0.5 * case.dial / case.dial)] * 2
-    verify(pair, budget_seconds=1.0, first_rounds=3, progress=lambda claim, share: seen.append(share))
-    # A look at the clock at the start, one per report and two per round: 0.08 s until the second claim.
-    assert seen[:3] == pytest.approx([0.01, 0.25, 0.5])
-    assert seen == sorted(seen)
-    assert seen[-1] == pytest.approx(1.0, abs=0.05)
-
-
-def test_quantiles_and_silent_rows_are_those_of_random_rounds() -> None:
-    drawn: list[Tensor] = []
-
-    def ratio(case: Any) -> Tensor:
-        drawn.append(case.dial.detach())
-        return case.dial / 1e6
-
-    def says_nothing(case: Any) -> Tensor:
-        return torch.where(case.dial > 3, torch.nan, (case.dial < 1).double())
-
-    claim = toy(ratio, says_nothing=says_nothing, differentiable=False)
-    one = search._Search(claim, seed=0)
-    expected = []
-    for round_number in range(6):
-        drawn.clear()
-        one.run_round()
-        if search.STRATEGIES[round_number % len(search.STRATEGIES)] == "random":
-            expected.append(drawn[-1])
-    dials = torch.cat(expected).sort().values
-    finding = one.finding()
-    ranks = [round(share * (len(dials) - 1)) for share in (0.05, 0.5, 0.95)]
-    assert finding.tightness == pytest.approx([float(dials[rank]) / 1e6 for rank in ranks])
-    assert finding.says_nothing_share == pytest.approx(float((dials < 1).sum()) / float((dials <= 3).sum()))
-    assert finding.rounds == 6
-
-
-def test_by_default_every_strategy_runs_three_times_and_the_budget_is_a_minute() -> None:
-    (finding,) = verify([toy(lambda case: 0.5 * case.dial / case.dial)], budget_seconds=AT_ONCE)
-    assert finding.rounds == 3 * len(search.STRATEGIES)
-    assert inspect.signature(verify).parameters["budget_seconds"].default == 60
-
-
 @pytest.mark.parametrize(("least", "missed"), [(claim_module.EXACTLY, 1e-6), (claim_module.NEARLY, 5e-3)])
 def test_how_near_a_row_must_come_to_a_bound(least: float, missed: float) -> None:
     for share, verdict in ((0.995, "survived"), (1.005, "NOT ATTAINED")):
@@ -384,45 +191,6 @@ def test_how_near_a_row_must_come_to_a_bound(least: float, missed: float) -> Non
 
 # Numbers of keys, widths and numbers of selected keys of the cases that a claim is searched on.
 ANY_KEYS, ANY_WIDTH, ANY_TOP = [2, 3, 4, 6, 9, 16, 33, 64], [1, 2, 3, 8], list(range(1, 9))
-SIZES = {
-    "lemma-1": (ANY_KEYS, ANY_WIDTH, ANY_TOP),
-    "theorem-1-random": ([2, 3, 4, 6], ANY_WIDTH, [1, 2, 3, 4, 5]),
-    "theorem-1-random-epsilon": ([4, 6], ANY_WIDTH, [1, 2]),
-    "corollary-2-i": ([9, 16], ANY_WIDTH, ANY_TOP),
-    "corollary-2-ii-decay": ([6], ANY_WIDTH, [1, 2]),
-    "theorem-2-lower": ([6, 9, 16, 33, 64], ANY_WIDTH, [5, 6, 7, 8]),
-    "theorem-2-upper": (ANY_KEYS, [2, 3, 8], ANY_TOP),
-    "theorem-2-upper-below": ([6], [8], [4, 5]),
-    "theorem-2-corrected": ([2, 3, 4, 6], [2, 3, 8], [1, 2, 3, 4, 5]),
-    "theorem-2-moments": ([3, 4], ANY_WIDTH, [2, 3]),
-    "anisotropic-moments": ([3, 4, 6], ANY_WIDTH, [2, 3, 4]),
-    "anisotropic-moments-independent": ([3, 4, 6], ANY_WIDTH, [2, 3]),
-    "theorem-2-anisotropic": ([2, 3, 4], ANY_WIDTH, [1, 2, 3]),
-    "theorem-2-anisotropic-independent": ([2, 3, 4], ANY_WIDTH, [1, 2, 3]),
-    "entmax-constant": ([64], ANY_WIDTH, ANY_TOP),
-    "kneemax-jacobian": ([2, 3, 4, 6, 9, 16], ANY_WIDTH, ANY_TOP),
-    "at-most-80-percent": ([6, 9, 16, 33, 64], ANY_WIDTH, [5, 6, 7, 8]),
-    "lemma-1-softmax": ([2, 3, 4, 6, 9, 16], ANY_WIDTH, ANY_TOP),
-}
-
-
-def test_the_sizes_of_the_cases_of_every_claim() -> None:
-    """What can be drawn: numbers of keys between the limits and above that of selected keys, and so on."""
-    for claim in claims():
-        if claim.id in SIZES:
-            sizes = claim.sizes
-            least = max(sizes.least_keys, sizes.least_top_n + 1)
-            keys = [size for size in ANY_KEYS if least <= size <= sizes.most_keys]
-            widths = [size for size in ANY_WIDTH if size >= sizes.least_width]
-            top = list(range(sizes.least_top_n, min(keys[-1] - 1, sizes.most_top_n) + 1))
-            assert (keys, widths, top) == SIZES[claim.id], claim.id
-
-
-@pytest.mark.parametrize("name", ["lemma-1", "theorem-2-upper-below", "anisotropic-moments", "corollary-2-i"])
-def test_cases_of_all_these_sizes_are_drawn(name: str) -> None:
-    cases = [draw_case(seed, CLAIMS[name].sizes, structured=False) for seed in range(120)]
-    drawn = zip(*((case.keys, case.width, case.top_n) for case in cases), strict=True)
-    assert tuple(sorted(set(sizes)) for sizes in drawn) == SIZES[name]
 
 
 def test_an_interrupted_search_tells_what_it_found() -> None:
@@ -504,18 +272,194 @@ def test_progress_rises_to_one_and_stays_there() -> None:
     assert late == [1.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("quantity", "bound", "rounding", "ratio"),
-    [
-        (1.0, 2.0, 0.0, 0.5),
-        (0.0, 0.0, 0.0, 0.0),
-        (-1.0, 2.0, 0.0, -1.0),
-        (1.0, -1.0, 0.5, 2.0),
-        (1.0, 0.0, 0.0, math.inf),
-    ],
-)
-def test_ratios_of_a_quantity_to_its_bound(quantity: float, bound: float, rounding: float, ratio: float) -> None:
-    one, other = torch.tensor([quantity]), torch.tensor([bound])
-    options = {"rounding": rounding} if rounding else {}
-    assert claim_module.at_most(one, other, **options).item() == ratio
-    assert claim_module.at_least(other, one, **options).item() == ratio
+@dataclass(frozen=True)
+class Mutant:
+    """One formula changed, and the claim that must fall."""
+
+    claim: str
+    owner: Any
+    formula: str
+    what: str
+    change: Callable[[Any], Callable[..., Any]]  # from the formula to the mutant
+
+    def __str__(self) -> str:
+        return f"{self.claim}-{self.formula}-{self.what}"
+
+
+def result(change: Callable[[Any], Any]) -> Callable[[Any], Callable[..., Any]]:
+    return lambda formula: lambda *given, **options: change(formula(*given, **options))
+
+
+def times(factor: float) -> Callable[[Any], Callable[..., Any]]:
+    return result(lambda value: value * factor)
+
+
+lower = result(lambda bounds: Bounds(bounds[0] * 0.99, bounds[1]))
+higher_lower = result(lambda bounds: Bounds(bounds[0] * 1.01, bounds[1]))
+upper = result(lambda bounds: Bounds(bounds[0], bounds[1] * 1.01))
+lower_upper = result(lambda bounds: Bounds(bounds[0], bounds[1] * 0.99))
+variance = result(lambda moments: (moments[0], moments[1] * 1.01))
+mean = result(lambda moments: (moments[0] * 1.01, moments[1]))
+
+
+def with_n_for_others(formula: Any) -> Callable[..., Any]:
+    """log n where log(n - 1) belongs, of a gap of rows with all keys visible."""
+
+    def mutant(rows: Any, *given: Any, **options: Any) -> Any:
+        n = rows.shape[-1]
+        return formula(rows, *given, **options) + math.log(n / (n - 1))
+
+    return mutant
+
+
+def looser_cantelli(formula: Any) -> Callable[..., Any]:
+    def mutant(mean: Any, variance: Any, radius: Any) -> Bounds:
+        return formula(mean, 1.01 * variance, radius)
+
+    return mutant
+
+
+def looser_markov(formula: Any) -> Callable[..., Any]:
+    def mutant(mean: Any, variance: Any, radius: Any) -> Bounds:
+        tail = 1.01 * mean / radius**2
+        cantelli = variance / (variance + (radius**2 - mean) ** 2)
+        return Bounds(
+            torch.where(radius**2 > mean, 1 - torch.minimum(tail, cantelli), 0.0), formula(mean, variance, radius).upper
+        )
+
+    return mutant
+
+
+def with_another_knee(factor: float) -> Callable[[Any], Callable[..., Any]]:
+    return lambda formula: lambda share=None, *, knee=None: formula(share, knee=knee and factor * knee)
+
+
+def only_many_keys(formula: Any) -> Callable[..., Any]:
+    return lambda n, *given, **options: formula(n, *given, **options) * (1.01 if n > 2 else 1.0)
+
+
+# Of the nine that a tolerance of 5 % let pass; the ninth, of entmax-worst-case, takes 4 s and runs at night.
+KNOWN = [
+    Mutant("horizon", dispersion, "horizon", "more", times(1.01)),
+    Mutant("entropy-deficit", dispersion, "entropy_floor_deficit", "more", times(1.01)),
+    Mutant("effective-gap", dispersion, "effective_gap", "n for n-1", with_n_for_others),
+    Mutant("corollary-2-lower-end", distance, "corollary2_bounds", "lower", lower),
+    Mutant("corollary-3-corrected", gradient, "corollary3_corrected", "1.98 for 2", times(2 / 1.98)),
+    Mutant("cantelli-markov", geometry, "cantelli_bounds", "Cantelli", looser_cantelli),
+    Mutant("law-attained", frontier, "frontier_effort", "more", times(1.01)),
+    Mutant("proposition-3.1", dispersion, "proposition31_bound", "more", times(1.01)),
+]
+
+OTHERS = [
+    Mutant("lemma-1", dispersion, "lemma1_bounds", "lower", lower),
+    Mutant("lemma-1", dispersion, "lemma1_bounds", "upper", upper),
+    Mutant("corollary-1", dispersion, "corollary1_bounds", "lower", lower),
+    Mutant("corollary-1", dispersion, "corollary1_bounds", "upper", upper),
+    Mutant("lemma-2.1", dispersion, "lemma21_bounds", "upper", upper),
+    Mutant("lemma-2.1-sharp", dispersion, "sharp_weight_bounds", "lower", lower),
+    Mutant("lemma-2.1-sharp", dispersion, "sharp_weight_bounds", "upper", upper),
+    Mutant("entropy-floor", dispersion, "entropy_floor", "less", times(0.99)),
+    Mutant("entropy-deficit", dispersion, "entropy_floor_deficit", "less", times(0.99)),
+    Mutant("horizon", dispersion, "horizon", "one more", result(lambda n: n + 1)),
+    Mutant("horizon", dispersion, "horizon", "one less", result(lambda n: n - 1)),
+    Mutant("horizon", dispersion, "horizon", "less", times(0.99)),
+    Mutant("effective-gap", dispersion, "effective_gap_from_logits", "n for n-1", with_n_for_others),
+    Mutant("proposition-3.1", dispersion, "proposition31_bound", "less", times(0.99)),
+    Mutant("proposition-3.1-tight", dispersion, "proposition31_tight", "more", times(1.01)),
+    Mutant("proposition-3.1-tight", dispersion, "proposition31_tight", "less", times(0.99)),
+    Mutant("theorem-1-fixed", distance, "theorem1_fixed_printed", "more", times(1.01)),
+    Mutant("theorem-1-fixed-tight", distance, "theorem1_fixed_tight", "more", times(1.01)),
+    Mutant("theorem-1-fixed-tight", distance, "theorem1_fixed_tight", "less", times(0.99)),
+    Mutant("relative-distance", distance, "relative_distance_bounds", "upper", upper),
+    Mutant("theorem-1-random-corrected", distance, "theorem1_random_bounds", "lower", lower),
+    Mutant("theorem-1-random-corrected", distance, "theorem1_random_bounds", "upper", upper),
+    Mutant("corollary-2-corrected", distance, "corollary2_bounds", "upper", upper),
+    Mutant("corollary-2-lower-end", distance, "corollary2_bounds", "higher lower", higher_lower),
+    Mutant("xi-is-a-worst-case", geometry, "xi", "more", times(1.01)),
+    Mutant("theorem-2-corrected", geometry, "theorem2_bounds", "upper", upper),
+    Mutant("cantelli-markov", geometry, "cantelli_bounds", "Markov", looser_markov),
+    Mutant("cantelli-markov", geometry, "cantelli_bounds", "upper", lower_upper),
+    Mutant("theorem-2-moments", geometry, "isotropic_moments", "mean", mean),
+    Mutant("theorem-2-moments", geometry, "isotropic_moments", "variance", variance),
+    Mutant("anisotropic-moments", geometry, "permuted_norm_moments", "variance", variance),
+    Mutant("anisotropic-moments-independent", geometry, "independent_norm_moments", "variance", variance),
+    Mutant("lemma-2-corrected", gradient, "lemma2_corrected", "more", times(1.01)),
+    Mutant("lemma-2-corrected", gradient, "lemma2_corrected", "less", times(0.99)),
+    Mutant("corollary-3-corrected", gradient, "corollary3_corrected", "2.02 for 2", times(2 / 2.02)),
+    Mutant("corollary-3-local", gradient, "corollary3_local", "more", times(1.01)),
+    Mutant("jacobian-norm-exact", gradient, "threshold_jacobian_norm", "more", times(1.01)),
+    Mutant("kernel-norm-exact", gradient, "kernel_jacobian_norm", "less", times(0.99)),
+    Mutant("jacobian-norm-bracket", gradient, "entmax_norm_bracket", "lower", lower),
+    Mutant("jacobian-norm-bracket", gradient, "entmax_norm_bracket", "upper", upper),
+    Mutant("figure-4-corrected", gradient, "finite_difference_corrected", "more", times(1.01)),
+    Mutant(
+        "toy-2.3-corrected", gradient, "swap_example", "corrected",
+        result(lambda example: dataclasses.replace(example, corrected=1.01 * example.corrected)),
+    ),
+    Mutant("entmax-worst-case", gradient, "entmax_worst_norm", "more", times(1.01)),
+    Mutant("entmax-worst-case", gradient, "entmax_worst_norm", "many keys", only_many_keys),
+    Mutant("entmax-worst-case", gradient, "entmax_worst_norm", "less", times(0.99)),
+    Mutant("head-coverage-bounds", geometry, "union_bounds", "lower", lower),
+    Mutant("head-coverage-bounds", geometry, "union_bounds", "upper", upper),
+    Mutant("law-attained", frontier, "frontier_weight", "more", times(1.01)),
+    Mutant("gap-for-weight", frontier, "softmax_gap", "n for n-1",
+           lambda formula: lambda w, n: formula(w, n) + math.log(n / (n - 1))),
+    Mutant("gap-for-weight", frontier, "entmax_gap", "more", times(1.01)),
+    Mutant("gap-for-weight", frontier, "kneemax_gap", "more", times(1.01)),
+    Mutant("kneemax-weight-exact", frontier, "kneemax_weight", "less", times(0.99)),
+    Mutant("kneemax-weight-any-row", frontier, "kneemax_weight", "less", times(0.99)),
+    Mutant("kneemax-fixed-weight", normalizers, "kneemax", "knee too high", with_another_knee(1.01)),
+    Mutant("kneemax-fixed-zeros-certain", normalizers, "kneemax", "knee too high", with_another_knee(1.01)),
+    Mutant("kneemax-fixed-zeros-none", normalizers, "kneemax", "knee too low", with_another_knee(0.99)),
+    Mutant("lipschitz-softmax", Softmax, "lipschitz", "more", times(1.01)),
+    Mutant("lipschitz-kneemax", Kneemax, "lipschitz", "more", times(1.01)),
+    Mutant("frontier-kneemax", Kneemax, "lipschitz", "less", times(0.97)),
+    Mutant("theorem-1-fixed-signed", distance, "theorem1_fixed_tight", "less", times(0.97)),
+    Mutant("theorem-1-any-set-tight", distance, "theorem1_fixed_tight", "less", times(0.97)),
+    Mutant("theorem-1-any-set-tight", distance, "theorem1_fixed_tight", "more", times(1.1)),
+    Mutant("theorem-1-random-conditioned", distance, "theorem1_random_bounds", "narrower",
+           result(lambda bounds: Bounds(bounds[0] * 1.03, bounds[1] * 0.97))),
+    Mutant("theorem-1-random-epsilon", distance, "theorem1_random_epsilon", "half", times(0.5)),
+    Mutant("theorem-2-lower", geometry, "theorem2_printed", "higher lower",
+           result(lambda bounds: Bounds(bounds.lower + 0.2, bounds.upper))),
+    Mutant("theorem-2-anisotropic", geometry, "anisotropic_bounds", "narrower",
+           result(lambda bounds: Bounds(bounds[0] * 1.03, bounds[1] * 0.97))),
+    Mutant("kneemax-near-frontier", frontier, "frontier_weight", "more", result(lambda weight: weight + 0.5)),
+]  # fmt: skip
+
+
+def check_that_verify_notices(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutant.owner, mutant.formula, mutant.change(getattr(mutant.owner, mutant.formula)))
+    (finding,) = verify([CLAIMS[mutant.claim]], budget_seconds=1e-9)
+    assert finding.verdict in ("VIOLATED", "NOT ATTAINED")
+
+
+@pytest.mark.parametrize("mutant", KNOWN, ids=str)
+@pytest.mark.every_second("mutant")
+def test_verify_notices_what_it_once_let_pass(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_that_verify_notices(mutant, monkeypatch)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("mutant", OTHERS, ids=str)
+def test_verify_notices_every_formula_that_is_slightly_off(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_that_verify_notices(mutant, monkeypatch)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_the_table_stands_for_other_seeds(seed: int) -> None:
+    """What the mutants break must hold without them, and not by the luck of one seed."""
+    findings = verify(budget_seconds=1e-9, seed=seed)
+    assert not [finding.claim.id for finding in findings if finding.verdict in ("VIOLATED", "NOT ATTAINED")]
+
+
+def test_every_corrected_claim_is_among_those_broken() -> None:
+    corrected = {claim.id for claim in CLAIMS.values() if claim.form == "corrected"}
+    assert corrected <= {mutant.claim for mutant in (*KNOWN, *OTHERS)}
+
+
+def test_by_default_every_strategy_runs_three_times_and_the_budget_is_a_minute() -> None:
+    (finding,) = verify([toy(lambda case: 0.5 * case.dial / case.dial)], budget_seconds=AT_ONCE)
+    assert finding.rounds == 3 * len(search.STRATEGIES)
+    assert inspect.signature(verify).parameters["budget_seconds"].default == 60

@@ -482,19 +482,8 @@ def test_the_stage_from_the_command_line(tmp_path: Path) -> None:
     changes = [
         f"--set={one}" for one in ("steps=1", "rate_steps=1", "width=8", "observed=0", 'normalizers=["softmax"]')
     ]
-    call = [
-        "lab",
-        "reproduce",
-        "clrs-text",
-        "--quick",
-        "--stage",
-        "train",
-        "--device",
-        "cpu",
-        "--out",
-        str(tmp_path),
-        *changes,
-    ]
+    call = ["lab", "reproduce", "clrs-text", "--quick", "--stage", "train", "--device", "cpu"]
+    call += ["--out", str(tmp_path), *changes]
     stopped = runner.invoke(app, [*call, "--minutes", "0"])
     assert stopped.exit_code == 3, stopped.output
     result = runner.invoke(app, [*call, "--set=at_inference=[]"])

@@ -47,23 +47,15 @@ def test_a_model_is_trained_watched_and_measured(trained: tuple[Path, list[grid.
     assert len(records[1]["learned"]) == 1
 
 
-def test_finished_models_are_not_trained_again(
-    trained: tuple[Path, list[grid.Record]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parts, records = trained
-    monkeypatch.setattr(grid, "train_and_measure", lambda *_: pytest.fail("trained again"))
-    plan = replace(temperature.QUICK, models=temperature.QUICK.models[1:])
-    assert grid.records_of(plan, SUBJECT, no_progress, parts) == records
-
-
-def test_records_from_elsewhere_are_used(
+def test_models_that_were_finished_here_or_elsewhere_are_not_trained_again(
     trained: tuple[Path, list[grid.Record]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, records = trained
+    parts, records = trained
     append_jsonl(tmp_path / RECORDS, records)
     monkeypatch.setattr(grid, "train_and_measure", lambda *_: pytest.fail("trained again"))
     plan = replace(temperature.QUICK, models=temperature.QUICK.models[1:])
-    assert grid.records_of(plan, SUBJECT, no_progress, tmp_path / "parts" / "temperature") == records
+    for folder in (parts, tmp_path / "parts" / "temperature"):
+        assert grid.records_of(plan, SUBJECT, no_progress, folder) == records
     assert read_jsonl(tmp_path / RECORDS) == records
 
 

@@ -15,7 +15,6 @@ from attnorm.cli import app
 from attnorm.files import append_jsonl, read_jsonl
 from attnorm.run_folder import try_lock
 from attnorm_lab.experiments import vision
-from attnorm_lab.experiments.catalogue import experiment
 from attnorm_lab.experiments.experiment import ExperimentSubject, no_progress
 from attnorm_lab.experiments.run import reproduce
 from attnorm_lab.training.vision.model import VisionSettings
@@ -282,7 +281,3 @@ def test_the_command_writes_a_folder_that_it_can_write_or_trains_nothing(tmp_pat
     done = CliRunner().invoke(app, ["lab", "train", "vision", "--quick", "--out", str(tmp_path / "file" / "x")])
     assert done.exit_code == 2
     assert "training" not in done.output
-
-
-def test_it_is_listed() -> None:
-    assert experiment("vision").name == "vision"

@@ -142,22 +142,6 @@ def test_groups_hold_each_example_once_within_the_budget(data: ClrsData) -> None
     assert len(list(groups_by_length(data.train, 1))) == len(data.train)
 
 
-def test_groups_have_the_fewest_padded_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clrs_data, "ROUNDED_TO", 1)
-    examples = [
-        EncodedExample("a", 1, np.zeros(length + 1, np.int32), 1) for length in (10, 500, 12, 490, 11, 100, 480)
-    ]
-
-    def groups(cost: int, most: int) -> list[list[int]]:
-        monkeypatch.setattr(clrs_data, "PASS", cost)
-        return [sorted(group) for group in groups_by_length(examples, most)]
-
-    assert groups(300, 10_000) == [[1, 3, 6], [0, 2, 4, 5]]  # the fifth in a group of its own saves 264 tokens
-    assert groups(200, 10_000) == [[1, 3, 6], [5], [0, 2, 4]]
-    assert groups(100_000, 10_000) == [[0, 1, 2, 3, 4, 5, 6]]
-    assert groups(200, 990) == [[1], [3, 6], [5], [0, 2, 4]]
-
-
 def test_only_answer_tokens_are_predicted_and_padding_changes_nothing() -> None:
     short, long = encode_examples(
         [ClrsExample("a", 1, "ab\n", "c\n\n"), ClrsExample("a", 1, "ab\n" * 20, "defg\n\n")], Characters()
@@ -298,22 +282,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return compiled
 
 
-@pytest.mark.nightly
-def test_a_third_length_compiles_nothing(data: ClrsData, tmp_path: Path, graphs: list[Any]) -> None:
-    torch.compiler.reset()
-    batches = [padded([example] * 2) for example in (*data.train, *data.test)]
-    by_length = {examples.inputs.shape[1]: examples for examples in batches}
-    counts = []
-    with accelerated(CPU, TINY.dtype) as accelerator:
-        run = ClrsRun(tmp_path, ClrsBase(), with_normalizer(TINY, "ssmax"), data, accelerator, compiled=True)
-        with run.in_training():
-            for _, examples in sorted(by_length.items()):
-                answer_logits(run.model, examples)
-                counts.append(len(graphs))
-    assert counts == [1, 2, 2]  # a graph of the first length, and one of all others
-
-
-@pytest.mark.nightly  # 6 s; test_pyramid.py trains compiled layers
+@pytest.mark.nightly  # 6 s; test_vision.py trains compiled layers
 def test_compiled_blocks_train_and_test_the_same_with_one_graph_for_all_lengths(
     data: ClrsData, tmp_path: Path, graphs: list[Any]
 ) -> None:

@@ -94,12 +94,7 @@ def open_report(tabs: dict[bool, Tab], pages: Callable[[ReportData], Path]) -> I
         tab.complaints.clear()
 
     def open_it(
-        analysis: ReportData,
-        *,
-        width: int = 1400,
-        dark: bool = False,
-        address: str = "",
-        script: bool = True,
+        analysis: ReportData, *, width: int = 1400, dark: bool = False, address: str = "", script: bool = True
     ) -> Page:
         return tabs[script].open(pages(analysis), address, width=width, dark=dark)
 

@@ -40,12 +40,8 @@ def test_shares(value: float | None, text: str) -> None:
 def test_values_of_a_manifest() -> None:
     assert plain([1, 2048, None]) == "1, 2,048, –"
     assert [plain(True), plain(None), plain([]), plain(0.25), plain("as it is")] == [
-        "yes",
-        "–",
-        "–",
-        "0.250",
-        "as it is",
-    ]
+        "yes", "–", "–", "0.250", "as it is",
+    ]  # fmt: skip
 
 
 def test_the_script_writes_numbers_as_python_does(empty_page: Page) -> None:

@@ -1,25 +1,161 @@
-"""Training in two processes: the same losses as one process, and every file written once.
-
-torchrun and `accelerate launch` tell a process its rank by environment variables.
-"""
+"""Trainers run on accelerate, whatever else configured it, and two processes train as one."""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
+from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
-from attnorm_lab.training.device import Processes
+from attnorm.cli import app
+from attnorm_lab.training.device import Processes, accelerated
 from attnorm_lab.training.lm.train import train_lm
+from attnorm_lab.training.needle import NeedleTask, train_needle
+from attnorm_lab.training.retrieval.data import RetrievalRecipe
+from attnorm_lab.training.retrieval.evaluate import Trials
+from attnorm_lab.training.retrieval.train import train_retrieval
 from tests_lab.training.conftest import tiny
+from tests_lab.training.retrieval_stack import CPU, trained
 
 Train = Callable[..., dict[str, Any]]
+SMALL: dict[str, Any] = {"architecture": "llama", "layers": 1, "width": 16, "context": 16, "batch": 2, "steps": 5}
+HOSTILE = {
+    "ACCELERATE_MIXED_PRECISION": "fp16",
+    "ACCELERATE_TORCH_DEVICE": "meta",
+    "ACCELERATE_USE_CPU": "true",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
+    "ACCELERATE_DYNAMO_BACKEND": "inductor",
+    "ACCELERATE_USE_DEEPSPEED": "true",
+    "ACCELERATE_USE_FSDP": "true",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+    "LOCAL_RANK": "0",  # as torchrun sets them for its only process
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+}
+
+
+@pytest.fixture
+def somebody_elses() -> Iterator[accelerate.Accelerator]:
+    """An Accelerator of the program that calls us, in the middle of an accumulated batch."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    theirs = accelerate.Accelerator(mixed_precision="no", gradient_accumulation_steps=2)
+    theirs.gradient_state._set_sync_gradients(False)
+    yield theirs
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def weights(out: Path) -> bytes:
+    (checkpoint,) = (out / "checkpoints").iterdir()
+    return b"".join((checkpoint / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors"))
+
+
+def precision(accelerator: Any) -> torch.dtype:
+    with accelerator.autocast():
+        return (torch.ones(1, 1) @ torch.ones(1, 1)).dtype
+
+
+@pytest.fixture(scope="module")
+def plain(train: Train, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What five steps leave, by dtype; both in this process."""
+    folder = tmp_path_factory.mktemp("plain")
+    for dtype in ("float32", "bfloat16"):
+        train(folder / dtype, **SMALL, dtype=dtype)
+    return {dtype: weights(folder / dtype) for dtype in ("float32", "bfloat16")}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_environment_changes_nothing_and_is_left_alone(
+    dtype: str, plain: dict[str, bytes], train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in HOSTILE.items():
+        monkeypatch.setenv(name, value)
+    train(tmp_path / "run", **SMALL, dtype=dtype)
+    assert weights(tmp_path / "run") == plain[dtype]
+    assert {name: os.environ.get(name) for name in HOSTILE} == HOSTILE
+
+
+def test_the_environment_does_not_reach_a_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    def losses() -> list[list[float]]:
+        return [trained(steps=5, batch=8, width=8, dtype=dtype).losses for dtype in ("bfloat16", "float32")]
+
+    low, full = losses()
+    assert low != full
+    for name, value in HOSTILE.items():
+        monkeypatch.setenv(name, value)
+    assert losses() == [low, full]
+
+
+def test_an_accelerator_of_the_caller_changes_nothing_and_is_left_alone(
+    plain: dict[str, bytes], somebody_elses: accelerate.Accelerator, train: Train, tmp_path: Path
+) -> None:
+    train(tmp_path / "run", **SMALL, dtype="bfloat16")
+    assert weights(tmp_path / "run") == plain["bfloat16"]
+    assert plain["bfloat16"] != plain["float32"]
+    assert precision(somebody_elses) == torch.float32
+    assert not somebody_elses.sync_gradients
+    assert somebody_elses.gradient_accumulation_steps == 2
+    assert "ACCELERATE_TORCH_DEVICE" not in os.environ
+
+
+def test_the_state_is_given_back_after_an_error(somebody_elses: accelerate.Accelerator) -> None:
+    with pytest.raises(RuntimeError, match="size"), accelerated(CPU, "bfloat16"):
+        torch.ones(2) @ torch.ones(3)
+    assert precision(somebody_elses) == torch.float32
+
+
+def test_the_device_is_the_one_that_is_named() -> None:
+    with accelerated(torch.device("meta"), "float32") as outer:
+        assert outer.device == torch.device("meta")
+        with accelerated(CPU, "bfloat16") as inner:
+            assert inner.device == CPU
+        assert outer.device == torch.device("meta")
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"])
+def test_several_processes_are_refused_before_anything_is_written(
+    name: str, texts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "2")
+    out = tmp_path / "run"
+    message = f"{name} is 2.*--num_processes 1"
+    with pytest.raises(ValueError, match=message):
+        train_lm([texts[0]], texts[1], out, tiny(), device="cpu")
+    with pytest.raises(ValueError, match=message):
+        train_retrieval(["softmax"], out, recipe=RetrievalRecipe(steps=1), trials=Trials(sizes=(4,)), device="cpu")
+    with pytest.raises(ValueError, match=message):
+        train_needle("bundled", texts[0], NeedleTask(), device="cpu")
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("command", ["lm", "retrieval", "needle"])
+def test_without_accelerate_one_is_told_what_to_install(
+    command: str, texts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    train, valid, out = str(texts[0]), str(texts[1]), str(tmp_path / "run")
+    arguments = {
+        "lm": [train, "--valid", valid, "--out", out],
+        "retrieval": ["--out", out],
+        "needle": ["bundled", "--text", train],
+    }
+    done = CliRunner().invoke(
+        app, ["lab", "train", command, *arguments[command], "--device", "cpu"], env={"COLUMNS": "200"}
+    )
+    assert done.exit_code == 2
+    assert "pip install 'attnorm[lab]'" in done.output
+    assert not Path(out).exists()
+
+
 RECIPE = '[layers]\n"1" = "ssmax"\n'
 OPTIONS = "--architecture llama --layers 2 --heads 2 --width 32 --context 32 --vocab 300 --batch 8 --lr 0.01 --warmup 5"
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2"
