@@ -26,7 +26,7 @@ jaxtyping.install_import_hook("attnorm.theory", "beartype.beartype(conf=beartype
 
 from attnorm.engines.execution import HAS_TRITON, known_calls
 from attnorm.normalizers import registry
-from tests.case_selection import mark_further_cases
+from tests.case_selection import pytest_collection_modifyitems as pytest_collection_modifyitems
 from tests.fast_interpreter import speed_up_interpreter
 from tests.miscompiled_reductions import refuse_scattered
 from tests.real_model import smollm2 as smollm2
@@ -41,20 +41,10 @@ hypothesis.settings.register_profile("explore", deadline=None, max_examples=500,
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
-@pytest.hookimpl(tryfirst=True)  # the markers must be there before -m is applied
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out nightly tests, and further cases of a test, unless the -m expression names them."""
-    mark_further_cases(items)
-    for name in ("nightly", "further_case"):
-        if name not in config.option.markexpr:
-            left_out = {id(item): item for item in items if item.get_closest_marker(name)}
-            config.hook.pytest_deselected(items=[*left_out.values()])
-            items[:] = [item for item in items if id(item) not in left_out]
-
-
 @pytest.fixture(autouse=True)
 def _alone() -> Iterator[None]:
-    """Random seeds for each test. Registered normalizers and known calls end with it."""
+    """Random seeds for each test. Registered normalizers, known calls and a lower precision of products end with it."""
+    torch.set_float32_matmul_precision("highest")  # training lowers it
     random.seed(0)
     np.random.seed(0)
     if torch.cuda.is_available():

@@ -17,6 +17,17 @@ import pytest
 MANY = 3  # cases; below it little would be gained
 
 
+@pytest.hookimpl(tryfirst=True)  # the markers must be there before -m is applied
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out nightly tests, and further cases of a test, unless the -m expression names them."""
+    mark_further_cases(items)
+    for name in ("nightly", "further_case"):
+        if name not in config.option.markexpr:
+            left_out = {id(item): item for item in items if item.get_closest_marker(name)}
+            config.hook.pytest_deselected(items=[*left_out.values()])
+            items[:] = [item for item in items if id(item) not in left_out]
+
+
 def mark_further_cases(items: Iterable[pytest.Item]) -> None:
     """Mark the cases that a commit can do without as `further_case`. Nightly cases are neither counted nor marked."""
     cases: dict[tuple[Any, str], list[pytest.Function]] = defaultdict(list)

@@ -56,7 +56,7 @@ def test_the_rest_runs_where_it_is_named(
     pytester: pytest.Pytester, options: tuple[str, ...], passed: int | None
 ) -> None:
     pytester.makeconftest(
-        "from tests.conftest import pytest_collection_modifyitems\n"
+        "from tests.case_selection import pytest_collection_modifyitems\n"
         "def pytest_configure(config):\n"
         "    for name in ('nightly', 'further_case', 'slow', 'every_second'):\n"
         "        config.addinivalue_line('markers', name)\n"

@@ -218,7 +218,8 @@ def command_line() -> str:
 def _sections(command: Any, context: Any) -> list[str]:
     if hasattr(command, "commands"):
         parts = [] if context.parent is None else [f"## {context.command_path}", _prose(command.help)]
-        for name, inner in command.commands.items():
+        for name in command.list_commands(context):
+            inner = command.get_command(context, name)
             parts += _sections(inner, inner.context_class(inner, parent=context, info_name=name))
         return parts
     usage = f"{context.command_path} {' '.join(command.collect_usage_pieces(context))}"
@@ -226,7 +227,7 @@ def _sections(command: Any, context: Any) -> list[str]:
     table = ["| argument or option | meaning |", "|---|---|"]
     table += [f"| `{name}` | {_cell(html.escape(meaning))} |" for name, meaning in rows]
     return [
-        f"{'##' if context.parent.parent is None else '###'} {context.command_path}",
+        f"{'#' * len(context.command_path.split())} {context.command_path}",
         _prose(command.help),
         _fenced("text", usage),
         "\n".join(table) if rows else "",

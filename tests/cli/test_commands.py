@@ -186,7 +186,7 @@ def test_bench_prints_json_and_markdown(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_without_a_verb_the_command_explains_itself() -> None:
     helped = runner.invoke(app, [])
-    for verb in ("normalizers", "dispersion", "bench", "doctor"):
+    for verb in ("normalizers", "evaluate", "doctor", "lab"):
         assert verb in helped.output
 
 

@@ -103,7 +103,7 @@ def test_reproduce_names_the_folder_that_it_cannot_write(
 ) -> None:
     Toy().enter(monkeypatch)
     fill_disk(word)
-    printed = stopped("reproduce", "toy", "--quick", "--out", str(tmp_path / "results"))
+    printed = stopped("lab", "reproduce", "toy", "--quick", "--out", str(tmp_path / "results"))
     assert f"No space left on device: {tmp_path / 'results'}. Free some space" in printed
     assert "--out" in printed
 
@@ -113,7 +113,7 @@ def test_a_stage_of_reproduce_names_its_folder(tmp_path: Path, monkeypatch: pyte
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("attnorm_lab.cli.reproduce._run_stage", full)
-    printed = stopped("reproduce", "language-models", "--stage", "main", "--out", str(tmp_path / "models"))
+    printed = stopped("lab", "reproduce", "language-models", "--stage", "main", "--out", str(tmp_path / "models"))
     assert f"No space left on device: {tmp_path / 'models'}. Free some space" in printed
 
 

@@ -164,7 +164,7 @@ def test_a_seed_that_changes_numbers_is_measured_on_every_passage(
 ) -> None:
     monkeypatch.setattr("attnorm.analysis.compare.same_numbers", lambda run, window: False)
     options = ["--passages", "2", "--seeds", "0,1", "--lengths", "16", "--windows", "2", "--json"]
-    found = ran("stability", model, "--text", text, *options, "--out", str(tmp_path / "runs"))
+    found = ran("lab", "stability", model, "--text", text, *options, "--out", str(tmp_path / "runs"))
     assert (found["runs"], found["seeds_alike"]) == (4, [0])
     folders = sorted(path.name for path in (tmp_path / "runs").iterdir())
     assert folders == ["1", "1-seed-1", "2", "2-seed-1"]
@@ -173,14 +173,15 @@ def test_a_seed_that_changes_numbers_is_measured_on_every_passage(
 
 def test_other_seeds_change_no_verdict(tmp_path: Path, model: str, text: str) -> None:
     options = ["--passages", "2", "--lengths", "16", "--windows", "2", "--json"]
-    one, three = (ran("stability", model, "--text", text, *options, "--seeds", seeds) for seeds in ("0", "0,1,2"))
+    command = ("lab", "stability", model, "--text", text, *options, "--seeds")
+    one, three = (ran(*command, seeds) for seeds in ("0", "0,1,2"))
     names = ("heads", "judged", "kept", "same", "undecided")
     assert {name: one[name] for name in names} == {name: three[name] for name in names}
 
 
 def test_stability_starts_windows_with_bos_on_request(tmp_path: Path, with_bos: str, text: str) -> None:
     options = ["--text", text, "--passages", "2", "--lengths", "16", "--windows", "2", "--bos", "--json"]
-    ran("stability", with_bos, *options, "--out", str(tmp_path / "runs"))
+    ran("lab", "stability", with_bos, *options, "--out", str(tmp_path / "runs"))
     for place in ("1", "2"):
         assert [part["first_token"] for part in manifest_of(tmp_path / "runs" / place)["parts"]] == ["<s>"] * 2
 

@@ -11,5 +11,5 @@ MAP = re.search(r"^## Find your way\n(.*?)(?=^## )", (ROOT / "CONTRIBUTING.md").
 
 @pytest.mark.parametrize("path", sorted({*re.findall(r"`([\w./-]+(?:/|\.py|\.yml|\.md))`", MAP)}))
 def test_a_path_of_the_map_exists(path: str) -> None:
-    folders = (ROOT / "src" / "attnorm", ROOT)
+    folders = (ROOT / "src" / "attnorm", ROOT / "src" / "attnorm_lab", ROOT)
     assert any((folder / path).exists() for folder in folders) or "NAME" in path, path

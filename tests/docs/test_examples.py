@@ -54,8 +54,8 @@ def test_commands_and_options_of_a_page_exist(page: str) -> None:
     for line in re.findall(r"^attnorm (.*)$", shell, flags=re.MULTILINE):
         command, words = COMMANDS, line.partition("#")[0].split()
         while hasattr(command, "commands") and words:
-            assert words[0] in command.commands, f"attnorm {line}"
-            command = command.commands[words.pop(0)]
+            assert words[0] in command.list_commands(None), f"attnorm {line}"
+            command = command.get_command(None, words.pop(0))
         known = {name for one in command.params for name in (*one.opts, *one.secondary_opts)} | {"--help"}
         given = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
         assert given <= known, f"attnorm {line}"

@@ -6,10 +6,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-from typer.main import get_command
 
 import attnorm
-from attnorm.cli import app
 from attnorm.cli.normalizers import describe_all, promises
 from attnorm.metrics.catalogue import METRICS
 from attnorm.normalizers.registry import BUILT_IN
@@ -44,8 +42,7 @@ def test_the_site_builds_strictly_and_is_complete(tmp_path: Path) -> None:
 
     assert not [anchor for anchor in anchors if anchor == "attnorm.attention.attend"], "internals are not shown"
 
-    commands = get_command(app).commands
-    for name in (*commands, *(f"train-{name}" for name in commands["train"].commands)):
+    for name in ("analyze", "doctor", "lab-reproduce", "lab-train-lm"):
         assert f'id="attnorm-{name}"' in pages["reference/command-line.html"]
     assert "train/CLASS/*.jpg and test/CLASS/*.jpg" in pages["reference/command-line.html"]
 

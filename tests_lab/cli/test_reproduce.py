@@ -135,7 +135,7 @@ def test_a_quick_experiment_writes_every_table_figure_and_verdict(name: str, tmp
         (atom_mapping.cache_folder() / file).is_file() for file in atom_mapping.FILES
     ):
         pytest.skip("RXNMapper's model is not in the cache; `attnorm lab reproduce atom-mapping` fetches it")
-    printed = _run("reproduce", name, "--quick", "--device", "cpu", "--out", str(tmp_path), "--json")
+    printed = _run("lab", "reproduce", name, "--quick", "--device", "cpu", "--out", str(tmp_path), "--json")
     (experiment,) = json.loads(printed)["experiments"]
     record = json.loads((tmp_path / name / "outcome.json").read_text())
     assert (record["findings"][0]["verdict"], record["tables"]) == QUICK[name]
@@ -165,7 +165,7 @@ def test_a_quick_image_model_is_trained_and_its_heads_are_drawn_on_an_image(
 
 
 def test_a_quick_benchmark_of_linear_cost_has_every_curve_and_error() -> None:
-    lines = _run("bench", "linear", "--quick", "--threads", "1", "--markdown").splitlines()
+    lines = _run("lab", "bench", "linear", "--quick", "--threads", "1", "--markdown").splitlines()
     first_cells = [line.split("|")[1].strip() for line in lines if line.startswith("| ")]
     for curve in ("softmax (SDPA)", "soft (49 landmarks)", "linear"):
         assert first_cells.count(curve) == 2  # forward, and with backward
@@ -394,6 +394,6 @@ def test_several_models_in_one_table_are_found_finished_again(cache: Path, tmp_p
     ]
     assert "Model bundled, tiny;" in plain((tmp_path / "out" / "index.html").read_text(encoding="utf-8"))
     assert "found finished" in runner.invoke(app, command).stdout
-    swapped = runner.invoke(app, [*command[:3], "--model", "bundled", *command[7:]])
+    swapped = runner.invoke(app, [*command[:4], "--model", "bundled", *command[8:]])
     assert swapped.exit_code == 2
     assert "others is none here and tiny there" in plain(swapped.output)

@@ -21,7 +21,7 @@ class Commands(SafeGroup):
         return [*super().list_commands(ctx), *_added()]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        return _added().get(cmd_name) or super().get_command(ctx, cmd_name)
+        return super().get_command(ctx, cmd_name) or _added().get(cmd_name)
 
 
 @cache

@@ -10,6 +10,7 @@ app = typer.Typer(
     cls=SafeGroup,
     add_completion=False,
     no_args_is_help=True,
+    epilog="Example: attnorm lab reproduce fig4 --quick",
     help="The laboratory: train small models, reproduce the papers, measure speed, search claims for counterexamples.",
 )
 app.add_typer(train.train)

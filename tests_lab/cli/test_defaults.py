@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import typer
 
-from attnorm.cli import app
+from attnorm_lab.cli import app
 from attnorm_lab.cli.train_tasks import given
 from attnorm_lab.training.clrs.train import ClrsRecipe
 from attnorm_lab.training.lm.model import LMSettings
