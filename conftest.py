@@ -3,8 +3,10 @@
 
 import os
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two workers on two cores must not fight over them
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -31,7 +33,11 @@ from tests.fast_interpreter import speed_up_interpreter
 from tests.miscompiled_reductions import refuse_scattered
 from tests.real_model import smollm2 as smollm2
 
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
 ROOT = Path(__file__).resolve().parent
+BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")  # the first takes 3/4 of the time
 
 if not torch.cuda.is_available():
     speed_up_interpreter()
@@ -68,6 +74,20 @@ def _refuse_wrongly_compiled_kernels() -> Iterator[None]:
             if tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7):
                 patch.setattr(triton.knobs.compilation, "listener", refuse_scattered)
         yield
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator["Browser"]:
+    from playwright.sync_api import sync_playwright
+
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        pytest.skip(f"none of {', '.join(BROWSERS)} on the path; install one to test pages in a browser")
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=found, args=flags)
+        yield started
+        started.close()
 
 
 @pytest.fixture(scope="session")

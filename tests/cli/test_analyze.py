@@ -228,7 +228,7 @@ def test_the_version_and_an_example_are_found() -> None:
     assert "Example: attnorm analyze" in flat(runner.invoke(app, ["analyze", "--help"]).output)
 
 
-@pytest.mark.parametrize("verb", ["analyze", "compare", "report", "doctor", "verify"])
+@pytest.mark.parametrize("verb", ["analyze", "compare", "report", "doctor", "lab"])
 def test_no_word_of_the_help_is_cut_at_80_columns(verb: str) -> None:
     assert "…" not in runner.invoke(app, [verb, "--help"], env={"COLUMNS": "80"}, terminal_width=80).output
 

@@ -199,5 +199,5 @@ def test_the_installed_command_keeps_stdout_for_results() -> None:
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dispersion of a few normalizers only: all of them are measured in tests/bench."""
+    """The dispersion of a few normalizers only: all of them are measured in tests_lab/bench."""
     monkeypatch.setattr("attnorm_lab.bench.dispersion.available", lambda: ["softmax", "sparsemax", "local", "soft"])

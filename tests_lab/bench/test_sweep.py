@@ -22,7 +22,7 @@ def test_the_ideal_is_the_time_of_the_items_over_the_workers_and_both_limits_cou
     assert Bench().result("a sweep", "Ray", found, LIMITS["sweep"]).met is met
 
 
-@pytest.mark.nightly  # tests/sweep starts workers on every commit
+@pytest.mark.nightly  # tests_lab/runs starts workers on every commit
 def test_a_quick_run_measures_local_processes_and_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnorm_lab.bench.analyze.SWEEP_WORKERS", 1)
     monkeypatch.setitem(sys.modules, "ray", None)

@@ -363,9 +363,9 @@ def test_without_accelerate_no_model_is_tried(
     finished: LMWorkspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("attnorm_lab.training.device.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install 'attnorm\[train\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'attnorm\[lab\]'"):
         run_stage("everything", finished.folder, TINY, device="cpu")
-    with pytest.raises(ImportError, match=r"pip install 'attnorm\[train\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'attnorm\[lab\]'"):
         EXPERIMENT.run(ExperimentSubject(quick=True, device="cpu"), lambda what, done, total: None, tmp_path / "parts")
     assert not (tmp_path / "parts").exists()
 

@@ -1,7 +1,7 @@
 # ruff: noqa: T201 - a script that prints a table
 """Print the rows of docs/results/kills.md: what was tried, on which commit, what was lost.
 
-python -m tests.reliability [--trials 10] [--kills 3] [--seed 0] [--only analyze]
+python -m tests_lab.reliability [--trials 10] [--kills 3] [--seed 0] [--only analyze]
 """
 
 import argparse

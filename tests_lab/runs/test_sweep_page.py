@@ -6,7 +6,6 @@ from playwright.sync_api import Browser, expect
 
 from attnorm_lab.runs.folder import ItemState, write_page
 from attnorm_lab.runs.plan import Item
-from tests.report.html.conftest import browser as browser
 
 HOSTILE = "</script><script>alert(1)</script>"
 

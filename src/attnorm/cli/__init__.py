@@ -26,13 +26,14 @@ class Commands(SafeGroup):
 
 @cache
 def _added() -> dict[str, Any]:
-    """Return the commands that other packages add; a package that is missing or incomplete adds none."""
+    """Return the commands that other packages add; a package that is not there adds none."""
     commands = {}
     for entry in entry_points(group="attnorm.commands"):
         try:
             commands[entry.name] = typer.main.get_command(entry.load())
-        except ImportError:
-            continue
+        except ModuleNotFoundError as error:
+            if error.name != entry.module.partition(".")[0]:
+                raise
     return commands
 
 

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import typer
@@ -23,9 +23,6 @@ from attnorm.machine import Machine, this_machine
 from attnorm.normalizers.check import check_normalizer
 from attnorm.normalizers.contract import Normalizer
 from attnorm.normalizers.registry import available, get
-
-if TYPE_CHECKING:
-    pass
 
 
 def doctor(as_json: Json = False) -> None:

@@ -103,6 +103,15 @@ def evaluate(
         ((name, content),) = default_text(bundled=loaded.requested_name == BUNDLED).items()
     else:
         name = text_name(Path(str(text)))
+    # Held over all parts: between two of them another thread could change the model that is compared.
+    with exclusive(loaded.model):
+        return _evaluate(loaded, name, content, items, sides, limit, seed, out, progress)
+
+
+def _evaluate(
+    loaded: LoadedModel, name: str, content: str, items: Sequence[Item], sides: Sequence[str], limit: int, seed: int,
+    out: str | Path | None, progress: EvaluationProgress,
+) -> Evaluation:  # fmt: skip
     identity = {
         "model": loaded.name,
         "weights": _digest(loaded.model),

@@ -95,7 +95,7 @@ class DifferentialV2(Mechanism):
     learned number per head, or for all, that does not depend on x). It starts at 1/2. head_width: D, inside models that
     have one query per output head: the second queries are a learned projection of x.
 
-    Query heads of a pair are neighbors (2h, 2h + 1): interleave pairs, do not concatenate them. Train with attnorm
+    Query heads of a pair are neighbors (2h, 2h + 1): interleave pairs, do not concatenate them. Train with attnorm lab
     train lm --normalizer differential_v2; a trained model has no second queries to patch.
     """
 

@@ -1,4 +1,4 @@
-"""Every private name of torch, transformers, accelerate and Lightning that models/, training/ and monitor/ use.
+"""Every private name of torch, transformers, accelerate and Lightning that attnorm and attnorm_lab use.
 
 Each is behind one function, and PRIVATE lists them with their purpose. tests/models/test_private_names.py checks each
 one, so that a new version of a library that lacks a name fails there, with that name, and not somewhere in a

@@ -1,12 +1,13 @@
 """Decide what happens when several threads of one process use one model, or load models.
 
     plain calls of a model     never wait. Hooks and recorders of other threads ignore them (`only_in_this_thread`).
-    analyze, evaluate, patch   wait until no other thread measures or changes the model (`exclusive`).
+    analyze, evaluate, patch   wait until no other thread analyzes, evaluates or changes the model (`exclusive`).
     swap, paused               are seen by every thread that runs the model, as model.half() is. Meanwhile other threads
                                may not measure or change it. They raise an error instead of waiting, because the end of
                                such a block may depend on them.
-    loading                    waits until attnorm measures nothing in other threads, and they wait for it: transformers
-                               changes torch for the whole process while it loads, such as the default dtype.
+    loading                    waits until no other thread analyzes, evaluates or patches, and they wait for it:
+                               transformers changes torch for the whole process while it loads, such as the default
+                               dtype. Blocks of `observe` and monitors hold nothing: do not load beside them.
 
 Compiled code cannot be observed. While a thread observes a compiled model, all threads run it uncompiled.
 """

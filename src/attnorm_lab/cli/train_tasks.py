@@ -50,7 +50,7 @@ def given(defaults: Mapping[str, Any], **options: Any) -> dict[str, Any]:
     return {**defaults, **{name: value for name, value in options.items() if value is not None}}
 
 
-# Defaults with --quick. Without it they are those of the recipe, which help repeats (tests/cli/test_defaults.py).
+# Defaults with --quick. Without it they are those of the recipe, which help repeats (tests_lab/cli/test_defaults.py).
 _RETRIEVAL_QUICK = {"steps": 400, "batch": 64, "width": 32, "learning_rate": 3e-3}
 _SEEDS, _QUICK_SEEDS = 10, 3
 _SETS, _QUICK_SETS = 128, 256

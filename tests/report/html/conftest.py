@@ -1,31 +1,17 @@
 """A real browser for the report, one for all tests; a page that complains or fetches anything fails its test."""
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
 from attnorm.report import page as report
 from attnorm.report_data import ReportData
 
 Open = Callable[..., Page]
-BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")  # the first takes 3/4 of the time
 PATIENCE = 20_000  # milliseconds: a busy machine is no failure
 expect.set_options(timeout=PATIENCE)
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None:
-        pytest.skip(f"none of {', '.join(BROWSERS)} on the path; install one to test the report in a browser")
-    flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=found, args=flags)
-        yield started
-        started.close()
 
 
 @pytest.fixture(scope="session")
