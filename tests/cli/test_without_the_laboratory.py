@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -20,12 +21,13 @@ app(sys.argv[1:])
 """
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True)
+def run(*words: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, cwd=folder)
 
 
-def test_a_model_is_measured_and_the_help_has_no_laboratory() -> None:
-    measured = run("analyze", "--lengths", "32", "--windows", "1", "--rows", "8", "--normalizers", "model,ssmax")
+def test_a_model_is_measured_and_the_help_has_no_laboratory(tmp_path: Path) -> None:
+    options = ("--lengths", "32", "--windows", "1", "--rows", "8", "--normalizers", "model,ssmax")
+    measured = run("analyze", *options, folder=tmp_path)
     assert measured.returncode == 0, measured.stderr
     helped = run("--help")
     assert helped.returncode == 0
