@@ -1,7 +1,11 @@
 """A search finds recipes that other commands accept, continues after any end, and explains wrong plans."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -261,3 +265,36 @@ def test_a_missing_library_and_a_wrong_database_are_named(
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ImportError, match=r"attnorm\[lab\]"):
         search(read_search_plan(plan), tmp_path / "out")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_a_killed_search_has_every_trial_once(plan: Path, tmp_path: Path) -> None:
+    """Kill -9 of the driver and of workers, again and again."""
+    import psutil
+
+    plan.write_text(PLAN.replace("trials = 4", "trials = 16").replace("steps = 4", "steps = 60"))
+    out, kills = tmp_path / "out", 0
+    call = [sys.executable, "-m", "attnorm", "lab", "search", str(plan), "--out", str(out)]
+    call += ["--workers", "2", "--retries", "50"]
+    driver = subprocess.Popen(call, stdout=subprocess.DEVNULL)
+    while driver.poll() is None:
+        time.sleep(3)
+        children = psutil.Process(driver.pid).children() if driver.poll() is None else []
+        finished = len(list((out / "results").glob("*.json"))) if out.is_dir() else 0
+        if finished >= kills and kills < 12 and children:
+            kills += 1
+            if kills % 4 == 0:
+                driver.kill()
+                driver.wait()
+                driver = subprocess.Popen(call, stdout=subprocess.DEVNULL)
+            else:
+                os.kill(children[-1].pid, signal.SIGKILL)
+    assert driver.returncode == 0
+    found = trials_of(out)
+    drawn = [trial for trial in found if trial.params]
+    assert len(drawn) == 16
+    assert {trial.state.name for trial in drawn} <= {"COMPLETE", "PRUNED"}
+    result = json.loads((out / "result.json").read_text())
+    assert [trial["number"] for trial in result["trials"]] == [trial.number for trial in drawn]
+    assert kills >= 8
